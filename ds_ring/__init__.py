@@ -1,0 +1,61 @@
+"""ds_ring: ring attention for DeepSpeed. The public names, nothing else."""
+
+from typing import TYPE_CHECKING, Any
+
+from ds_ring.config import RingConfig
+from ds_ring.errors import (
+    RingCheckpointError,
+    RingConfigError,
+    RingError,
+    RingFiniteError,
+    RingLayoutError,
+    RingMeshError,
+    RingMismatchError,
+    RingPatternError,
+    RingPeerError,
+    RingShapeError,
+)
+from ds_ring.module import RingAttention, ring_attention
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.shard import gather_sequence, shard_sequence
+from ds_ring.schedule.layout import make_layout
+from ds_ring.schedule.pattern import Causal, Full
+from ds_ring.schedule.plan import build_plan
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.deepspeed import initialize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "Full",
+    "RingAttention",
+    "RingCheckpointError",
+    "RingConfig",
+    "RingConfigError",
+    "RingError",
+    "RingFiniteError",
+    "RingLayoutError",
+    "RingMesh",
+    "RingMeshError",
+    "RingMismatchError",
+    "RingPatternError",
+    "RingPeerError",
+    "RingShapeError",
+    "build_plan",
+    "gather_sequence",
+    "initialize",
+    "make_layout",
+    "ring_attention",
+    "shard_sequence",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`initialize` imports DeepSpeed (seconds), so only when it is asked for."""
+    if name == "initialize":
+        from ds_ring.integrations.deepspeed import initialize
+
+        return initialize
+    raise AttributeError(f"module 'ds_ring' has no attribute {name!r}")

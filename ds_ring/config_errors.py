@@ -1,0 +1,205 @@
+"""Turns what is wrong with a configuration into sentences: where, expected, got, what to do.
+
+Owns the wording of a configuration error, the translation of pydantic's error list into it, and `Section`,
+the strict base model. Knows no key: what a field takes stands beside the field, as a `Takes`. Reads no file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ds_ring.errors import RingConfigError
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What a field accepts, and what to do when it got something else. Annotated onto the field.
+
+    `outside` marks a field whose key stands at the top level of the JSON, beside the section.
+    """
+
+    what: str
+    advice: str
+    outside: bool = False
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: the dotted key, and a sentence that says expected, got and what to do."""
+
+    key: str
+    sentence: str
+
+
+class Refused(ValueError):
+    """Raised inside a validator with the whole sentence; pydantic keeps it, `problems_of` unwraps it."""
+
+
+def sentence(expected: str, got: str, advice: str) -> str:
+    """The usual wording of a complaint."""
+    return f"expected {expected}, got {got}; {advice}"
+
+
+def config_error(source: str, *problems: Problem | str) -> RingConfigError:
+    """One error for all problems: one line when there is one, a list when there are more."""
+    texts = [item if isinstance(item, str) else f"{item.key}: {item.sentence}" for item in problems]
+    if len(texts) == 1:
+        return RingConfigError(f"{source}: {texts[0]}")
+    return RingConfigError(f"{source}: {len(texts)} problems" + "".join(f"\n  - {text}" for text in texts))
+
+
+def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice nearest to `word`, looking past case, dashes, underscores and blanks."""
+    by_plain_form = {_plain(choice): choice for choice in choices}
+    near = difflib.get_close_matches(_plain(str(word)), by_plain_form, n=1, cutoff=cutoff)
+    return by_plain_form[near[0]] if near else None
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def shown(value: object) -> str:
+    """`value` as it stands in the JSON, cut where it is long, so that "4" and 4 look different."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"{type(value).__name__} {value!r:.80}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def listed(choices: Sequence[object]) -> str:
+    """`a, b or c`."""
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
+    """Every problem pydantic found while it validated `model`, whose keys stand under `prefix`."""
+    return [_problem(detail, model, prefix) for detail in error.errors(include_url=False)]
+
+
+class Section(BaseModel):
+    """Strict (no "4" for 4), frozen, no unknown keys, and no raw pydantic error comes out of its call.
+
+    Every field of a subclass bears a `Takes`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            self.__pydantic_validator__.validate_python(values, self_instance=self)
+        except ValidationError as error:
+            name = type(self).__name__
+            raise config_error(f"{name}(...)", *problems_of(error, type(self), "")) from None
+
+    # Only calls from Python come through __init__. Pydantic looks for this mark (BaseModel.__init__ bears it
+    # too) and, finding it, builds nested sections itself and so keeps one list of all problems.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Problem:
+    loc, value = detail["loc"], detail["input"]
+    owner, field = _field_at(root, loc)
+    if field is None:
+        return Problem(_dotted(prefix, loc), _unknown_key(str(loc[-1]), owner, root))
+    takes = _takes(field)
+    key = _dotted("" if takes.outside else prefix, loc)
+    refused = detail.get("ctx", {}).get("error")
+    if isinstance(refused, Refused):
+        return Problem(key, str(refused))
+    choices = _choices(field)
+    expected = f"one of {', '.join(map(shown, choices))}" if choices else takes.what
+    advice = _type_advice(value, takes.what) or _choice_advice(value, choices) or takes.advice
+    return Problem(key, sentence(expected, shown(value), advice))
+
+
+def _field_at(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that owns the key at `loc`, and its field; no field where the key is unknown."""
+    owner: type[BaseModel] = root
+    field: FieldInfo | None = None
+    inner: Any = root
+    for part in loc:
+        if not _is_model(inner):  # inside a list or an options object: the field stays
+            break
+        owner, field = inner, inner.model_fields.get(str(part))
+        inner = field.annotation if field else None
+    return owner, field
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
+    return (prefix + "".join(parts)).removeprefix(".")
+
+
+def _takes(field: FieldInfo) -> Takes:
+    found = [note for note in field.metadata if isinstance(note, Takes)]
+    assert found, f"the field {field!r} needs a Takes, or nothing can be said about its errors"
+    return found[0]
+
+
+def _choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words a field of `Literal` type accepts; empty for any other field."""
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if not _takes(field).outside]
+
+
+def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
+    """A key nobody knows: a near miss here, a key of the neighbouring section, or neither."""
+    known = _keys(owner)
+    near = did_you_mean(word, known)
+    home = _home_of(word, owner, root)
+    if home:
+        advice = f"move it to {home}"
+    elif near:
+        advice = f"did you mean '{near}'?"
+    else:
+        advice = "remove it, or move it to the section that it belongs to"
+    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word}'", advice)
+
+
+def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | None:
+    """Where a key that is right but stands in the wrong section belongs."""
+    if owner is not root and word in _keys(root):
+        return "the section above"
+    sections: dict[str, Any] = {name: field.annotation for name, field in root.model_fields.items()}
+    for name, section in sections.items():
+        if _is_model(section) and word in section.model_fields:
+            return f'the sub-section "{name}"'
+    return None
+
+
+def _type_advice(value: object, what: str) -> str | None:
+    """What to write instead of a value that is right but for its JSON type."""
+    if isinstance(value, bool) and "number" in what:
+        return "true and false are no numbers: write the number itself"
+    if isinstance(value, float) and value.is_integer() and "whole number" in what:
+        return f"write {int(value)} without the point"
+    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]+\s*", value) and "number" in what:
+        return f"write {value.strip()} without quotes"
+    if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):
+        return f"write {value.lower().replace('none', 'null')} without quotes"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and what.startswith("a list"):
+        return f"write [{value}]"
+    return None
+
+
+def _choice_advice(value: object, choices: Sequence[str]) -> str | None:
+    near = did_you_mean(value, choices) if isinstance(value, str) and choices else None
+    return f'did you mean "{near}"?' if near else None

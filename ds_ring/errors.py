@@ -1,0 +1,64 @@
+"""The exception tree of ds_ring, and nothing else.
+
+Every error that ds_ring raises on purpose is a `RingError`. The message always says three things:
+what was expected, what was got, and what to do. Mistakes of the caller are `ValueError`s as well, so
+that code which catches the standard family keeps working; faults of other machines are `RuntimeError`s.
+"""
+
+from __future__ import annotations
+
+
+class RingError(Exception):
+    """Root of every error that ds_ring raises on purpose."""
+
+
+class RingConfigError(RingError, ValueError):
+    """The DeepSpeed JSON, a cluster file or an argument names something that cannot be."""
+
+
+class RingMeshError(RingConfigError):
+    """Sizes of the parallel axes do not fit the world, or the world is not there yet."""
+
+
+class RingShapeError(RingError, ValueError):
+    """A tensor's shape, dtype, device or memory format is not what the operation takes."""
+
+
+class RingLayoutError(RingError, ValueError):
+    """A layout cannot be built, or does not fit the tensor, the pattern or the mesh it is used with."""
+
+
+class RingPatternError(RingError, ValueError):
+    """A pattern cannot be built, or cannot express what was asked of it (a padding mask, say)."""
+
+
+class RingMismatchError(RingError, ValueError):
+    """Ranks of one ring disagree on configuration, shapes or dtypes. Raised before any payload moves."""
+
+
+class RingPeerError(RingError, RuntimeError):
+    """Another rank failed, left, or did not answer before the deadline.
+
+    Attributes:
+        ring_rank: the rank that raises (its place in the ring).
+        hop: the hop it was waiting for; None outside a pass.
+        peer: the ring rank it blames; None where nobody can be named.
+        cause: one line of text, what was seen.
+    """
+
+    def __init__(self, ring_rank: int, hop: int | None, peer: int | None, cause: str) -> None:
+        self.ring_rank, self.hop, self.peer, self.cause = ring_rank, hop, peer, cause
+        where = "outside a pass" if hop is None else f"at hop {hop}"
+        whom = "a peer that cannot be named" if peer is None else f"ring rank {peer}"
+        super().__init__(f"ring rank {ring_rank} {where}: waiting for {whom}: {cause}")
+
+    def __reduce__(self) -> tuple[type[RingPeerError], tuple[int, int | None, int | None, str]]:
+        return type(self), (self.ring_rank, self.hop, self.peer, self.cause)
+
+
+class RingFiniteError(RingError, ArithmeticError):
+    """`check_finite` found a NaN or an infinity; the message names rank, tensor and hop."""
+
+
+class RingCheckpointError(RingError, RuntimeError):
+    """A checkpoint is incomplete or does not match its manifest."""

@@ -1,0 +1,222 @@
+"""`ds_ring.initialize`: deepspeed.initialize with a ring.
+
+Owns the order of things at start (configuration, process groups, mesh, model, engine, loader) and what a ring
+cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `session.py`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.data import Dataset
+
+from ds_ring.config import RingConfig, differing_keys, strip_section
+from ds_ring.errors import RingConfigError, RingMismatchError
+from ds_ring.integrations.loader import RingLoader
+from ds_ring.integrations.session import RingSession
+from ds_ring.integrations.transformers import attach, check_model
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.pattern import pattern_from_config
+
+log = logging.getLogger(__name__)
+
+Source = str | dict[str, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
+    """deepspeed.initialize's arguments and result; the "ring_attention" section of the JSON says the rest.
+
+    The loader yields this rank's part of each batch, and `engine.ring` (a `RingSession`) shards batches of
+    other loaders, so an ordinary loop stays as it is:
+
+        engine, optimizer, loader, scheduler = ds_ring.initialize(args=args, model=model, training_data=data)
+        for batch in loader:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+
+    `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
+
+    Raises:
+        RingConfigError: the JSON, an argument or the model does not go with a ring. On every rank.
+    """
+    source = _config_source(args, config, config_params)
+    _refuse_arguments(model, mpu, mesh_param)
+    assert model is not None
+    ring_config = RingConfig.from_deepspeed(source)
+    deepspeed_config = strip_section(source)
+    _refuse_inexact_gradients(deepspeed_config)
+    check_model(model, ring_config)
+    _init_distributed(distributed_port, dist_init_required)
+    ring_config.validate_world(dist.get_world_size())
+    _check_same_config(ring_config)
+    session = RingSession(
+        config=ring_config,
+        mesh=RingMesh.from_world(ring_config.ring_size, ring_config.ulysses_size),
+        pattern=pattern_from_config(ring_config),
+        device=torch.device(get_accelerator().current_device_name()),
+        gradient_divisor=_gradient_divisor(deepspeed_config),
+    )
+    attach(model, session)
+    engine, engine_optimizer, _, scheduler = deepspeed.initialize(
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=deepspeed_config,
+    )
+    _equip(engine, session)
+    loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
+    return engine, engine_optimizer, loader, scheduler
+
+
+def _config_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """The one DeepSpeed configuration among the three places where deepspeed.initialize takes it from."""
+    places = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in places.items() if value is not None}
+    if len(given) == 1:
+        return next(iter(given.values()))
+    got = " and ".join(given) if given else "none"
+    raise RingConfigError(
+        f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict, or"
+        " start the script with --deepspeed_config ds_config.json and pass args"
+    )
+
+
+def _without_config(args: Any) -> Any:
+    """DeepSpeed refuses a configuration in two places; it gets ours, without the section, as a dict."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args
+
+
+def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise RingConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=...")
+    if isinstance(model, PipelineModule):
+        raise RingConfigError(
+            "model: expected a plain module, got a PipelineModule; a ring shards the tokens that a pipeline would"
+            " send on, which is not supported: use ZeRO"
+        )
+    if mesh_param is not None:
+        raise RingConfigError(
+            f"mesh_param: expected None, got {mesh_param!r}; DeepSpeed then averages gradients over the"
+            " data-parallel axis only and the ranks of a ring drift apart: set sequence_parallel_size in the JSON"
+        )
+    if mpu is not None:
+        raise RingConfigError(
+            f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs between"
+            " ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
+        )
+
+
+def _refuse_inexact_gradients(config: dict[str, Any]) -> None:
+    """Settings under which DeepSpeed 0.19.8 scales parameters' gradients differently, or samples by its own rank."""
+    zero = config.get("zero_optimization") or {}
+    factor = config.get("gradient_predivide_factor", 1.0)
+    if zero.get("stage") == 3 and factor != 1.0:
+        raise RingConfigError(
+            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
+            " gradient buckets are scaled otherwise than small ones: remove the key"
+        )
+    efficiency = config.get("data_efficiency") or {}
+    for key, section in (("curriculum_learning", config), ("data_efficiency", config)):
+        if (section.get(key) or {}).get("enabled"):
+            raise RingConfigError(
+                f"{key}: expected it not to be enabled, got {efficiency or section[key]}; DeepSpeed's sampler then"
+                " gives every rank of a ring other samples: order the data set yourself"
+            )
+
+
+def _gradient_divisor(config: dict[str, Any]) -> float:
+    """[Note: gradient scale] in loss.py."""
+    return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
+
+
+def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> None:
+    if get_accelerator().device_name() == "cpu":
+        # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        log.info("deepspeed_shm_comm is not built: gloo carries DeepSpeed's collectives on the CPU")
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+
+
+def _check_same_config(mine: RingConfig) -> None:
+    """One collective at start: a key that differs between ranks is named, on every rank."""
+    everyones: list[RingConfig | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    first = everyones[0]
+    assert first is not None
+    for rank, other in enumerate(everyones):
+        keys = differing_keys(first, other) if other is not None else []
+        if keys:
+            raise RingMismatchError(
+                f"{', '.join(keys)}: expected the same on all ranks, got another value on rank {rank} than on rank 0;"
+                " start every host with the same DeepSpeed JSON"
+            )
+
+
+def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
+    """Give the engine `engine.ring`, and let each forward find out where its batch lies.
+
+    A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
+    """
+    engine.ring = session
+
+    def find_placement(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+    engine.register_forward_pre_hook(find_placement, with_kwargs=True)
+
+
+def _training_loader(
+    engine: DeepSpeedEngine, dataset: Dataset[Any], collate_fn: Callable[..., Any] | None
+) -> RingLoader:
+    loader = engine.ring.loader(
+        dataset,
+        engine.train_micro_batch_size_per_gpu(),
+        shuffle=True,
+        drop_last=engine.dataloader_drop_last(),
+        collate_fn=collate_fn,
+    )
+    loader.on_batch = engine.tput_timer.start  # as DeepSpeed's loader does: the timer covers loading, too
+    engine.training_dataloader = loader
+    return loader

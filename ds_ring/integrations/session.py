@@ -1,0 +1,146 @@
+"""What a training script needs of the ring, as one object: `engine.ring`.
+
+Owns the road of a batch from the loader to the model (which layout, sharded or split by samples) and puts
+the parts of this package together for it; how labels are shifted, batches compared, losses scaled and
+placements found stands in the files it imports. Knows neither DeepSpeed nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ds_ring.config import RingConfig
+from ds_ring.errors import RingError
+from ds_ring.integrations.batch_agreement import REFUSED, BatchReport, agree, report_of
+from ds_ring.integrations.batch import Batch, prepare_batch, split_samples, split_tokens, token_shape
+from ds_ring.integrations.loader import RingLoader, make_loader
+from ds_ring.integrations.loss import RingLoss, items_per_batch, local_loss, world_mean
+from ds_ring.integrations.placement import Placement, PlacementBook
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.shard import gather_sequence
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.pattern import Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class RingSession:
+    """A model's ring: how its batches are cut, placed and weighed.
+
+    Attributes:
+        config: the "ring_attention" section.
+        mesh: this process's place in the data x ring x ulysses grid.
+        pattern: who attends to whom.
+        device: where sharded batches go.
+        gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
+        placements: where the latest batches lie.
+    """
+
+    config: RingConfig
+    mesh: RingMesh
+    pattern: Pattern
+    device: torch.device
+    gradient_divisor: float
+    placements: PlacementBook = field(default_factory=PlacementBook, repr=False)
+    _by_length: dict[int, Placement] = field(default_factory=dict, repr=False)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the batch that the model is working on (for attention modules of your own)."""
+        return self.placements.current.layout
+
+    def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
+        """This rank's part of a batch that every rank of its sequence group holds whole. Collective.
+
+        Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and other
+        per-token tensors. Returns local tensors [B, S] on `device`, with position_ids and, if there were
+        labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so that
+        `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
+
+        A sequence shorter than `min_sequence_length` is not cut: each rank takes whole samples instead.
+
+        Raises:
+            RingShapeError, RingPatternError: the batch cannot be sharded.
+            RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
+        """
+        prepared, report, fault = self._prepare(batch)
+        labelled_tokens = agree(report, fault, self.mesh.sequence_size, self.device)
+        _, tokens = token_shape(prepared)
+        placement = self._placement(tokens)
+        if placement.mesh is self.mesh:
+            local = split_tokens(prepared, placement.layout, self.mesh)
+        else:
+            local = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
+        local = {key: tensor.to(self.device) for key, tensor in local.items()}
+        self.placements.record(local.values(), placement)
+        if "labels" in local:
+            local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
+        return local
+
+    def loss(self, logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> RingLoss:
+        """The loss of local logits on a batch from `shard_batch`. Collective (one number, for `mean_loss`)."""
+        items = batch["num_items_in_batch"]
+        backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
+        return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Mean over the world's labelled tokens, from each rank's `engine(**batch).loss`. For logs. Collective."""
+        return world_mean(loss, self.gradient_divisor)
+
+    def gather(self, local: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence of a local result (logits, say) of the batch the model is working on. Collective."""
+        placement = self.placements.current
+        if placement.mesh is not self.mesh:
+            return local  # a short batch: this rank's samples are whole already
+        return gather_sequence(local, placement.layout, mesh=self.mesh, dim=dim)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[..., Any] | None = None,
+        num_workers: int = 0,
+    ) -> RingLoader:
+        """Batches of `dataset`, sharded: the same samples on all ranks of a sequence, others on other replicas.
+
+        `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit the
+        sockets of the process groups and keep them open when their rank dies.
+        """
+        return make_loader(
+            dataset, self.mesh, self.shard_batch, batch_size, shuffle, seed, drop_last, collate_fn, num_workers
+        )
+
+    def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
+        """A fault is kept until the ranks have compared notes, so that all of them stop together."""
+        try:
+            prepared = prepare_batch(batch, self.pattern)
+        except RingError as fault:
+            return {}, REFUSED, fault
+        return prepared, report_of(prepared), None
+
+    def _placement(self, tokens: int) -> Placement:
+        if tokens not in self._by_length:
+            self._by_length[tokens] = self._place(tokens)
+        return self._by_length[tokens]
+
+    def _place(self, tokens: int) -> Placement:
+        if self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length:
+            whole = make_layout("contiguous", tokens=tokens, ring_size=1)
+            return Placement(whole, RingMesh.single(), self.pattern)
+        layout = make_layout(
+            self.config.layout,
+            tokens=tokens,
+            ring_size=self.mesh.ring_size,
+            pattern=self.pattern,
+            multiple_of=self.mesh.ulysses_size,
+        )
+        return Placement(layout, self.mesh, self.pattern)

@@ -1,0 +1,134 @@
+"""transformers models on a ring: `attn_implementation="ds_ring"`.
+
+Owns the attention function and the mask function registered under that name, and `attach`, which ties
+a model to a session. Importing this file registers the name. What a model may ask of attention that a
+ring would not do (a sliding window, dropout, a cache) is refused in `transformers_checks.py`: a model must
+never be trained on another attention than its own without a word.
+
+The placement of the batch travels as a keyword argument from the model's forward down to attention, so it
+is no global state and survives gradient checkpointing.
+
+Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ds_ring.config import RingConfig
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations import transformers_checks as checks
+from ds_ring.integrations.placement import Placement
+from ds_ring.integrations.session import RingSession
+from ds_ring.module import options_from_config, ring_attention
+
+NAME = "ds_ring"
+PLACEMENT = "ds_ring_placement"
+OPTIONS = "ds_ring_options"
+
+
+def attention(
+    module: nn.Module,
+    q_BHSD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: heads in front of tokens in, tokens in front of heads out."""
+    placement: Placement | None = kwargs.pop(PLACEMENT, None)
+    options: dict[str, Any] = kwargs.pop(OPTIONS, {})
+    if placement is None:
+        raise RingConfigError(
+            f"{type(module).__name__}: attn_implementation='{NAME}' needs to know the ring and got none; start with"
+            " ds_ring.initialize(model=...), or call ds_ring.integrations.transformers.attach(model, session)."
+            " (A model that does not hand its keyword arguments down to attention cannot be used.)"
+        )
+    checks.check_attention_call(module, placement, attention_mask, dropout, kwargs)
+    if k_BGSD.shape[2] != q_BHSD.shape[2]:
+        raise RingShapeError(
+            f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a cache or"
+            " cross attention is not supported: pass use_cache=False"
+        )
+    out_BHSD = ring_attention(
+        q_BHSD,
+        k_BGSD,
+        v_BGSD,
+        pattern=placement.pattern,
+        layout=placement.layout,
+        mesh=placement.mesh,
+        scale=scaling,
+        **options,
+    )
+    return out_BHSD.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, checks.refuse_masks)
+
+
+def check_model(model: nn.Module, config: RingConfig) -> None:
+    """Refuse a transformers model whose attention would look at the local shard only.
+
+    Raises:
+        RingConfigError: with the model's class and its attn_implementation.
+    """
+    for part in _pretrained(model):
+        implementation = part.config._attn_implementation
+        if implementation == NAME or (config.sequence_parallel_size == 1 and checks.is_plain_causal(config)):
+            continue
+        raise RingConfigError(
+            f"{type(part).__name__}: expected attn_implementation='{NAME}', got {implementation!r}, which would"
+            " attend to this rank's tokens only; build the model with attn_implementation='ds_ring' or call"
+            " model.set_attn_implementation('ds_ring') (import ds_ring.integrations.transformers before)"
+        )
+
+
+def attach(model: nn.Module, session: RingSession) -> None:
+    """Tie every transformers model inside `model` to `session`; other modules are left alone.
+
+    From then on a forward pass takes batches of `session.shard_batch` only, never uses a cache, and gets its
+    loss from labels that were shifted before they were sharded.
+    """
+    check_model(model, session.config)
+    for part in _pretrained(model, outermost=True):
+        if part.config._attn_implementation == NAME:
+            _attach_one(part, session)
+
+
+def _attach_one(model: PreTrainedModel, session: RingSession) -> None:
+    options = dataclasses.asdict(options_from_config(session.config))
+    del options["scale"]  # the model's own
+    guard = checks.LossGuard(model.loss_function)
+    model.loss_function = guard
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        guard.used = False
+        kwargs = checks.checked_model_call(model, args, kwargs)
+        if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
+            session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        placement = session.placements.current
+        checks.check_windows(model, placement)
+        return args, kwargs | {PLACEMENT: placement, OPTIONS: options}
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        checks.check_loss(model, guard, output)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+
+
+def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
+    """The transformers models in `model`, without those inside another one if `outermost`."""
+    found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not outermost:
+        return found
+    inner = {id(part) for outer in found for part in outer.modules() if part is not outer}
+    return [part for part in found if id(part) not in inner]

@@ -1,0 +1,183 @@
+"""The door: `ring_attention` for tensors, `RingAttention` for models.
+
+Owns the public call and its argument checks. Tensors are local shards, [batch, heads, tokens, head_dim] as in
+PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or
+`ds_ring.initialize` for a whole DeepSpeed run).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_ring.config import RingConfig
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.context import Options, RingContext, context_for, context_of
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pattern import Pattern, pattern_from_config
+
+
+class AttentionResult(NamedTuple):
+    """Output and log-sum-exp of the local queries.
+
+    Attributes:
+        out: [B, H, S, D], in q's dtype.
+        lse: [B, H, S] natural log, float32 (float64 for float64 inputs); carries no gradient. With Ulysses
+            ranks it is that of this rank's heads over the whole ring shard, [B, H / U, S * U].
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    layout: Layout | str,
+    mesh: RingMesh,
+    scale: float | None = None,
+    kernel: str = "auto",
+    transport: str = "ring",
+    overlap: bool = True,
+    prune: bool = True,
+    hop_timeout_s: float = 60.0,
+) -> Tensor:
+    """Exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
+
+    Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
+    that no rank holds more than its share plus two buffers.
+
+    Args:
+        q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
+        k, v: local keys and values [B, G, S, D]; H a multiple of G.
+        pattern: which position attends to which, in global positions.
+        layout: which position lies in which slot; a name stands for that layout of ring_size * S tokens.
+        mesh: this process's place; every rank of the ring must call.
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel: "auto", "cpu" or "reference".
+        transport: "ring", or "all_gather" as the yardstick to measure it against.
+        overlap, prune: compute while sending; send only what is read. For comparison, not for use.
+        hop_timeout_s: seconds after which a hop that has not arrived raises.
+
+    Returns:
+        [B, H, S, D] in q's dtype. Rows of padding slots, and rows that see no key, are 0.
+
+    Raises:
+        RingShapeError: tensors that do not fit each other or the layout.
+        RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    options = Options(scale, kernel, transport, overlap, prune, hop_timeout_s)
+    return _attend(q, k, v, _handle(pattern, layout, mesh, options), mesh.ulysses_size).out
+
+
+@torch.compiler.assume_constant_result
+def _handle(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> int:
+    return context_for(pattern, layout, mesh, options).handle
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+    if ulysses_size == 1:
+        return AttentionResult(*ring_attention_op(q, k, v, handle))
+    q, k, v = (tokens_to_heads(x, handle) for x in (q, k, v))
+    out, lse = ring_attention_op(q, k, v, handle)
+    return AttentionResult(heads_to_tokens(out, handle), lse)
+
+
+class RingAttention(nn.Module):
+    """Ring attention as a module: what a model calls where it called `scaled_dot_product_attention`.
+
+    Args:
+        config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
+        mesh: this process's place.
+        layout: a layout, or a name for that layout of ring_size * S tokens; None takes the config's.
+        scale: of the scores; None is 1 / sqrt(D).
+    """
+
+    def __init__(
+        self,
+        config_or_pattern: RingConfig | Pattern,
+        *,
+        mesh: RingMesh,
+        layout: Layout | str | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(config_or_pattern, Pattern):
+            pattern, options, name = config_or_pattern, Options(scale=scale), "auto"
+        elif isinstance(config_or_pattern, RingConfig):
+            config = config_or_pattern
+            pattern, options, name = pattern_from_config(config), options_from_config(config, scale), config.layout
+        else:
+            raise RingConfigError(
+                f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__}"
+            )
+        self.context: RingContext = context_for(pattern, layout if layout is not None else name, mesh, options)
+        self._handle, self._ulysses_size = self.context.handle, mesh.ulysses_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attention over local shards.
+
+        Args:
+            query, key, value: [B, H, S, D] and [B, G, S, D]; or, with `batch_dim_idx`, the layouts of
+                DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
+            batch_dim_idx: None, 0 or 1.
+
+        Returns:
+            The same shape as `query`.
+
+        Raises:
+            RingConfigError: a positional or keyword argument that this module would have to ignore.
+        """
+        refuse_unknown_arguments(args, kwargs)
+        if batch_dim_idx is None:
+            return _attend(query, key, value, self._handle, self._ulysses_size).out
+        if batch_dim_idx not in (0, 1):
+            raise RingShapeError(f"batch_dim_idx: expected None, 0 or 1, got {batch_dim_idx!r}")
+        order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
+        back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
+        q, k, v = (x.permute(order) for x in (query, key, value))
+        return _attend(q, k, v, self._handle, self._ulysses_size).out.permute(back)
+
+    def extra_repr(self) -> str:
+        context = self.context
+        return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
+
+
+def refuse_unknown_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Accept arguments that say nothing (None, dropout 0), refuse what would have to be ignored."""
+    dropout = {name: kwargs.pop(name) for name in ("dropout", "dropout_p") if name in kwargs}
+    for name, value in dropout.items():
+        if value:
+            raise RingConfigError(f"{name}={value}: ring attention has no dropout; set it to 0 in the model's config")
+    given = [repr(type(a).__name__) for a in args if a is not None] + [k for k, v in kwargs.items() if v is not None]
+    if given:
+        raise RingConfigError(
+            f"RingAttention cannot honour the argument(s) {', '.join(given)}; express masks as a pattern"
+            ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+        )
+
+
+def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
+    """The options that the JSON section asks for."""
+    return Options(
+        scale=scale,
+        kernel=config.kernel,
+        transport=config.transport,
+        overlap=config.overlap,
+        prune=config.prune,
+        hop_timeout_s=float(config.hop_timeout_seconds),
+    )
+
+
+__all__ = ["AttentionResult", "RingAttention", "context_of", "options_from_config", "ring_attention"]

@@ -1,0 +1,74 @@
+"""The operator `ds_ring::ring_attention` and its gradient.
+
+Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one opaque
+node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a ring traced as
+functional collectives silently loses O(T/P), since the partitioner saves every rotated shard.
+Saved for backward: local q, k, v, out, lse. Nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.context import context_of
+from ds_ring.runtime.gather_pass import GatherPass
+from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.runtime.ring_pass import RingPass
+
+
+def _walk(q: Tensor, k: Tensor, v: Tensor, handle: int, direction: str) -> RingPass | GatherPass:
+    """The pass of a context, after every rank has agreed to it."""
+    context = context_of(handle)
+    plan, kernel, scale = context.prepare(q, k, v, direction)
+    ring_rank, options = context.mesh.ring_rank, context.options
+    if options.transport == "all_gather":
+        return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
+    return RingPass(plan.rank(ring_rank), kernel, context.exchange, scale, options.overlap)
+
+
+@torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
+def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
+    return _walk(q, k, v, handle, "forward").forward(q, k, v)
+
+
+@ring_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+
+
+@torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=())
+def ring_attention_backward_op(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); see `RingPass.backward`."""
+    return _walk(q, k, v, handle, "backward").backward(grad_out, q, k, v, out, lse)
+
+
+@ring_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, handle = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.handle = handle
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if grad_out is None:  # every rank must walk the ring: another rank's gradient may need it
+        grad_out = torch.zeros_like(out)
+    return (*ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle), None)
+
+
+ring_attention_op.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,74 @@
+"""`transport="all_gather"`: the yardstick to measure the ring against. Never a fallback.
+
+Every rank gathers all keys and values (O(T) memory), computes the same tiles with the same kernel, and
+reduces dK/dV back to their owners. It has its own gradient, since torch's differentiable all-gather returns
+silently wrong gradients on gloo for a non-contiguous incoming gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.tiles import Tiles
+
+
+@dataclass(frozen=True)
+class GatherPass:
+    """What both directions need; see `RingPass` for the shapes."""
+
+    plan: Plan
+    ring_rank: int
+    kernel: Kernel
+    exchange: Exchange | None
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Same contract as `RingPass.forward`."""
+        dtype = accumulator_dtype(q.dtype)
+        out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+        all_k, all_v = self._gather(k), self._gather(v)
+        for origin, tiles in self._tiles():
+            for part in self.kernel.forward(q, all_k[origin], all_v[origin], tiles, self.scale):
+                rows = part.q_slots
+                merge_(out[:, :, rows], lse[:, :, rows], part.out_BHSD, part.lse_BHS)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Same contract as `RingPass.backward`."""
+        dtype = accumulator_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        all_k, all_v = self._gather(k), self._gather(v)
+        all_dk, all_dv = ([torch.zeros_like(x, dtype=dtype) for x in parts] for parts in (all_k, all_v))
+        for origin, tiles in self._tiles():
+            kv = all_k[origin], all_v[origin]
+            for part in self.kernel.backward(grad_out, q, *kv, out, lse, tiles, self.scale):
+                dq[:, :, part.q_slots] += part.dq_BHSD
+                all_dk[origin][:, :, part.k_slots] += part.dk_BGSD
+                all_dv[origin][:, :, part.k_slots] += part.dv_BGSD
+        dk, dv = self._reduce(all_dk), self._reduce(all_dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _tiles(self) -> list[tuple[int, Tiles]]:
+        layout, pattern = self.plan.layout, self.plan.pattern
+        mine = layout.runs(self.ring_rank)
+        return [(o, pattern.tiles(mine, layout.runs(o))) for o in range(self.plan.ring_size)]
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        if self.exchange is None:
+            return [x]
+        return self.exchange.all_gather(x, self.exchange.mesh.ring_group, self.plan.ring_size)
+
+    def _reduce(self, parts: list[Tensor]) -> Tensor:
+        if self.exchange is None:
+            return parts[0]
+        return self.exchange.reduce_scatter(parts, self.exchange.mesh.ring_group)

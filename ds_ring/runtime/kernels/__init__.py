@@ -1,0 +1,38 @@
+"""Kernels by name: one hop's attention, forward and backward. A new kernel is one entry of `_KERNELS`."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from ds_ring.errors import RingConfigError
+from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.kernels.reference import ReferenceKernel
+
+__all__ = ["Kernel", "get_kernel"]
+
+_KERNELS: dict[str, type[Kernel]] = {"reference": ReferenceKernel, "cpu": CpuKernel}
+_log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=16)
+def get_kernel(name: str, device_type: str) -> Kernel:
+    """The kernel of a name for a kind of device; "auto" takes the fast one there and logs once which.
+
+    Raises:
+        RingConfigError: unknown name, or a kernel that does not run on that device.
+    """
+    if name == "auto":
+        if device_type != "cpu":
+            raise RingConfigError(
+                f'kernel "auto" has no fast kernel for {device_type} tensors yet (FlexAttention comes with a later'
+                ' version); set "kernel": "reference" to run the slow plain one there, knowing that it is slow'
+            )
+        name = "cpu"
+        _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
+    if name not in _KERNELS:
+        raise RingConfigError(f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(_KERNELS))}")
+    if name == "cpu" and device_type != "cpu":
+        raise RingConfigError(f'kernel "cpu" got {device_type} tensors; use "auto" or "reference" there')
+    return _KERNELS[name]()

@@ -1,0 +1,133 @@
+"""The grid as process groups: who is my neighbour, and through which group do I speak to it.
+
+Owns process groups; the numbering is `schedule/grid.py`'s. A mesh is passed around explicitly: several can
+live in one process. A mesh of one rank needs no process group at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ds_ring.errors import RingMeshError
+from ds_ring.schedule.grid import Grid
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class RingMesh:
+    """This process's place in the data x ring x ulysses grid, and its groups.
+
+    Attributes:
+        grid: the numbering of the world.
+        global_rank: this process.
+        ring_group: ranks that pass K/V around, in ring order; None for a ring of one.
+        ulysses_group: ranks that split heads; None for size one.
+        sequence_group: all ranks that share a sequence; None for size one.
+        data_group: ranks that hold the same place of other sequences; None for size one.
+        cpu_group: ring ranks through gloo, for headers; the ring group itself where that is gloo.
+        serial: number of the mesh in this process, for messages and cache keys.
+    """
+
+    grid: Grid
+    global_rank: int
+    ring_group: ProcessGroup | None = None
+    ulysses_group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
+    cpu_group: ProcessGroup | None = None
+    serial: int = field(default_factory=lambda: next(_serial))
+
+    @classmethod
+    def single(cls) -> RingMesh:
+        """A ring of one rank that never communicates; works without torch.distributed."""
+        return cls(Grid(1, 1), 0)
+
+    @classmethod
+    def from_world(cls, ring_size: int, ulysses_size: int = 1, *, timeout_s: float = 1800.0) -> RingMesh:
+        """Cut the initialised world into data x ring x ulysses; every rank must call it, in the same order.
+
+        Args:
+            ring_size: ranks of one K/V ring.
+            ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
+            timeout_s: seconds until torch gives up on a collective of these groups. (Deadlines of hops
+                are the exchange's and shorter.)
+
+        Raises:
+            RingMeshError: torch.distributed is not initialised, or the sizes do not divide the world.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RingMeshError(
+                "RingMesh.from_world: torch.distributed is not initialised; start with the deepspeed launcher"
+                " or torchrun, and call torch.distributed.init_process_group (or ds_ring.initialize) first"
+            )
+        grid = Grid(dist.get_world_size(), ring_size, ulysses_size)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        ring = _my_group(grid.ring_groups(), timeout, None)
+        speaks_gloo = ring is None or dist.get_backend(ring) in ("gloo", "fake")
+        return cls(
+            grid,
+            dist.get_rank(),
+            ring_group=ring,
+            ulysses_group=_my_group(grid.ulysses_groups(), timeout, None),
+            sequence_group=_my_group(grid.sequence_groups(), timeout, None),
+            data_group=_my_group(grid.data_groups(), timeout, None),
+            cpu_group=ring if speaks_gloo else _my_group(grid.ring_groups(), timeout, "gloo"),
+        )
+
+    @property
+    def ring_size(self) -> int:
+        return self.grid.ring_size
+
+    @property
+    def ulysses_size(self) -> int:
+        return self.grid.ulysses_size
+
+    @property
+    def sequence_size(self) -> int:
+        return self.grid.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        return self.grid.data_size
+
+    @property
+    def ring_rank(self) -> int:
+        return self.grid.coordinates(self.global_rank).ring
+
+    @property
+    def ulysses_rank(self) -> int:
+        return self.grid.coordinates(self.global_rank).ulysses
+
+    @property
+    def data_rank(self) -> int:
+        return self.grid.coordinates(self.global_rank).data
+
+    @property
+    def sequence_rank(self) -> int:
+        """Place in the sequence group: ring_rank * U + ulysses_rank."""
+        return self.ring_rank * self.ulysses_size + self.ulysses_rank
+
+    def global_rank_of(self, ring_rank: int) -> int:
+        """World rank of another member of this rank's ring; the index wraps around."""
+        data, _, ulysses = self.grid.coordinates(self.global_rank)
+        return self.grid.global_rank(data, ring_rank, ulysses)
+
+
+def _my_group(
+    groups: list[list[int]], timeout: datetime.timedelta, backend: str | None
+) -> ProcessGroup | None:
+    """Create all groups (torch wants every rank to take part) and return the one this rank is in."""
+    if len(groups[0]) == 1:
+        return None
+    mine: ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
