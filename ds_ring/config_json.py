@@ -13,9 +13,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ds_ring.config_errors import Problem, config_error, sentence, shown
+from ds_ring.errors import RingConfigError
 
 Json = dict[str, Any]
 
@@ -23,6 +24,9 @@ Json = dict[str, Any]
 def read_object(source: str | os.PathLike[str]) -> Json:
     """The JSON object in the file `source`; RingConfigError for whatever keeps it from being read."""
     path = Path(source)
+    if str(path).lstrip().startswith("{"):
+        advice = "pass json.loads(text), or write it to a file"
+        raise config_error(f"{str(path)[:40]!r}", sentence("the path of a file", "JSON text", advice))
     text = _read_text(path)
     duplicates: list[tuple[Json, str]] = []
     try:
@@ -64,7 +68,7 @@ def _read_text(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        _refuse_missing(path)
+        raise _missing(path) from None
     except IsADirectoryError:
         raise config_error(str(path), "expected a JSON file, got a directory; " + _files_in(path)) from None
     except UnicodeDecodeError as error:
@@ -79,16 +83,13 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _refuse_missing(path: Path) -> NoReturn:
-    if str(path).lstrip().startswith("{"):
-        what = "expected the path of a file, got JSON text"
-        raise config_error(f"{str(path)[:40]!r}", f"{what}; pass json.loads(text), or write it to a file")
+def _missing(path: Path) -> RingConfigError:
     where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
-    if not path.parent.is_dir():
-        what = f"the folder {path.parent} does not exist either{where}; check the path"
-    else:
+    if path.parent.is_dir():
         what = f"nothing of that name in {path.parent.resolve()}{where}; {_near_files(path)}"
-    raise config_error(str(path), f"the file does not exist: {what}")
+    else:
+        what = f"the folder {path.parent} does not exist either{where}; check the path"
+    return config_error(str(path), f"the file does not exist: {what}")
 
 
 def _near_files(path: Path) -> str:
@@ -158,6 +159,4 @@ def _duplicate(root: Json, owner: Json, name: str) -> Problem:
 
 
 def _not_an_object(value: object) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    got = names.get(type(value), "a number")
-    return sentence("a JSON object {...} at the top level", f"{got}: {shown(value)}", "write {...} with keys")
+    return sentence("a JSON object {...} at the top level", shown(value), "write {...} with keys")

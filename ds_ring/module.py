@@ -115,16 +115,28 @@ class RingAttention(nn.Module):
             pattern, options, name = config_or_pattern, Options(scale=scale), "auto"
         elif isinstance(config_or_pattern, RingConfig):
             config = config_or_pattern
-            pattern, options, name = pattern_from_config(config), options_from_config(config, scale), config.layout
+            pattern, options, name = (
+                pattern_from_config(config),
+                options_from_config(config, scale),
+                config.layout,
+            )
         else:
             raise RingConfigError(
                 f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__}"
             )
-        self.context: RingContext = context_for(pattern, layout if layout is not None else name, mesh, options)
+        self.context: RingContext = context_for(
+            pattern, layout if layout is not None else name, mesh, options
+        )
         self._handle, self._ulysses_size = self.context.handle, mesh.ulysses_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Attention over local shards.
 
@@ -159,8 +171,12 @@ def refuse_unknown_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     dropout = {name: kwargs.pop(name) for name in ("dropout", "dropout_p") if name in kwargs}
     for name, value in dropout.items():
         if value:
-            raise RingConfigError(f"{name}={value}: ring attention has no dropout; set it to 0 in the model's config")
-    given = [repr(type(a).__name__) for a in args if a is not None] + [k for k, v in kwargs.items() if v is not None]
+            raise RingConfigError(
+                f"{name}={value}: ring attention has no dropout; set it to 0 in the model's config"
+            )
+    given = [repr(type(a).__name__) for a in args if a is not None] + [
+        k for k, v in kwargs.items() if v is not None
+    ]
     if given:
         raise RingConfigError(
             f"RingAttention cannot honour the argument(s) {', '.join(given)}; express masks as a pattern"
@@ -177,6 +193,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         overlap=config.overlap,
         prune=config.prune,
         hop_timeout_s=float(config.hop_timeout_seconds),
+        kernel_options=tuple(sorted(config.kernel_options.items())),
     )
 
 

@@ -35,7 +35,9 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, local_tokens: int) -> None:
         if x.dtype not in _DTYPES:
             raise RingShapeError(f"{name}: expected a floating dtype (float64 to float16), got {x.dtype}")
         if 0 in x.shape:
-            raise RingShapeError(f"{name}: empty tensor of shape {tuple(x.shape)}; every rank needs at least a slot")
+            raise RingShapeError(
+                f"{name}: empty tensor of shape {tuple(x.shape)}; every rank needs at least a slot"
+            )
         if x.dtype != q.dtype or x.device != q.device:
             raise RingShapeError(
                 f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; cast or move them to agree"

@@ -1,8 +1,9 @@
 """The operator `ds_ring::ring_attention` and its gradient.
 
-Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one opaque
-node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a ring traced as
-functional collectives silently loses O(T/P), since the partitioner saves every rotated shard.
+Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one
+opaque node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a
+ring traced as functional collectives silently loses O(T/P), since the partitioner saves every rotated
+shard.
 Saved for backward: local q, k, v, out, lse. Nothing else.
 """
 
@@ -26,7 +27,8 @@ def _walk(q: Tensor, k: Tensor, v: Tensor, handle: int, direction: str) -> RingP
     ring_rank, options = context.mesh.ring_rank, context.options
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
-    return RingPass(plan.rank(ring_rank), kernel, context.exchange, scale, options.overlap)
+    chunk_bytes = options.chunk_bytes_on(q.device.type)
+    return RingPass(plan.rank(ring_rank), kernel, context.exchange, scale, options.overlap, chunk_bytes)
 
 
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())

@@ -10,14 +10,16 @@ import itertools
 import math
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.runtime.agreement import check_agreement, check_local
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan, build_plan
@@ -36,6 +38,9 @@ class Options:
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
+        kernel_options: for the kernel, as sorted pairs.
+        chunk_bytes: see [Note: heads in groups]; None takes 1 MiB on the CPU and 64 MiB elsewhere, where few
+            heads would not fill the device.
     """
 
     scale: float | None = None
@@ -44,12 +49,22 @@ class Options:
     overlap: bool = True
     prune: bool = True
     hop_timeout_s: float = 60.0
+    kernel_options: tuple[tuple[str, Any], ...] = ()
+    chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise RingConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+            raise RingConfigError(
+                f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
+            )
         if not self.hop_timeout_s > 0:
             raise RingConfigError(f"hop_timeout_s: expected seconds > 0, got {self.hop_timeout_s!r}")
+
+    def chunk_bytes_on(self, device_type: str) -> int:
+        """The smallest K or V message worth a walk of its own, bytes."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return 1 << 20 if device_type == "cpu" else 64 << 20
 
 
 @dataclass(eq=False)
@@ -90,7 +105,9 @@ class RingContext:
             multiple_of=self.mesh.ulysses_size,
         )
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, direction: str = "forward") -> tuple[Plan, Kernel, float]:
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, direction: str = "forward"
+    ) -> tuple[Plan, Kernel, float]:
         """Check the tensors, agree with the other ranks, and say what to walk: plan, kernel and scale.
 
         Raises:
@@ -98,33 +115,35 @@ class RingContext:
             RingMismatchError: another rank's do not, or differ from this rank's.
         """
         refused: RingError | None = None
+        options = self.options
         layout = self.layout_for(q.shape[2] if q.dim() == 4 else 1)
         try:
             check_local(q, k, v, layout.local_tokens)
-        except RingShapeError as error:
+            kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
+        except RingError as error:
             refused = error
         self.calls += 1
-        if self.exchange is not None:
-            settings = f"{self.pattern} {layout} {self.options}"
+        if self.exchange is not None and not is_fake(q):
+            settings = f"{self.pattern} {layout} {options}"
             check_agreement(self.exchange, refused, direction, self.calls, settings, (q, k))
         elif refused is not None:
             raise refused
-        options, heads = self.options, (q.shape[1], k.shape[1])
         scale = options.scale if options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
-        plan = build_plan(self.pattern, layout, query_heads=heads[0], kv_heads=heads[1], prune=options.prune)
-        return plan, get_kernel(options.kernel, q.device.type), scale
+        plan = build_plan(
+            self.pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
+        )
+        return plan, kernel, scale
 
 
 _contexts: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()
-_by_arguments: weakref.WeakKeyDictionary[RingMesh, dict[tuple[Pattern, Layout | str, Options], RingContext]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def context_of(handle: int) -> RingContext:
     """The context behind a handle."""
     context = _contexts.get(handle)
-    assert context is not None, f"ring attention context {handle} is gone: its mesh was dropped before this call"
+    assert context is not None, (
+        f"ring attention context {handle} is gone: its mesh was dropped before this call"
+    )
     return context
 
 
@@ -135,7 +154,7 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
             f"the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
             f" build it with make_layout(..., ring_size={mesh.ring_size})"
         )
-    table = _by_arguments.setdefault(mesh, {})
+    table: dict[Any, RingContext] = mesh.contexts
     key = (pattern, layout, options)
     if key not in table:
         table[key] = RingContext(pattern, layout, mesh, options)

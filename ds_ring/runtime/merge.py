@@ -4,8 +4,8 @@
 
 (Liu et al. 2023, Ring Attention, section 3; Dao et al. 2022, FlashAttention, for the online softmax.)
 A row that saw no key has out 0 and lse -inf, and stays so without a NaN: the weights are computed against a
-finite stand-in, so that no (-inf) - (-inf) is ever formed. `logaddexp` subtracts the maximum first, so any gap
-between the two is exact and finite (the popular `log1p(exp(gap))` overflows at a gap of 89 in float32).
+finite stand-in, so that no (-inf) - (-inf) is ever formed. `logaddexp` subtracts the maximum first, so any
+gap between the two is exact and finite (the popular `log1p(exp(gap))` overflows at a gap of 89 in float32).
 """
 
 from __future__ import annotations

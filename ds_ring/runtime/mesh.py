@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -31,7 +32,8 @@ class RingMesh:
         sequence_group: all ranks that share a sequence; None for size one.
         data_group: ranks that hold the same place of other sequences; None for size one.
         cpu_group: ring ranks through gloo, for headers; the ring group itself where that is gloo.
-        serial: number of the mesh in this process, for messages and cache keys.
+        serial: number of the mesh in this process, for messages.
+        contexts: what `runtime/context.py` keeps for as long as this mesh lives.
     """
 
     grid: Grid
@@ -42,6 +44,7 @@ class RingMesh:
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
     serial: int = field(default_factory=lambda: next(_serial))
+    contexts: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def single(cls) -> RingMesh:

@@ -85,7 +85,7 @@ def _slots_by_position(layout: Layout) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate shards along dim 0; the gradient is the sum over ranks of their gradients for this shard."""
+    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: RingMesh) -> Tensor:

@@ -12,6 +12,7 @@ ring-flash-attention; Brandon et al. 2023, Striped Attention, for the striped fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -159,7 +160,7 @@ class StripedLayout(Layout):
         return -(-self.tokens // self.ring_size)
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[[int, int, int], Layout]] = {
     "contiguous": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 1),
     "zigzag": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 2),
     "striped": StripedLayout,

@@ -204,7 +204,9 @@ class Plan:
     @property
     def tokens_sent(self) -> int:
         """Tokens that travel in a forward pass, summed over ranks and hops."""
-        return sum(int((np.diff(edges) * reach).sum()) for edges, reach in map(self._reach, range(self.ring_size)))
+        return sum(
+            int((np.diff(edges) * reach).sum()) for edges, reach in map(self._reach, range(self.ring_size))
+        )
 
     def _reach(self, origin: int) -> tuple[IntArray, IntArray]:
         """Edges of slot intervals [n + 1] and the farthest hop that reads each [n] (0: nobody else does)."""

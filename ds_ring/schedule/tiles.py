@@ -93,7 +93,11 @@ class Tiles:
         return Tiles(self.q.rows(index), self.k.rows(index), self.kind[index])
 
     def take(
-        self, q_first: IntArray | int, q_length: IntArray | int, k_first: IntArray | int, k_length: IntArray | int
+        self,
+        q_first: IntArray | int,
+        q_length: IntArray | int,
+        k_first: IntArray | int,
+        k_length: IntArray | int,
     ) -> Tiles:
         """The sub-rectangle of every row; rows that become empty are dropped."""
         part = replace(self, q=self.q.take(q_first, q_length), k=self.k.take(k_first, k_length))
@@ -183,7 +187,7 @@ def _cut_anticausal(tiles: Tiles, high: IntArray) -> list[Tiles]:
 
 
 def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> Tiles:
-    """Both bounds cut: rows in strips of the band's width, in each of which only one bound cuts a column block.
+    """Both bounds cut: strips of rows as high as the band is wide, where one bound cuts each column block.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
     and columns from r - low on by the lower bound alone.
@@ -200,4 +204,6 @@ def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray
     left = replace(tiles, q=q, k=tiles.k.take(begin, split - begin))
     right = replace(tiles, q=q, k=tiles.k.take(split, np.minimum(width, tiles.k.length - split)))
     parts = [part.rows(part.k.length > 0) for part in (left, right)]
-    return Tiles.concat([cut_by_distance(parts[0], -UNBOUNDED, most), cut_by_distance(parts[1], least, UNBOUNDED)])
+    return Tiles.concat(
+        [cut_by_distance(parts[0], -UNBOUNDED, most), cut_by_distance(parts[1], least, UNBOUNDED)]
+    )

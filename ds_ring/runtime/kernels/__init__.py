@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.kernels.cpu import CpuKernel
@@ -12,22 +14,27 @@ from ds_ring.runtime.kernels.reference import ReferenceKernel
 
 __all__ = ["Kernel", "get_kernel"]
 
-_KERNELS: dict[str, type[Kernel]] = {"reference": ReferenceKernel, "cpu": CpuKernel}
+_KERNELS: dict[str, Callable[..., Kernel]] = {"reference": ReferenceKernel, "cpu": CpuKernel}
 _log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=16)
-def get_kernel(name: str, device_type: str) -> Kernel:
+def get_kernel(name: str, device_type: str, options: tuple[tuple[str, Any], ...] = ()) -> Kernel:
     """The kernel of a name for a kind of device; "auto" takes the fast one there and logs once which.
 
+    Args:
+        name: "auto", "cpu" or "reference".
+        device_type: of the tensors, "cpu" or "cuda".
+        options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens).
+
     Raises:
-        RingConfigError: unknown name, or a kernel that does not run on that device.
+        RingConfigError: unknown name or option, or a kernel that does not run on that device.
     """
     if name == "auto":
         if device_type != "cpu":
             raise RingConfigError(
-                f'kernel "auto" has no fast kernel for {device_type} tensors yet (FlexAttention comes with a later'
-                ' version); set "kernel": "reference" to run the slow plain one there, knowing that it is slow'
+                f'kernel "auto" has no fast kernel for {device_type} tensors in this version; set'
+                ' "kernel": "reference" to run the plain one there, knowing that it is slow'
             )
         name = "cpu"
         _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
@@ -35,4 +42,9 @@ def get_kernel(name: str, device_type: str) -> Kernel:
         raise RingConfigError(f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(_KERNELS))}")
     if name == "cpu" and device_type != "cpu":
         raise RingConfigError(f'kernel "cpu" got {device_type} tensors; use "auto" or "reference" there')
-    return _KERNELS[name]()
+    try:
+        return _KERNELS[name](**dict(options))
+    except TypeError as error:
+        raise RingConfigError(
+            f"kernel_options {dict(options)} for kernel {name!r}: {error}; remove what it does not take"
+        ) from None

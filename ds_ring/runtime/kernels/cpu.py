@@ -14,6 +14,7 @@ TRIANGLE / side of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from ds_ring.runtime.kernels.reference import tile_slices
 from ds_ring.schedule.tiles import Kind, Tiles
 
 TRIANGLE = 256  # side of the smallest triangle, tokens
-ROWS = 2048  # most queries of one call: bounds the workspace
+BLOCK = 2048  # most queries and most keys of one call: bounds the workspace
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -50,28 +51,36 @@ def _length(slots: slice) -> int:
     return len(range(slots.start, slots.stop, slots.step))
 
 
-def _split(q_slots: slice, k_slots: slice, kind: Kind) -> Iterator[Leaf]:
+def _parts(slots: slice, block: int) -> list[slice]:
+    """A progression cut into consecutive parts of at most `block` members, of nearly equal length."""
+    length = _length(slots)
+    count = -(-length // block)
+    bounds = [length * part // count for part in range(count + 1)]
+    return [_part(slots, first, end) for first, end in itertools.pairwise(bounds)]
+
+
+def _split(q_slots: slice, k_slots: slice, kind: Kind, block: int, triangle: int) -> Iterator[Leaf]:
     """Cut a tile into calls; see [Note: small triangles]."""
     rows, keys = _length(q_slots), _length(k_slots)
     if kind == Kind.FULL:
-        for first in range(0, rows, ROWS):
-            yield Leaf(_part(q_slots, first, min(first + ROWS, rows)), k_slots, kind)
-    elif rows <= TRIANGLE:
+        for q_part, k_part in itertools.product(_parts(q_slots, block), _parts(k_slots, block)):
+            yield Leaf(q_part, k_part, kind)
+    elif rows <= triangle:
         yield Leaf(q_slots, k_slots, kind)
     else:
-        half = -(-rows // 2 // TRIANGLE) * TRIANGLE  # multiples of TRIANGLE, so that leaves are of one size
+        half = -(-rows // 2 // triangle) * triangle  # multiples of it, so that leaves are of one size
         low_q, high_q = _part(q_slots, 0, half), _part(q_slots, half, rows)
         low_k, high_k = _part(k_slots, 0, half), _part(k_slots, half, keys)
-        yield from _split(low_q, low_k, kind)
+        yield from _split(low_q, low_k, kind, block, triangle)
         full = (high_q, low_k) if kind == Kind.CAUSAL else (low_q, high_k)
-        yield from _split(*full, Kind.FULL)
-        yield from _split(high_q, high_k, kind)
+        yield from _split(*full, Kind.FULL, block, triangle)
+        yield from _split(high_q, high_k, kind, block, triangle)
 
 
 @lru_cache(maxsize=512)
-def leaves(tiles: Tiles) -> tuple[Leaf, ...]:
+def leaves(tiles: Tiles, block: int = BLOCK, triangle: int = TRIANGLE) -> tuple[Leaf, ...]:
     """All calls for a table of tiles (the same object gives the same answer at once)."""
-    return tuple(leaf for tile in tile_slices(tiles) for leaf in _split(*tile))
+    return tuple(leaf for tile in tile_slices(tiles) for leaf in _split(*tile, block, triangle))
 
 
 @lru_cache(maxsize=16)
@@ -93,13 +102,21 @@ def _bias(leaf: Leaf, dtype: torch.dtype) -> Tensor | None:
 
 
 class CpuKernel:
-    """aten flash attention for CPU over strided views."""
+    """aten flash attention for CPU over strided views.
+
+    Args:
+        block: most queries and most keys of one call.
+        triangle: side of the smallest triangle; [Note: small triangles].
+    """
 
     name = "cpu"
 
+    def __init__(self, block: int = BLOCK, triangle: int = TRIANGLE) -> None:
+        self.block, self.triangle = block, triangle
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
-        for leaf in leaves(tiles):
+        for leaf in leaves(tiles, self.block, self.triangle):
             out, lse = _forward(
                 q[:, :, leaf.q_slots],
                 k[:, :, leaf.k_slots],
@@ -123,7 +140,7 @@ class CpuKernel:
         scale: float,
     ) -> Iterator[PartialGrads]:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
-        for leaf in leaves(tiles):
+        for leaf in leaves(tiles, self.block, self.triangle):
             rows, keys = leaf.q_slots, leaf.k_slots
             dq, dk, dv = _backward(
                 grad_out[:, :, rows],
@@ -140,4 +157,6 @@ class CpuKernel:
             yield PartialGrads(rows, keys, dq, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
-        return sum(_length(leaf.q_slots) * _length(leaf.k_slots) for leaf in leaves(tiles))
+        return sum(
+            _length(leaf.q_slots) * _length(leaf.k_slots) for leaf in leaves(tiles, self.block, self.triangle)
+        )

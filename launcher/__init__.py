@@ -1,0 +1,16 @@
+"""`ds-ring`: one description of a cluster becomes the command line of an engine that exists already.
+
+Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It sits beside
+ds_ring, not below it: nothing in ds_ring imports it, and it is the only place that reads the environment.
+
+    cli.py           the command and its options
+    yaml_file.py     reads YAML strictly; knows no key
+    cluster.py       the YAML's keys, as a frozen model
+    cluster_file.py  YAML -> model, every problem in one error
+    checks.py        what must hold on this machine before anything is started
+    ports.py         free ports
+    job.py           what goes into an engine and what comes out
+    engines.py       job -> command line; the table of engines (engine_deepspeed.py: the largest)
+    process.py       runs a command line, ends every process it led to
+    mpi_rank.py      runs inside a rank that mpirun started
+"""

@@ -1,0 +1,115 @@
+"""The cluster YAML as a frozen model: which engine starts which script on which hosts.
+
+The only file that knows the keys, what each takes and its default. How a file becomes a model, and which keys
+go together, stands in cluster_file.py; how an engine is called in engines.py; whether files, hosts and ports
+are really there in checks.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo
+
+from ds_ring.config_errors import Refused, Section, Takes, sentence, shown
+
+LOOPBACK = "127.0.0.1"
+LOCAL_NAME = "localhost"
+# Every engine sets these for each rank by itself; a value from the YAML would be lost or, worse, win.
+_SET_BY_THE_ENGINE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_FILE = Takes("the path of a file", "write it relative to the folder of this YAML, or absolute")
+_WORD = Takes("a word", "write one of these words")
+_WORDS = Takes("a list", "write ['--steps', 100], or one '- item' on each line")
+_VARIABLES = Takes("a mapping of names to values", "write 'NAME: value' lines")
+_NAME = Takes("a host name or address", "write letters, digits, dots, dashes and colons only")
+_HOSTS = Takes(
+    "'local' or a list of hosts", "write 'local' and slots: 2, or '- {name: node-0, slots: 8}' lines"
+)
+_SLOTS = Takes("a whole number of at least 1", "slots are the processes of one host, one for each device")
+_YES_NO = Takes("true or false", "write true or false, without quotes")
+_PORT = Takes("a port from 1024 to 65535", "leave it out and a free one is taken")
+_SSH_PORT = Takes("a port from 1 to 65535", "leave it out where it is ssh's own")
+
+
+def _path(value: object, info: ValidationInfo) -> Path:
+    if not isinstance(value, str) or not value.strip():
+        raise Refused(sentence(_FILE.what, shown(value), _FILE.advice))
+    folder: Path = (info.context or {}).get("folder", Path())
+    return (folder / value).resolve()
+
+
+def _text(value: object) -> str:
+    # YAML makes a bool of an unquoted yes, on or true, and the text that the user wrote cannot be had back.
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Refused(sentence("text or a number", shown(value), "put it in quotes"))
+    if any(character in str(value) for character in "\n\r\0"):
+        raise Refused(sentence("text of one line", shown(value), "remove the line break"))
+    return str(value)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise Refused(sentence(_WORDS.what, shown(value), _WORDS.advice))
+    return tuple(_text(item) for item in value)
+
+
+def _variables(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise Refused(sentence(_VARIABLES.what, shown(value), _VARIABLES.advice))
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            advice = "use letters, digits and underscores"
+            raise Refused(sentence("names of environment variables", shown(name), advice))
+        if name in _SET_BY_THE_ENGINE:
+            advice = "use master_address, master_port and slots"
+            raise Refused(sentence("variables that the engine leaves alone", name, advice))
+    return {name: _text(item) for name, item in value.items()}
+
+
+_HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+_File = Annotated[Path, BeforeValidator(_path), _FILE]
+_Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), _WORDS]
+
+
+class Host(Section):
+    """One machine and how many processes it runs."""
+
+    name: Annotated[_HostName, _NAME]
+    slots: Annotated[int, Field(ge=1), _SLOTS]
+
+
+class Cluster(Section):
+    """A run: engine, hosts, environment, script. Paths are absolute, and `local` is a host like another."""
+
+    engine: Annotated[Literal["deepspeed", "torchrun", "mpirun"], _WORD] = "deepspeed"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _WORD] = "auto"
+    hosts: Annotated[tuple[Host, ...], Field(min_length=1), _HOSTS]
+    ssh: Annotated[bool, _YES_NO] = True
+    ssh_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, _SSH_PORT] = None
+    master_address: Annotated[_HostName | None, _NAME] = None
+    master_port: Annotated[Annotated[int, Field(ge=1024, le=65535)] | None, _PORT] = None
+    environment: Annotated[dict[str, str], BeforeValidator(_variables), _VARIABLES] = Field(
+        default_factory=dict
+    )
+    script: _File
+    deepspeed_config: _File
+    script_args: _Texts = ()
+    engine_args: _Texts = ()
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all hosts together."""
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def is_local(self) -> bool:
+        """True where this machine runs all of it."""
+        return len(self.hosts) == 1 and self.hosts[0].name in (LOCAL_NAME, LOOPBACK)
+
+    @property
+    def reaches_out(self) -> bool:
+        """True where one call starts other hosts by ssh; false where each host is started by its own call."""
+        return self.ssh and not self.is_local

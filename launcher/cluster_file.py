@@ -1,0 +1,90 @@
+"""From a cluster YAML to a `Cluster`: `local` written out, all problems in one error, keys that go together.
+
+What a single key takes is cluster.py's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ds_ring.config_errors import Problem, config_error, problems_of, sentence, shown
+
+from .cluster import LOCAL_NAME, LOOPBACK, Cluster, Host
+from .yaml_file import read_mapping
+
+_Raw = dict[str, Any]
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that the YAML at `path` describes, or one RingConfigError that lists all its problems."""
+    raw, problems = _with_hosts(read_mapping(path))
+    # A key that is missing is treated as null, so that its error is that key's own.
+    required = [name for name, field in Cluster.model_fields.items() if field.is_required()]
+    try:
+        cluster = Cluster.model_validate(
+            {**dict.fromkeys(required), **raw}, context={"folder": path.absolute().parent}
+        )
+    except ValidationError as error:
+        named_in_detail = "hosts" if problems else None
+        found = [problem for problem in problems_of(error, Cluster, "") if problem.key != named_in_detail]
+        raise config_error(str(path), *problems, *found) from None
+    problems += _misfits(cluster)
+    if problems:
+        raise config_error(str(path), *problems)
+    return cluster
+
+
+def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
+    """`raw` with a tuple of `Host` for its hosts, and what is wrong with them."""
+    listed = raw.get("hosts")
+    if listed == "local":
+        without_slots = {key: value for key, value in raw.items() if key != "slots"}
+        host, problems = _host({"name": LOCAL_NAME, "slots": raw.get("slots")}, "")
+        return {**without_slots, "hosts": (host,) if host else ()}, problems
+    if not isinstance(listed, list):
+        return raw, []
+    pairs = [_host(entry, f"hosts[{index}]") for index, entry in enumerate(listed)]
+    problems = [problem for _, found in pairs for problem in found]
+    if "slots" in raw:
+        advice = "move it into each line: '- {name: node-0, slots: 8}'"
+        problems.append(
+            Problem("slots", sentence("none beside a list of hosts", shown(raw["slots"]), advice))
+        )
+        raw = {key: value for key, value in raw.items() if key != "slots"}
+    return {**raw, "hosts": tuple(host for host, _ in pairs if host)}, problems
+
+
+def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
+    if not isinstance(entry, dict):
+        wrong = sentence("a name and slots", shown(entry), "write '- {name: node-0, slots: 8}'")
+        return None, [Problem(key, wrong)]
+    try:
+        return Host.model_validate({"name": None, "slots": None, **entry}), []
+    except ValidationError as error:
+        return None, problems_of(error, Host, key)
+
+
+def _misfits(cluster: Cluster) -> list[Problem]:
+    """Keys that are right by themselves and do not go together."""
+    names = [host.name for host in cluster.hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    on_each_host = not cluster.is_local and not cluster.ssh
+    problems = []
+    if twice:
+        wrong = sentence(
+            "every host once", f"{', '.join(twice)} more than once", "add its slots up in one line"
+        )
+        problems.append(Problem("hosts", wrong))
+    if on_each_host and cluster.master_port is None:
+        wrong = sentence("a port, as ssh is false", "none", "write one down: all hosts must know the same")
+        problems.append(Problem("master_port", wrong))
+    if on_each_host and cluster.master_address is None and names[0] in (LOCAL_NAME, LOOPBACK):
+        wrong = sentence("an address that all hosts reach", names[0], "write that of the first host")
+        problems.append(Problem("master_address", wrong))
+    if cluster.ssh_port is not None and not cluster.reaches_out:
+        wrong = sentence("none, as nothing is started by ssh", str(cluster.ssh_port), "remove it")
+        problems.append(Problem("ssh_port", wrong))
+    return problems

@@ -1,0 +1,301 @@
+"""Runs a function on real gloo ranks, and never hangs: results, tracebacks or stacks come back.
+
+Owns the processes: start, deadline, stack dump, end. What a rank does in its process is rank_process.py.
+
+    def shard_sum(rank, world_size, scale):                  # at module level, so that a rank can import it
+        x = torch.ones(3) * rank * scale
+        torch.distributed.all_reduce(x)
+        return x
+
+    run_ranks(shard_sum, 4, 2.0)                             # [tensor, tensor, tensor, tensor]
+    rank_pool(4).run(shard_sum, 2.0)                         # the same on ranks that stay alive (a fixture)
+    rank_pool(4).collect(shard_sum, 2.0)[3].error_type       # "" or "RingShapeError": for tests of errors
+
+Ranks are forked from one server process that has imported torch already: a rank costs milliseconds. A pool
+is replaced after any call in which a rank did not return. What a call leaves behind in the process (caches,
+defaults, patched modules) stays for the next call on that pool; process groups are removed and the seed is
+set to 0. The output of ranks goes to a file, and into the report when something fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.dist.rank_process import (
+    DUMP_SIGNAL,
+    RANK_ENVIRONMENT,
+    RankOutcome,
+    log_path,
+    pack,
+    serve,
+    stack_path,
+    unpack,
+)
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PRELOAD = ["tests.dist.preload"]
+_START_SECONDS = 60.0
+_STACK_SECONDS = 1.0
+_END_SECONDS = 5.0
+# After one rank has failed the others mostly wait for it in a collective: they get this long to say more.
+_GRACE_SECONDS = 3.0
+_LOG_LINES = 40
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, exited or hung. `outcomes` has every rank, the message every failing one."""
+
+    def __init__(self, what: str, outcomes: Sequence[RankOutcome]) -> None:
+        self.outcomes = list(outcomes)
+        failed = [outcome for outcome in outcomes if outcome.status != "returned"]
+        parts = [f"--- rank {one.rank} {_summary(one)}\n{one.report.rstrip()}" for one in failed]
+        super().__init__("\n".join([f"{what}: {len(failed)} of {len(outcomes)} ranks failed", *parts]))
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any
+) -> list[Any]:
+    """`fn(rank, world_size, *args, **kwargs)` on fresh ranks: their results by rank, or RanksFailed."""
+    with RankPool(world_size) as pool:
+        return pool.run(fn, *args, timeout_s=timeout_s, **kwargs)
+
+
+def run_ranks_collect(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float | None = None,
+    **kwargs: Any,
+) -> list[RankOutcome]:
+    """The same on fresh ranks, but what became of each rank is the result, whatever it is."""
+    with RankPool(world_size) as pool:
+        return pool.collect(fn, *args, timeout_s=timeout_s, grace_s=grace_s, **kwargs)
+
+
+class RankPool:
+    """`world_size` ranks of one process group, alive from call to call. Started on the first call."""
+
+    def __init__(self, world_size: int) -> None:
+        assert world_size >= 1, f"a pool needs a rank at least, got world_size {world_size}"
+        self.world_size = world_size
+        self._folder = ""
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids by rank; empty while the pool is not started."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+        """The results by rank. RanksFailed soon after a rank fails, or at the deadline with every stack."""
+        outcomes = self._call(fn, args, kwargs, timeout_s, grace_s=_GRACE_SECONDS)
+        if any(outcome.status != "returned" for outcome in outcomes):
+            raise RanksFailed(f"{fn.__qualname__} on {self.world_size} ranks, {timeout_s:g} s", outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def collect(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        grace_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[RankOutcome]:
+        """What became of each rank. All get until the deadline, or `grace_s` after the first one failed."""
+        return self._call(fn, args, kwargs, timeout_s, grace_s=timeout_s if grace_s is None else grace_s)
+
+    def close(self) -> None:
+        """Let idle ranks end by themselves, kill what does not, wait for all, remove the folder."""
+        for pipe in self._pipes:
+            _send(pipe, b"")
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _call(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float, grace_s: float
+    ) -> list[RankOutcome]:
+        request = _request(fn, args, kwargs)
+        try:
+            if not self._processes:
+                self._start()
+            started = time.monotonic()
+            for pipe in self._pipes:
+                _send(pipe, request)
+            outcomes = self._gather(started, started + timeout_s, grace_s)
+        except BaseException:  # ctrl-C, say: answers still under way must not meet the next call
+            self._kill()
+            raise
+        if any(outcome.status != "returned" for outcome in outcomes):
+            self._kill()
+        return outcomes
+
+    def _gather(self, started: float, deadline: float, grace_s: float) -> list[RankOutcome]:
+        """One outcome for each rank, by rank; those that have not answered at the deadline hang."""
+        outcomes: dict[int, RankOutcome] = {}
+        while len(outcomes) < self.world_size and time.monotonic() < deadline:
+            for rank in self._ready(
+                [rank for rank in range(self.world_size) if rank not in outcomes], deadline
+            ):
+                answer = _receive(self._pipes[rank])
+                outcomes[rank] = unpack(answer) if answer else self._exited(rank, time.monotonic() - started)
+                if outcomes[rank].status != "returned":
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        hung = [rank for rank in range(self.world_size) if rank not in outcomes]
+        stacks = self._dump_stacks(hung)
+        for rank in hung:
+            report = f"{stacks[rank]}\n{self._log_tail(rank)}"
+            outcomes[rank] = RankOutcome(rank, "hung", time.monotonic() - started, report=report)
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def _ready(self, ranks: Sequence[int], deadline: float) -> list[int]:
+        """Those of `ranks` that have answered or ended; waits for the first one."""
+        handles: list[Any] = [self._pipes[rank] for rank in ranks]
+        handles += [self._processes[rank].sentinel for rank in ranks]
+        found = wait(handles, max(0.0, deadline - time.monotonic()))
+        return [r for r in ranks if self._pipes[r] in found or self._processes[r].sentinel in found]
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ranks_")
+        context = _context()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, self._folder, theirs)
+            process = context.Process(target=serve, args=arguments, name=f"rank{rank}", daemon=True)
+            process.start()
+            theirs.close()  # or the end of the rank would not close the pipe
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._await_ready(time.monotonic())
+
+    def _await_ready(self, started: float) -> None:
+        waiting = list(range(self.world_size))
+        while waiting:
+            reported = self._ready(waiting, started + _START_SECONDS)
+            ended = [rank for rank in reported if _receive(self._pipes[rank]) != b"ready"]
+            if ended or not reported:
+                seconds = time.monotonic() - started
+                late = [RankOutcome(r, "hung", seconds, report=self._log_tail(r)) for r in waiting]
+                outcomes = [self._exited(one.rank, seconds) if one.rank in ended else one for one in late]
+                raise RanksFailed(f"a pool of {self.world_size} ranks did not start", outcomes)
+            waiting = [rank for rank in waiting if rank not in reported]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()  # by the pid of a child that is not reaped yet; ends a stopped one, too
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes, self._folder = [], [], ""
+
+    def _exited(self, rank: int, seconds: float) -> RankOutcome:
+        self._processes[rank].join(_END_SECONDS)
+        message = f"exit code {self._processes[rank].exitcode}"
+        return RankOutcome(rank, "exited", seconds, message=message, report=self._log_tail(rank))
+
+    def _dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The Python stacks of all threads of `ranks`, which are alive but have not answered."""
+        states = {rank: _state(self._processes[rank].pid) for rank in ranks}
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None and self._processes[rank].is_alive():
+                os.kill(pid, DUMP_SIGNAL)
+        deadline = time.monotonic() + _STACK_SECONDS
+        paths = {rank: stack_path(self._folder, rank) for rank in ranks}
+        while time.monotonic() < deadline and not all(_has_main_thread(path) for path in paths.values()):
+            time.sleep(0.02)
+        return {rank: _text(paths[rank]) or f"no stack: the process is {states[rank]}" for rank in ranks}
+
+    def _log_tail(self, rank: int) -> str:
+        lines = _text(log_path(self._folder, rank)).splitlines()[-_LOG_LINES:]
+        return "its output:\n" + "\n".join(lines) if lines else "it printed nothing"
+
+
+def _summary(outcome: RankOutcome) -> str:
+    what = {"raised": outcome.error_type, "exited": outcome.message}.get(outcome.status, "")
+    return f"{outcome.status} {what}".rstrip() + f" after {outcome.seconds:.2f} s"
+
+
+def _request(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"a rank gets {fn!r} and its arguments pickled: expected a function at the top level of a module "
+            f"and arguments that pickle, got: {error}"
+        ) from error
+
+
+def _send(pipe: Connection, data: bytes) -> None:
+    with suppress(OSError):  # the rank is gone; its sentinel says so where it matters
+        pipe.send_bytes(data)
+
+
+def _receive(pipe: Connection) -> bytes:
+    """One answer, or nothing where the rank has ended without one."""
+    try:
+        return pipe.recv_bytes() if pipe.poll(0) else b""
+    except (EOFError, OSError):
+        return b""
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _has_main_thread(path: Path) -> bool:
+    return "Current thread" in _text(path)  # the one that took the signal: the main one
+
+
+def _state(pid: int | None) -> str:
+    lines = _text(Path(f"/proc/{pid}/status")).splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("State:")), "gone")
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """The fork server, started with the ranks' environment: OpenMP reads its number of threads on import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with _environment(RANK_ENVIRONMENT | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}):
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

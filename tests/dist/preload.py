@@ -1,0 +1,23 @@
+"""Imported once, by the server that ranks are forked from, so that no rank pays for these imports again.
+
+What cannot be imported here is left to the ranks, which then fail with a proper traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+
+# Importing these starts no thread: only the thread that forks would survive in a rank.
+_MODULES = ("torch", "torch.distributed", "torch.nn.attention.flex_attention", "pytest", "ds_ring")
+
+for _module in _MODULES:
+    with contextlib.suppress(Exception):
+        importlib.import_module(_module)
+gc.collect()
+gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with the server
+# The ranks end when the server has ended: without a second or more of tearing torch down.
+atexit.register(os._exit, 0)

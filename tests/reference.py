@@ -1,0 +1,43 @@
+"""Dense attention in float64: what every result is held against. Written without ds_ring's kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.schedule.pattern import Pattern
+
+
+class Dense(NamedTuple):
+    """Output, lse and the three gradients of dense attention, float64, global."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern) -> Dense:
+    """Softmax attention of [B, H, T, D] over [B, G, T, D] with the pattern's own boolean mask."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    repeat = q.shape[1] // k.shape[1]
+    k_all, v_all = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    mask = torch.from_numpy(pattern.mask(np.arange(q.shape[2]), np.arange(k.shape[2])))
+    scores = (q @ k_all.mT / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    sees = mask.any(-1)
+    weights = torch.where(sees[:, None], torch.softmax(scores, dim=-1), 0.0)
+    out = weights.nan_to_num() @ v_all
+    out.backward(grad_out.double())
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest absolute difference over the largest magnitude wanted; NaN counts as infinite."""
+    error = (got.detach().double() - want.double()).abs().max() / want.double().abs().max()
+    return float("inf") if bool(error.isnan()) else float(error)

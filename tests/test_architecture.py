@@ -1,0 +1,281 @@
+"""The architecture as tables, checked against the syntax trees: who may import whom, and who may do what.
+
+A module is judged by its text, not by importing it: an import inside a function counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from ds_ring.config import RingConfig
+from ds_ring_launcher.cluster_file import read_cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the ground up. A module imports from its own floor or a lower one; a package stands for all in it.
+FLOORS = [
+    ["errors"],
+    ["config_errors", "config_json", "config_deepspeed", "config"],
+    ["schedule"],
+    ["runtime"],
+    ["module", "simulate"],
+    ["integrations"],
+]
+
+# Rooms of the runtime that know nothing of each other, and everybody who may enter them.
+ROOMS = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
+VISITORS = {
+    "runtime.ring_pass": set(ROOMS),
+    "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
+    "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
+    "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
+    "runtime.agreement": {"runtime.exchange"},
+    "runtime.shard": {"runtime.exchange"},
+    "runtime.ulysses": {"runtime.exchange"},
+}
+WALKS = {"runtime.ring_pass", "runtime.gather_pass"}
+MAY_IMPORT_A_WALK = {"runtime.autograd"}  # simulate walks, too, when it is there
+
+# A package from outside, and the one place that may import it.
+OUTSIDE = {"deepspeed": "integrations", "transformers": "integrations"}
+NEVER_IN_SCHEDULE = {"torch", "deepspeed", "transformers"}
+NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
+
+PUBLIC_NAMES = {
+    "Causal",
+    "Full",
+    "RingAttention",
+    "RingCheckpointError",
+    "RingConfig",
+    "RingConfigError",
+    "RingError",
+    "RingFiniteError",
+    "RingLayoutError",
+    "RingMesh",
+    "RingMeshError",
+    "RingMismatchError",
+    "RingPatternError",
+    "RingPeerError",
+    "RingShapeError",
+    "build_plan",
+    "gather_sequence",
+    "initialize",
+    "make_layout",
+    "ring_attention",
+    "shard_sequence",
+}
+
+POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
+# Sockets and pipes have these two as well: they count where they are torch.distributed's.
+PLAIN_POINT_TO_POINT = {"send", "recv"}
+
+
+def name_of(path: Path) -> str:
+    """`runtime.mesh` for ds_ring/runtime/mesh.py, `runtime` for that package's __init__, "" for ds_ring's."""
+    parts = path.relative_to(ROOT / "ds_ring").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {name_of(path): path for path in sorted((ROOT / "ds_ring").rglob("*.py"))}
+
+
+@lru_cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports_of(name: str) -> Iterator[str]:
+    """Every dotted name that the module imports, wherever in the file, with `from a import b` as a.b."""
+    path = MODULES[name]
+    package = ["ds_ring", *name.split(".")] if name else ["ds_ring"]
+    if path.name != "__init__.py":
+        package.pop()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def own_imports_of(name: str) -> set[str]:
+    """The modules of ds_ring that the module imports, by their names here; "" is the package itself."""
+    found = set()
+    for imported in imports_of(name):
+        parts = imported.split(".")
+        if parts[0] != "ds_ring":
+            continue
+        inner = parts[1:]
+        while inner and ".".join(inner) not in MODULES:
+            inner.pop()  # the last part is a name inside the module
+        found.add(".".join(inner))
+    return found
+
+
+def is_in(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def floor_of(name: str) -> int:
+    floors = [index for index, rooms in enumerate(FLOORS) if any(is_in(name, room) for room in rooms)]
+    assert len(floors) == 1, f"ds_ring.{name} stands on no floor: give it a place in FLOORS"
+    return floors[0]
+
+
+MODULES_ON_FLOORS = [name for name in MODULES if name]
+
+
+@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
+def test_imports_go_downward(name: str) -> None:
+    own_floor = floor_of(name)
+    for imported in own_imports_of(name):
+        assert imported, f"ds_ring.{name} imports the package itself, which imports everything"
+        assert floor_of(imported) <= own_floor, f"ds_ring.{name} imports ds_ring.{imported}, a floor above it"
+
+
+@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
+def test_rooms_of_the_runtime_do_not_know_each_other(name: str) -> None:
+    allowed = VISITORS.get(name, set())
+    for imported in own_imports_of(name):
+        rooms = {room for room in ROOMS if is_in(imported, room) and not is_in(name, room)}
+        assert rooms <= allowed, (
+            f"ds_ring.{name} enters {sorted(rooms)}; only {sorted(VISITORS)} may, as listed"
+        )
+
+
+@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
+def test_only_autograd_sees_a_walk(name: str) -> None:
+    if name not in MAY_IMPORT_A_WALK | WALKS:
+        seen = own_imports_of(name) & WALKS
+        assert not seen, f"ds_ring.{name} imports {sorted(seen)}; only {sorted(MAY_IMPORT_A_WALK)} may"
+
+
+def test_walks_do_not_know_each_other() -> None:
+    for name in WALKS & set(MODULES):
+        assert not (own_imports_of(name) & WALKS)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_outside_packages_stay_in_their_place(name: str) -> None:
+    roots = {imported.split(".")[0] for imported in imports_of(name)}
+    for package, place in OUTSIDE.items():
+        assert package not in roots or is_in(name, place), (
+            f"ds_ring.{name} imports {package}; only {place} may"
+        )
+    assert not (roots & NEVER_IN_DS_RING), f"ds_ring.{name} imports {sorted(roots & NEVER_IN_DS_RING)}"
+    if is_in(name, "schedule"):
+        assert not (roots & NEVER_IN_SCHEDULE), (
+            f"ds_ring.{name} is arithmetic: no {sorted(roots & NEVER_IN_SCHEDULE)}"
+        )
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_nothing_below_the_launcher_reads_the_environment(name: str) -> None:
+    readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    for node in ast.walk(tree_of(MODULES[name])):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in readers, f"ds_ring.{name}, line {node.lineno}: os.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            taken = {alias.name for alias in node.names} & readers
+            assert not taken, f"ds_ring.{name}, line {node.lineno}: from os import {taken}"
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
+    if name == "runtime.exchange":
+        return
+    for node in ast.walk(tree_of(MODULES[name])):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).split(".")[-1]
+            plain = node.attr in PLAIN_POINT_TO_POINT and owner in ("dist", "distributed", "distributed_c10d")
+            where = f"ds_ring.{name}, line {node.lineno}"
+            assert not plain and node.attr not in POINT_TO_POINT, f"{where}: only runtime/exchange.py sends"
+    taken = {
+        imported.split(".")[-1] for imported in imports_of(name) if imported.startswith("torch.distributed")
+    }
+    assert not taken & (POINT_TO_POINT | PLAIN_POINT_TO_POINT)
+
+
+def test_public_names_are_exactly_these() -> None:
+    assignments = [node for node in tree_of(MODULES[""]).body if isinstance(node, ast.Assign)]
+    found = [node.value for node in assignments if ast.unparse(node.targets[0]) == "__all__"]
+    assert len(found) == 1
+    names = ast.literal_eval(found[0])
+    assert len(names) == len(set(names))
+    assert set(names) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+def test_json_configurations_parse(path: Path) -> None:
+    RingConfig.from_deepspeed(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_cluster_configurations_parse(path: Path) -> None:
+    cluster = read_cluster(path)
+    assert cluster.script.is_file()
+    RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
+
+
+def test_every_configuration_has_its_row() -> None:
+    rows = re.findall(
+        r"^\| `([^`]+\.(?:json|yaml))` \|", (ROOT / "configs/README.md").read_text(), re.MULTILINE
+    )
+    files = {path.name for path in (ROOT / "configs").iterdir() if path.suffix in (".json", ".yaml")}
+    assert sorted(rows) == sorted(files)
+
+
+def test_every_module_says_what_it_owns() -> None:
+    folders = ("ds_ring", "launcher", "tools")
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        tree = tree_of(path)
+        assert not tree.body or ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_packages_are_all_installed() -> None:
+    listed = set(re.findall(r'^  "(ds_ring[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}
+    assert listed == {".".join(folder.parts) for folder in folders} | {"ds_ring_launcher"}
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    done = subprocess.run([ROOT / ".ci/run", "--print"], capture_output=True, text=True, check=True)
+    command = done.stdout.strip()
+    assert command.splitlines()
+    assert command in (ROOT / "README.md").read_text()
+    assert "pip install" in command and '".[test]"' in command and "pytest" in command
+
+
+# What must not stand in a file that others get: paths of one machine, package mirrors.
+MACHINE = re.compile(r"(?<![\w.])/(?:work|root|home/\w+)/|/tmp/venv|\bfile:///|find-links|index-url")
+
+
+def tracked_files() -> list[Path]:
+    # Files that are new and not ignored count as well: they are what the next commit tracks.
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_machine_paths_in_tracked_files() -> None:
+    for path in tracked_files():
+        if path == Path(__file__).resolve() or path.suffix in (".png", ".gz", ".pt"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            found = MACHINE.search(line)
+            assert not found, f"{path.relative_to(ROOT)}:{number}: {found.group() if found else ''}"
+
+
+def test_scripts_are_executable() -> None:
+    assert os.access(ROOT / ".ci/run", os.X_OK)

@@ -1,0 +1,62 @@
+"""Merging partial results: exact and finite at any gap between the two log-sum-exps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ds_ring.runtime.merge import merge_
+
+INF = float("inf")
+
+
+def partial(lse: float, value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((1, 1, 1, 4), value), torch.full((1, 1, 1), lse)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1.0, -1.0, 88.0, 89.0, -89.0, 1000.0, -1000.0, INF, -INF])
+@pytest.mark.parametrize("base", [0.0, -500.0, 500.0])
+def test_merge_is_exact_and_finite_at_any_gap(gap: float, base: float) -> None:
+    if gap == INF:  # the accumulator has seen nothing
+        (out, lse), (part, part_lse) = partial(-INF, 0.0), partial(base, 3.0)
+    elif gap == -INF:
+        (out, lse), (part, part_lse) = partial(base, 2.0), partial(-INF, 0.0)
+    else:
+        (out, lse), (part, part_lse) = partial(base, 2.0), partial(base + gap, 3.0)
+    old, new = lse.double(), part_lse.double()
+    weight = torch.sigmoid(new - old) if math.isfinite(gap) else torch.tensor(1.0 if gap > 0 else 0.0)
+    want_out = out.double() * (1 - weight) + part.double() * weight
+    want_lse = torch.logaddexp(old, new)
+    merge_(out, lse, part, part_lse)
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+    torch.testing.assert_close(out.double(), want_out, rtol=2e-7 * max(1.0, abs(base)), atol=0)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-7, atol=1e-7)
+
+
+def test_the_published_formula_overflows_where_ours_does_not() -> None:
+    """The formula of popular ring implementations, to show what the gap of 89 means."""
+    lse, block_lse = torch.tensor(0.0), torch.tensor(89.0)
+    assert torch.isinf(lse + torch.log1p(torch.exp(block_lse - lse)))
+    out, total = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1)
+    merge_(out, total, torch.ones(1, 1, 1, 4), torch.full((1, 1, 1), 89.0))
+    assert total.item() == 89.0 and out.eq(1.0).all()
+
+
+def test_a_row_that_saw_no_key_stays_zero_without_nan() -> None:
+    out, lse = partial(-INF, 0.0)
+    merge_(out, lse, *partial(-INF, 0.0))
+    assert out.eq(0).all() and lse.eq(-INF).all()
+    merge_(out, lse, *partial(1.5, 7.0))
+    assert out.eq(7.0).all() and lse.eq(1.5).all()
+
+
+def test_many_bfloat16_parts_do_not_lose_precision() -> None:
+    """64 parts of equal weight: an accumulator in bfloat16 would be off by percents."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 1, 1, 1, 8, generator=generator).bfloat16()
+    out, lse = torch.zeros(1, 1, 1, 8), torch.full((1, 1, 1), -INF)
+    for value in values:
+        merge_(out, lse, value, torch.zeros(1, 1, 1))
+    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,332 @@
+"""The launcher up to the command line: what a cluster YAML may say, what becomes of it. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from ds_ring.errors import RingConfigError
+from ds_ring_launcher import checks, cli, ports
+from ds_ring_launcher.cluster import Cluster
+from ds_ring_launcher.cluster_file import read_cluster
+from ds_ring_launcher.engines import ENGINES, build
+from ds_ring_launcher.job import Invocation, Job
+
+LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
+SCRIPT = "script: train.py\ndeepspeed_config: ds.json\n"
+HOSTS = "hosts: [{name: node-0, slots: 4}, {name: node-1, slots: 2}]\n"
+ON_EACH_HOST = HOSTS + "ssh: false\nmaster_port: 23456\n" + SCRIPT
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a script and a DeepSpeed JSON whose sequences are shared by two ranks."""
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    section = {"sequence_parallel_size": 2, "ring_attention": {"ring_size": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    return tmp_path
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def invocation(
+    folder: Path, text: str, node_rank: int = 0, caller: dict[str, str] | None = None
+) -> Invocation:
+    """What the YAML `text` becomes on the host `node_rank`, with port 20001 where it names none."""
+    cluster = read_cluster(write(folder, text))
+    return build(
+        Job(cluster, node_rank, cluster.master_port or 20001, folder, caller or {}, ("--steps", "3"))
+    )
+
+
+BAD_YAML = {
+    "empty": ("", "expected a mapping, got an empty file"),
+    "list": ("- a\n- b\n", "got list"),
+    "syntax": ("engine: [deepspeed\n", "not YAML at line 2"),
+    "tab": ("environment:\n\tA: 1\n", "not YAML at line 2, column 1"),
+    "key twice": (LOCAL + "slots: 3\n", "'slots' twice"),
+    "unknown key": (LOCAL + "enginge: torchrun\n", "did you mean 'engine'?"),
+    "unknown engine": (LOCAL + "engine: deepsped\n", 'did you mean "deepspeed"?'),
+    "unknown device": (LOCAL + "device: tpu\n", 'one of "auto", "cpu", "cuda", got "tpu"'),
+    "no hosts": (SCRIPT, "hosts: expected 'local' or a list of hosts, got null"),
+    "hosts empty": ("hosts: []\n" + SCRIPT, "hosts: expected 'local' or a list of hosts, got []"),
+    "hosts a word": ("hosts: node-0\n" + SCRIPT, 'got "node-0"'),
+    "no slots": ("hosts: local\n" + SCRIPT, "slots: expected a whole number of at least 1, got null"),
+    "slots 0": (LOCAL.replace("2", "0"), "slots: expected a whole number of at least 1, got 0"),
+    "slots quoted": (LOCAL.replace("2", "'2'"), "write 2 without quotes"),
+    "slots true": (LOCAL.replace("2", "true"), "true and false are no numbers"),
+    "host slots 0": (
+        HOSTS.replace("2", "0") + SCRIPT,
+        "hosts[1].slots: expected a whole number of at least 1",
+    ),
+    "host key": (HOSTS.replace("slots: 2", "slot: 2") + SCRIPT, "hosts[1].slot: expected one of name, slots"),
+    "host a word": ("hosts: [node-0]\n" + SCRIPT, 'hosts[0]: expected a name and slots, got "node-0"'),
+    "host name": (HOSTS.replace("node-1", "'node 1'") + SCRIPT, "hosts[1].name: expected a host name"),
+    "host twice": (HOSTS.replace("node-1", "node-0") + SCRIPT, "expected every host once, got node-0 more"),
+    "slots and list": (HOSTS + "slots: 2\n" + SCRIPT, "slots: expected none beside a list of hosts, got 2"),
+    "no script": (
+        "hosts: local\nslots: 2\ndeepspeed_config: ds.json\n",
+        "script: expected the path of a file",
+    ),
+    "no json": (
+        "hosts: local\nslots: 2\nscript: train.py\n",
+        "deepspeed_config: expected the path of a file",
+    ),
+    "environment list": (
+        LOCAL + "environment: [A=1]\n",
+        "environment: expected a mapping of names to values",
+    ),
+    "environment name": (
+        LOCAL + "environment: {A-B: 1}\n",
+        'expected names of environment variables, got "A-B"',
+    ),
+    "environment yes": (
+        LOCAL + "environment: {A: yes}\n",
+        "expected text or a number, got true; put it in quotes",
+    ),
+    "environment line": (LOCAL + 'environment: {A: "1\\n2"}\n', "expected text of one line"),
+    "environment rank": (LOCAL + "environment: {MASTER_PORT: 29500}\n", "use master_address, master_port"),
+    "arguments text": (LOCAL + "script_args: --steps 3\n", "script_args: expected a list"),
+    "port small": (LOCAL + "master_port: 80\n", "master_port: expected a port from 1024 to 65535, got 80"),
+    "port large": (LOCAL + "master_port: 70000\n", "master_port: expected a port from 1024 to 65535"),
+    "no port": (HOSTS + "ssh: false\n" + SCRIPT, "master_port: expected a port, as ssh is false, got none"),
+    "loopback master": (
+        "hosts: [{name: localhost, slots: 1}, {name: node-1, slots: 1}]\nssh: false\nmaster_port: 23456\n"
+        + SCRIPT,
+        "master_address: expected an address that all hosts reach, got localhost",
+    ),
+    "ssh port": (
+        LOCAL + "ssh_port: 2222\n",
+        "ssh_port: expected none, as nothing is started by ssh, got 2222",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_YAML.values(), ids=BAD_YAML)
+def test_bad_yaml_is_refused(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(RingConfigError) as caught:
+        read_cluster(write(folder, text))
+    assert message in str(caught.value)
+    assert str(folder / "cluster.yaml") in str(caught.value)
+
+
+def test_all_problems_come_at_once(folder: Path) -> None:
+    with pytest.raises(RingConfigError, match="4 problems") as caught:
+        read_cluster(
+            write(
+                folder, "engine: mpi\nhosts: [{name: a, slots: 0}]\nscript: 3\ndeepspeed_config: x\nprot: 1\n"
+            )
+        )
+    for key in ("engine:", "hosts[0].slots:", "script:", "prot:"):
+        assert key in str(caught.value)
+
+
+def test_missing_yaml_names_the_near_one(folder: Path) -> None:
+    write(folder, LOCAL)
+    with pytest.raises(RingConfigError, match=r"no 'clutser\.yaml' in .*; did you mean 'cluster\.yaml'\?"):
+        read_cluster(folder / "clutser.yaml")
+    with pytest.raises(RingConfigError, match="does not exist"):
+        read_cluster(folder / "nowhere" / "cluster.yaml")
+    with pytest.raises(RingConfigError, match="got a directory"):
+        read_cluster(folder)
+
+
+def test_paths_are_relative_to_the_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(folder, LOCAL)
+    monkeypatch.chdir("/")
+    cluster = read_cluster(path)
+    assert cluster.script == folder / "train.py"
+    assert cluster.deepspeed_config == folder / "ds.json"
+
+
+BAD_LAUNCHES = {
+    "script missing": (LOCAL.replace("train.py", "trian.py"), [], "did you mean 'train.py'?"),
+    "json missing": (LOCAL.replace("ds.json", "dds.json"), [], "dds.json"),
+    "does not divide": (LOCAL.replace("2", "3"), [], "2 does not divide world size 3"),
+    "node rank local": (
+        LOCAL,
+        ["--node-rank", "0"],
+        "--node-rank: expected none, got 0; the YAML starts this machine",
+    ),
+    "node rank by ssh": (HOSTS + SCRIPT, ["--node-rank", "1"], "--node-rank: expected none, got 1"),
+    "node rank none": (
+        ON_EACH_HOST,
+        [],
+        "--node-rank: expected 0 to 1, got none; with ssh: false, use 0 on node-0",
+    ),
+    "node rank 2": (ON_EACH_HOST, ["--node-rank", "2"], "--node-rank: expected 0 to 1, got 2"),
+    "node rank -1": (ON_EACH_HOST, ["--node-rank=-1"], "--node-rank: expected 0 to 1, got -1"),
+    "torchrun by ssh": (
+        "engine: torchrun\n" + HOSTS + SCRIPT,
+        [],
+        "expected ssh: false with engine torchrun",
+    ),
+    "mpirun each": (
+        "engine: mpirun\n" + ON_EACH_HOST,
+        ["--node-rank", "0"],
+        "expected ssh: true with engine mpirun",
+    ),
+    "value over ssh": (HOSTS + SCRIPT + "environment: {A: a b}\n", [], "environment.A: expected letters"),
+}
+
+
+@pytest.mark.parametrize(("text", "options", "message"), BAD_LAUNCHES.values(), ids=BAD_LAUNCHES)
+def test_bad_launch_ends_with_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, options: list[str], message: str
+) -> None:
+    assert cli.main(["launch", str(write(folder, text)), "--dry-run", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("ds-ring: error: ")
+    assert message in printed.err
+
+
+def test_json_errors_pass_through(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ds.json").write_text('{"ring_attention": {"ring_sise": 2}}')
+    assert cli.main(["launch", str(write(folder, LOCAL))]) == 2
+    assert "did you mean 'ring_size'?" in capsys.readouterr().err
+
+
+def test_port_in_use_is_refused_where_the_master_is(folder: Path, busy_port: int) -> None:
+    local = read_cluster(write(folder, LOCAL + f"master_port: {busy_port}\n"))
+    with pytest.raises(RingConfigError, match=f"master_port {busy_port} to be free, got a port in use"):
+        checks.resolve_port(local, 0)
+    each = read_cluster(write(folder, ON_EACH_HOST.replace("23456", str(busy_port))))
+    with pytest.raises(RingConfigError, match="port in use"):
+        checks.resolve_port(each, 0)
+    assert checks.resolve_port(each, 1) == busy_port  # the master is another host: not ours to look at
+
+
+def test_chosen_ports_are_free_and_differ() -> None:
+    chosen = {ports.choose_free_port() for _ in range(20)}
+    assert len(chosen) > 10
+    assert all(ports.is_free(port) and 20000 <= port < 29500 for port in chosen)
+
+
+def test_missing_program_is_named() -> None:
+    with pytest.raises(RingConfigError, match="expected the program pdsh on PATH, got none; install it"):
+        checks.require_program("pdsh", "/nowhere", "install it")
+
+
+def test_every_engine_has_a_function() -> None:
+    assert set(ENGINES) == set(get_args(Cluster.model_fields["engine"].annotation))
+
+
+def test_local_deepspeed(folder: Path) -> None:
+    made = invocation(folder, LOCAL + "device: cpu\nenvironment: {A: 1}\nscript_args: [--lr, 0.1]\n")
+    assert made.files == {folder / "hostfile": "localhost slots=2\n"}
+    assert made.argv == [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={folder / 'hostfile'}"),
+        *("--master_port=20001", "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1"),
+        *(str(folder / "train.py"), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")),
+        *("--lr", "0.1", "--steps", "3"),
+    ]
+    own_environment = {name: value for name, value in made.environment.items() if name != "PATH"}
+    assert own_environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "A": "1"}
+    assert made.environment["PATH"].startswith(str(Path(sys.executable).parent))
+
+
+def test_device_sets_only_what_it_says(folder: Path) -> None:
+    assert set(invocation(folder, LOCAL).environment) == {"PATH"}
+    assert invocation(folder, LOCAL + "device: cuda\n").environment["DS_ACCELERATOR"] == "cuda"
+    own = LOCAL + "device: cpu\nenvironment: {OMP_NUM_THREADS: 4}\n"
+    assert invocation(folder, own).environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_deepspeed_on_each_host(folder: Path) -> None:
+    made = invocation(folder, ON_EACH_HOST + "engine_args: [--quiet]\n", node_rank=1)
+    assert made.files == {folder / "hostfile": "node-0 slots=4\nnode-1 slots=2\n"}
+    options = made.argv[3 : made.argv.index(str(folder / "train.py"))]
+    assert options[1:] == [
+        "--master_port=23456",
+        "--no_ssh",
+        "--node_rank=1",
+        "--master_addr=node-0",
+        "--quiet",
+    ]
+
+
+def test_deepspeed_by_ssh(folder: Path) -> None:
+    text = (
+        HOSTS + SCRIPT + "environment: {GLOO_SOCKET_IFNAME: eth0}\nssh_port: 2222\nmaster_address: 10.0.0.1\n"
+    )
+    made = invocation(folder, text)
+    assert made.files[folder / "environment"] == "GLOO_SOCKET_IFNAME=eth0\n"
+    assert made.environment["DS_ENV_FILE"] == str(folder / "environment")
+    assert "--no_ssh" not in made.argv
+    assert {"--master_addr=10.0.0.1", "--ssh_port=2222"} <= set(made.argv)
+    assert set(made.programs) == {"ssh", "pdsh"}
+    assert set(invocation(folder, text + "engine_args: [--launcher=openmpi]\n").programs) == {"ssh"}
+    one = HOSTS.replace(", {name: node-1, slots: 2}", "") + SCRIPT
+    assert "--force_multi" in invocation(folder, one).argv  # DeepSpeed would start a single host's ranks here
+
+
+def test_visible_devices_are_kept(folder: Path) -> None:
+    made = invocation(folder, LOCAL, caller={"CUDA_VISIBLE_DEVICES": "2,5,6"})
+    assert "--include=localhost:2,5" in made.argv
+    assert made.files[folder / "hostfile"] == "localhost slots=6\n"
+    first = invocation(folder, LOCAL, caller={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    on_cpu = invocation(folder, LOCAL + "device: cpu\n", caller={"CUDA_VISIBLE_DEVICES": "2,5"})
+    for plain in (first, on_cpu):
+        assert plain.files[folder / "hostfile"] == "localhost slots=2\n"
+        assert not any("--include" in argument for argument in plain.argv)
+    each = invocation(folder, ON_EACH_HOST, 1, {"CUDA_VISIBLE_DEVICES": "6,7"})
+    assert "--include=node-0@node-1:6,7" in each.argv
+
+
+@pytest.mark.parametrize("devices", ["2", "GPU-1,GPU-2", "2,"])
+def test_visible_devices_that_do_not_fit_are_refused(folder: Path, devices: str) -> None:
+    with pytest.raises(RingConfigError, match="CUDA_VISIBLE_DEVICES: expected at least 2 device numbers"):
+        invocation(folder, LOCAL, caller={"CUDA_VISIBLE_DEVICES": devices})
+
+
+def test_torchrun(folder: Path) -> None:
+    made = invocation(folder, "engine: torchrun\n" + ON_EACH_HOST, node_rank=1)
+    assert made.argv[1:8] == [
+        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1"),
+        *("--master-addr=node-0", "--master-port=23456"),
+    ]
+
+
+def test_mpirun(folder: Path) -> None:
+    made = invocation(folder, "engine: mpirun\nenvironment: {A: a b}\n" + HOSTS + SCRIPT)
+    command = shlex.join(made.argv)
+    assert "mpirun -n 6 --host node-0:4,node-1:2" in command
+    assert "-x A -x MASTER_ADDR -x MASTER_PORT" in command
+    assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
+
+
+def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(folder, LOCAL + "device: cpu\nenvironment: {A: a b}\n")
+    assert cli.main(["launch", str(path), "--dry-run", "--", "--text", "it's"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "localhost slots=2" in lines
+    assert {"export A='a b'", "export DS_ACCELERATOR=cpu", "export OMP_NUM_THREADS=1"} <= set(lines)
+    command = shlex.split(lines[-1])
+    assert command[:2] == ["exec", sys.executable]
+    assert command[-2:] == ["--text", "it's"]
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["launch", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        assert "ds-ring launch configs/quickstart.yaml" in capsys.readouterr().out

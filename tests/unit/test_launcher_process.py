@@ -1,0 +1,131 @@
+"""How the launcher runs a command: exit status, signals, and that no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_ring_launcher import process
+from ds_ring_launcher.job import Invocation
+
+SCRIPT = "train.py"
+
+
+def run(*argv: str) -> int:
+    return process.run(Invocation(list(argv), {}), dict(os.environ), SCRIPT)
+
+
+def run_python(code: str, *arguments: str) -> int:
+    return run(sys.executable, "-c", code, *arguments)
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+# Starts a child that outlives it, in a session of its own, and notes the child's pid in the file argv[1].
+LEAVES_A_CHILD = """
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2], *sys.argv[3:]], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+"""
+SLEEPS = "import time; time.sleep(600)"
+IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_status_is_forwarded(status: int) -> None:
+    assert run_python(f"raise SystemExit({status})") == status
+
+
+def test_death_by_a_signal_is_a_failure() -> None:
+    assert run_python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 128 + signal.SIGKILL
+
+
+def test_environment_and_files_are_there(tmp_path: Path) -> None:
+    code = f"import os; raise SystemExit(open({str(tmp_path / 'hostfile')!r}).read() != os.environ['A'])"
+    made = Invocation([sys.executable, "-c", code], {"A": "x y"}, {tmp_path / "hostfile": "x y"})
+    assert process.run(made, {}, SCRIPT) == 0
+
+
+@pytest.mark.parametrize("child", [SLEEPS, IGNORES_SIGTERM], ids=["sleeps", "ignores SIGTERM"])
+@pytest.mark.parametrize("status", [0, 5])
+def test_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: str, status: int
+) -> None:
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(process, "_SETTLE_SECONDS", 0.5)
+    code = f"{LEAVES_A_CHILD}\nraise SystemExit({status})"
+    assert run_python(code, str(tmp_path / "pid"), child) == status
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_success_that_leaves_a_rank_running_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "_SETTLE_SECONDS", 0.5)
+    assert run_python(LEAVES_A_CHILD, str(tmp_path / "pid"), SLEEPS, SCRIPT) == 1
+    assert "ended with status 0 but left ranks running" in capsys.readouterr().err
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
+    pid_file = tmp_path / "pid"
+
+    def send_when_started() -> None:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send_when_started)
+    before = signal.getsignal(number)
+    sender.start()
+    assert run_python(f"{LEAVES_A_CHILD}\n{SLEEPS}", str(pid_file), SLEEPS) == 128 + number
+    sender.join()
+    assert not is_alive(int(pid_file.read_text()))
+    assert signal.getsignal(number) is before
+
+
+def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def send_twice() -> None:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        time.sleep(0.5)  # until the child ignores SIGTERM
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    sender = threading.Thread(target=send_twice)
+    sender.start()
+    started = time.monotonic()
+    assert run_python(LEAVES_A_CHILD + SLEEPS, str(pid_file), IGNORES_SIGTERM) == 128 + signal.SIGINT
+    assert time.monotonic() - started < process._GRACE_SECONDS / 2
+    sender.join()
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def test_mpi_rank_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    script.write_text(
+        "import os, sys, beside\nprint(os.environ['RANK'], sys.argv[1:], beside.VALUE, __name__)\n"
+    )
+    place = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    environment = {**os.environ, **{f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}}
+    command = [sys.executable, "-m", "ds_ring_launcher.mpi_rank", str(script), "--x", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1 ['--x', '1'] 3 __main__\n"
+    without = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    assert without.returncode == 1
+    assert "expected to be started by Open MPI's mpirun" in without.stderr
