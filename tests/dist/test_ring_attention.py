@@ -1,0 +1,222 @@
+"""Ring attention against dense float64 attention: outputs and each gradient by itself, on real gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
+from ds_ring.runtime.context import Options, context_for
+from ds_ring.schedule.plan import build_plan
+from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def run_ring(
+    mesh: RingMesh, layout_name: str, pattern_name: str, shape: Shape, dtype: torch.dtype, **options: object
+) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+    """The gathered output and gradients of a sharded pass, and the dtypes that came back."""
+    layout = make_layout(
+        layout_name, tokens=shape.tokens, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size
+    )
+    pattern = PATTERNS[pattern_name]
+    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
+    out.backward(grad)
+    found = dict(zip(NAMES, (out.detach(), q.grad, k.grad, v.grad), strict=True))
+    dtypes = {name: x.dtype for name, x in found.items() if x is not None}
+    return {
+        n: gather_sequence(x, layout, mesh=mesh, dim=2) for n, x in found.items() if x is not None
+    }, dtypes
+
+
+def parity(
+    rank: int, world_size: int, shape: Shape, dtype: torch.dtype, ulysses_size: int = 1, **options: object
+) -> dict:
+    """Relative errors of every layout and pattern; on rank 0 (the others hold the same gathered tensors)."""
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    errors = {}
+    for pattern_name, pattern in PATTERNS.items():
+        if rank == 0:
+            want = dense_attention(*tensors(shape, dtype), pattern)
+        for layout_name in LAYOUTS:
+            got, dtypes = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
+            assert set(dtypes.values()) == {dtype}, dtypes
+            if rank == 0:
+                for name in NAMES:
+                    errors[layout_name, pattern_name, name] = relative_error(got[name], getattr(want, name))
+    return errors
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("ring_size", RING_SIZES)
+def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, tokens: int) -> None:
+    errors = rank_pool(ring_size).run(parity, Shape(tokens=tokens), torch.float32, timeout_s=120)[0]
+    assert len(errors) == len(LAYOUTS) * len(PATTERNS) * 4
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("ring_size", RING_SIZES)
+def test_bfloat16_is_within_1e_2_and_does_not_grow_with_the_ring(rank_pool: Pool, ring_size: int) -> None:
+    errors = rank_pool(ring_size).run(parity, Shape(tokens=257), torch.bfloat16)[0]
+    assert max(errors.values()) < 1e-2, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
+    errors = rank_pool(2).run(parity, Shape(tokens=130), dtype)[0]
+    assert max(errors.values()) < (1e-12 if dtype == torch.float64 else 2e-3), errors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "all_gather"},
+        {"kernel": "reference"},
+        {"overlap": False},
+        {"prune": False},
+    ],
+    ids=str,
+)
+def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
+    errors = rank_pool(3).run(parity, Shape(tokens=130), torch.float32, **options)[0]
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ulysses_around_the_ring(rank_pool: Pool, world_size: int) -> None:
+    errors = rank_pool(world_size).run(parity, Shape(tokens=203), torch.float32, ulysses_size=2)[0]
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_fewer_tokens_than_ranks(rank_pool: Pool, tokens: int) -> None:
+    shape = Shape(batch=1, tokens=tokens)
+    errors = rank_pool(4).run(parity, shape, torch.float32)[0]
+    assert max(error for (_, _, name), error in errors.items() if name in ("out", "dv")) < 1e-5, errors
+
+
+def grouped(rank: int, world_size: int) -> bool:
+    """Heads in groups give the same bits as all heads at once."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=130, ring_size=world_size)
+    results = []
+    for chunk_bytes in (1, 1 << 40):
+        context = context_for(PATTERNS["causal"], layout, mesh, Options(chunk_bytes=chunk_bytes))
+        q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(Shape(tokens=130)))
+        for x in (q, k, v):
+            x.requires_grad_()
+        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out.backward(grad)
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_heads_in_groups_change_no_bit(rank_pool: Pool) -> None:
+    assert all(rank_pool(3).run(grouped))
+
+
+def unusual_strides(rank: int, world_size: int) -> float:
+    """[B, S, H, D] projections seen as [B, H, S, D], a broadcast gradient: what models really pass."""
+    mesh = RingMesh.from_world(world_size)
+    shape = Shape(tokens=64)
+    layout = make_layout("zigzag", tokens=64, ring_size=world_size)
+    q, k, v, _ = tensors(shape)
+    grad = torch.ones(()).expand_as(q)
+    want = dense_attention(q, k, v, grad.contiguous(), PATTERNS["causal"])
+    locals_ = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v)]
+    q_l, k_l, v_l = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in locals_)
+    assert not q_l.is_contiguous()
+    out = ring_attention(q_l, k_l, v_l, pattern=PATTERNS["causal"], layout=layout, mesh=mesh)
+    out.sum().backward()
+    found = (out.detach(), q_l.grad, k_l.grad, v_l.grad)
+    gathered = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found]
+    expected = (want.out, want.dq, want.dk, want.dv)
+    return max(relative_error(a, b) for a, b in zip(gathered, expected, strict=True))
+
+
+def test_strided_inputs_and_broadcast_gradients(rank_pool: Pool) -> None:
+    assert max(rank_pool(2).run(unusual_strides)) < 1e-5
+
+
+def gather_gradient(rank: int, world_size: int) -> float:
+    """A gathered tensor's gradient with a non-contiguous gradient coming in (silently wrong in torch)."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("striped", tokens=21, ring_size=world_size)
+    whole = torch.randn(2, 21, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight = torch.randn(3, 21, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    local = shard_sequence(whole, layout, mesh=mesh, dim=1).requires_grad_()
+    gathered = gather_sequence(local, layout, mesh=mesh, dim=1)
+    assert torch.equal(gathered, whole)
+    gathered.backward(weight.permute(2, 1, 0))
+    want = shard_sequence(weight.permute(2, 1, 0) * world_size, layout, mesh=mesh, dim=1)
+    assert local.grad is not None
+    return relative_error(local.grad, want)
+
+
+def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool) -> None:
+    assert max(rank_pool(3).run(gather_gradient)) < 1e-12
+
+
+def bytes_on_the_wire(rank: int, world_size: int, layout_name: str) -> tuple[int, int]:
+    """Bytes that the exchange counted in a forward pass, and what the plan says."""
+    mesh = RingMesh.from_world(world_size)
+    shape = Shape(batch=1, query_heads=4, kv_heads=2, tokens=400)
+    layout = make_layout(layout_name, tokens=400, ring_size=world_size)
+    q, k, v, _ = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
+    context = context_for(PATTERNS["causal"], layout, mesh, Options())
+    torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+    assert context.exchange is not None
+    plan = build_plan(PATTERNS["causal"], layout, query_heads=4, kv_heads=2)
+    return context.exchange.counters.bytes_sent, plan.rank(rank).tokens_sent * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, layout_name: str) -> None:
+    for counted, planned in rank_pool(4).run(bytes_on_the_wire, layout_name):
+        assert counted == planned
+
+
+def repeated(rank: int, world_size: int) -> bool:
+    """Twenty passes of the same inputs, and passes with overlap off, give the same bits."""
+    mesh = RingMesh.from_world(world_size)
+    runs = [
+        run_ring(mesh, "zigzag", "causal", Shape(tokens=130), torch.float32, overlap=turn % 2 == 0)[0]
+        for turn in range(6)
+    ]
+    return all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in NAMES)
+
+
+def test_the_same_inputs_give_the_same_bits(rank_pool: Pool) -> None:
+    assert all(rank_pool(4).run(repeated))
+
+
+def rows_without_keys(rank: int, world_size: int) -> bool:
+    """Padding slots see nothing: out 0, lse -inf, gradients finite."""
+    mesh = RingMesh.from_world(world_size)
+    shape = Shape(tokens=5)
+    layout = make_layout("contiguous", tokens=5, ring_size=world_size)
+    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=7.0) for x in tensors(shape))
+    for x in (q, k, v):
+        x.requires_grad_()
+    context = context_for(PATTERNS["causal"], layout, mesh, Options())
+    out, lse = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+    out.backward(grad)
+    valid = layout.valid_tokens(rank)
+    assert out[:, :, valid:].eq(0).all() and lse[:, :, valid:].eq(-torch.inf).all()
+    for x in (q, k, v):
+        assert x.grad is not None and x.grad[:, :, valid:].eq(0).all() and x.grad.isfinite().all()
+    return bool(out.isfinite().all())
+
+
+def test_padding_sees_nothing_and_nobody_sees_it(rank_pool: Pool) -> None:
+    assert all(rank_pool(4).run(rows_without_keys))
