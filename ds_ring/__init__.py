@@ -18,8 +18,10 @@ from ds_ring.errors import (
 from ds_ring.module import RingAttention, ring_attention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence, shard_sequence
+from ds_ring.schedule.dilated import Dilated
+from ds_ring.schedule.documents import Documents
 from ds_ring.schedule.layout import make_layout
-from ds_ring.schedule.pattern import Causal, Full
+from ds_ring.schedule.pattern import Causal, Full, SlidingWindow
 from ds_ring.schedule.plan import build_plan
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Causal",
+    "Dilated",
+    "Documents",
     "Full",
     "RingAttention",
     "RingCheckpointError",
@@ -43,6 +47,7 @@ __all__ = [
     "RingPatternError",
     "RingPeerError",
     "RingShapeError",
+    "SlidingWindow",
     "build_plan",
     "gather_sequence",
     "initialize",

@@ -19,7 +19,8 @@ from ds_ring.runtime.context import Options, RingContext, context_for, context_o
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pattern import Pattern, pattern_from_config
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.pattern_config import pattern_from_config
 
 
 class AttentionResult(NamedTuple):

@@ -22,16 +22,17 @@ class Dense(NamedTuple):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern) -> Dense:
-    """Softmax attention of [B, H, T, D] over [B, G, T, D] with the pattern's own boolean mask."""
+    """Softmax attention of [B, H, T, D] over [B, G, T, D], log m of the pattern added to the scores."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     k_all, v_all = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    mask = torch.from_numpy(pattern.mask(np.arange(q.shape[2]), np.arange(k.shape[2])))
-    scores = (q @ k_all.mT / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+    heads, rows, columns = q.shape[1], np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[None, :]
+    counts = [pattern.multiplicity(h, heads, heads // repeat, rows, columns) for h in range(heads)]
+    log_m = torch.from_numpy(np.stack(counts)).double().log()
+    scores = q @ k_all.mT / q.shape[-1] ** 0.5 + log_m
     lse = torch.logsumexp(scores, dim=-1)
-    sees = mask.any(-1)
-    weights = torch.where(sees[:, None], torch.softmax(scores, dim=-1), 0.0)
-    out = weights.nan_to_num() @ v_all
+    sees = (log_m > -torch.inf).any(-1, keepdim=True)
+    out = torch.softmax(torch.where(sees, scores, 0.0), dim=-1) * sees @ v_all
     out.backward(grad_out.double())
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)

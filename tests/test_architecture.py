@@ -51,6 +51,8 @@ NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 
 PUBLIC_NAMES = {
     "Causal",
+    "Dilated",
+    "Documents",
     "Full",
     "RingAttention",
     "RingCheckpointError",
@@ -65,6 +67,7 @@ PUBLIC_NAMES = {
     "RingPatternError",
     "RingPeerError",
     "RingShapeError",
+    "SlidingWindow",
     "build_plan",
     "gather_sequence",
     "initialize",

@@ -157,7 +157,9 @@ def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
         )
 
 
-def _check_padding(mask_BT: Tensor, shape: tuple[int, int], labels_BT: Tensor | None, pattern: Pattern) -> None:
+def _check_padding(
+    mask_BT: Tensor, shape: tuple[int, int], labels_BT: Tensor | None, pattern: Pattern
+) -> None:
     """A causal pattern ignores padding on the right by itself; any other padding it cannot express."""
     if tuple(mask_BT.shape) != shape:
         raise RingShapeError(

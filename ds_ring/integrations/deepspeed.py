@@ -26,7 +26,7 @@ from ds_ring.integrations.loader import RingLoader
 from ds_ring.integrations.session import RingSession
 from ds_ring.integrations.transformers import attach, check_model
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.schedule.pattern import pattern_from_config
+from ds_ring.schedule.pattern_config import pattern_from_config
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,9 @@ def _without_config(args: Any) -> Any:
 
 def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise RingConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=...")
+        raise RingConfigError(
+            f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=..."
+        )
     if isinstance(model, PipelineModule):
         raise RingConfigError(
             "model: expected a plain module, got a PipelineModule; a ring shards the tokens that a pipeline would"

@@ -116,7 +116,15 @@ class RingSession:
         sockets of the process groups and keep them open when their rank dies.
         """
         return make_loader(
-            dataset, self.mesh, self.shard_batch, batch_size, shuffle, seed, drop_last, collate_fn, num_workers
+            dataset,
+            self.mesh,
+            self.shard_batch,
+            batch_size,
+            shuffle,
+            seed,
+            drop_last,
+            collate_fn,
+            num_workers,
         )
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:

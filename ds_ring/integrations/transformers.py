@@ -109,7 +109,9 @@ def _attach_one(model: PreTrainedModel, session: RingSession) -> None:
     guard = checks.LossGuard(model.loss_function)
     model.loss_function = guard
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         guard.used = False
         kwargs = checks.checked_model_call(model, args, kwargs)
         if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it

@@ -18,10 +18,20 @@ from ds_ring.config import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.placement import Placement
 
-_THROUGH_SHARD_BATCH = "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
+_THROUGH_SHARD_BATCH = (
+    "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
+)
 
 # Arguments with which models change what attention computes; a ring has none of it.
-_FOREIGN_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+_FOREIGN_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+)
 
 
 def is_plain_causal(config: RingConfig) -> bool:
@@ -29,7 +39,9 @@ def is_plain_causal(config: RingConfig) -> bool:
     return config.pattern == type(config.pattern)()
 
 
-def checked_model_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def checked_model_call(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The keyword arguments of a model call, without a cache; refuses what a shard cannot answer."""
     given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
     name = type(model).__name__
@@ -55,7 +67,10 @@ def check_windows(model: PreTrainedModel, placement: Placement) -> None:
     """A window or chunk that the model's configuration asks for must not be wider open on the ring."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
-    for key, layer_type in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+    for key, layer_type in (
+        ("sliding_window", "sliding_attention"),
+        ("attention_chunk_size", "chunked_attention"),
+    ):
         if layer_types is None or layer_type in layer_types:
             _check_window(type(model).__name__, f"config.{key}", getattr(config, key, None), placement)
 

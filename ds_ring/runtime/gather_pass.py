@@ -7,6 +7,7 @@ silently wrong gradients on gloo for a non-contiguous incoming gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.plan import Plan, query_heads_of
 from ds_ring.schedule.tiles import Tiles
 
 
@@ -35,10 +36,11 @@ class GatherPass:
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
         all_k, all_v = self._gather(k), self._gather(v)
-        for origin, tiles in self._tiles():
-            for part in self.kernel.forward(q, all_k[origin], all_v[origin], tiles, self.scale):
-                rows = part.q_slots
-                merge_(out[:, :, rows], lse[:, :, rows], part.out_BHSD, part.lse_BHS)
+        for origin, heads, kv, tiles in self._tiles():
+            kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
+            out_w, lse_w = out[:, heads], lse[:, heads]
+            for part in self.kernel.forward(q[:, heads], *kv_pair, tiles, self.scale):
+                merge_(out_w[:, part.heads, part.q_slots], lse_w[:, part.heads, part.q_slots], *part[2:])
         return out.to(q.dtype), lse
 
     def backward(
@@ -49,19 +51,26 @@ class GatherPass:
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         all_k, all_v = self._gather(k), self._gather(v)
         all_dk, all_dv = ([torch.zeros_like(x, dtype=dtype) for x in parts] for parts in (all_k, all_v))
-        for origin, tiles in self._tiles():
-            kv = all_k[origin], all_v[origin]
-            for part in self.kernel.backward(grad_out, q, *kv, out, lse, tiles, self.scale):
-                dq[:, :, part.q_slots] += part.dq_BHSD
-                all_dk[origin][:, :, part.k_slots] += part.dk_BGSD
-                all_dv[origin][:, :, part.k_slots] += part.dv_BGSD
+        for origin, heads, kv, tiles in self._tiles():
+            kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
+            grad_w, q_w, out_w, lse_w = (x[:, heads] for x in (grad_out, q, out, lse))
+            grads = self.kernel.backward(grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale)
+            dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
+            for part in grads:
+                dq_w[:, part.heads, part.q_slots] += part.dq_BHSD
+                dk_w[:, :, part.k_slots] += part.dk_BGSD
+                dv_w[:, :, part.k_slots] += part.dv_BGSD
         dk, dv = self._reduce(all_dk), self._reduce(all_dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _tiles(self) -> list[tuple[int, Tiles]]:
-        layout, pattern = self.plan.layout, self.plan.pattern
+    def _tiles(self) -> Iterator[tuple[int, slice, slice, Tiles]]:
+        """Origin, query heads, K/V heads and tiles: all that this rank computes."""
+        layout = self.plan.layout
         mine = layout.runs(self.ring_rank)
-        return [(o, pattern.tiles(mine, layout.runs(o))) for o in range(self.plan.ring_size)]
+        for walk in self.plan.walks:
+            heads = query_heads_of(walk.kv_heads, self.plan.group)
+            for origin in range(self.plan.ring_size):
+                yield origin, heads, walk.kv_heads, walk.pattern.tiles(mine, layout.runs(origin))
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         if self.exchange is None:

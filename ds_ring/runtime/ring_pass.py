@@ -28,7 +28,11 @@ from torch import Tensor
 from ds_ring.runtime.exchange import Exchange, Message
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import RankPlan, SlotRanges, Visit, count_slots
+from ds_ring.schedule.plan import LanePlan, RankPlan, Visit, WalkPlan, query_heads_of
+from ds_ring.schedule.slots import SlotRanges, count_slots, expand_ranges
+from ds_ring.schedule.tiles import Tiles
+
+FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
 
 
 class Pair(NamedTuple):
@@ -72,9 +76,10 @@ class RingPass:
         dtype = accumulator_dtype(q.dtype)
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
-        for heads, kv_heads in head_chunks(q, k, self.chunk_bytes):
+        for walk, heads, kv_heads in self._chunks(k):
             with _accumulating(dtype, out[:, heads]) as (out_chunk,):
-                self._forward_chunk(q[:, heads], k[:, kv_heads], v[:, kv_heads], out_chunk, lse[:, heads])
+                journeys = [_Journey(lane, Pair(k[:, kv_heads], v[:, kv_heads])) for lane in walk.lanes]
+                self._forward_walk(journeys, q[:, heads], out_chunk, lse[:, heads])
         return out, lse
 
     def backward(
@@ -91,41 +96,51 @@ class RingPass:
         """
         dtype = accumulator_dtype(q.dtype)
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-        for heads, kv_heads in head_chunks(q, k, self.chunk_bytes):
-            query_side = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
+        for walk, heads, kv_heads in self._chunks(k):
+            queries = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
             with _accumulating(dtype, dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]) as (dq_chunk, *home):
-                self._backward_chunk(query_side, k[:, kv_heads], v[:, kv_heads], dq_chunk, Pair(*home))
+                own = Pair(k[:, kv_heads], v[:, kv_heads])
+                journeys = [_Journey(lane, own, Pair(*home)) for lane in walk.lanes]
+                self._backward_walk(journeys, queries, dq_chunk)
         return dq, dk, dv
 
-    def _forward_chunk(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """The walk for some heads, merged into the accumulators out and lse."""
-        payload = Pair(k, v)
-        for hop in range(self.plan.hops):
-            batch = _Batch(self, hop + 1, payload)
-            visit = self.plan.visit(hop)
-            if visit is not None:
-                for part in self.kernel.forward(q, *payload, visit.tiles, self.scale):
-                    rows = part.q_slots
-                    merge_(out[:, :, rows], lse[:, :, rows], part.out_BHSD, part.lse_BHS)
-            batch.wait()
-            payload = batch.arrived or payload
+    def _chunks(self, k: Tensor) -> Iterator[tuple[WalkPlan, slice, slice]]:
+        """Every walk with the query heads and K/V heads that go round together; [Note: heads in groups]."""
+        head_bytes = k.nbytes // k.shape[1]
+        for walk in self.plan.walks:
+            for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
+                yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
 
-    def _backward_chunk(self, queries: _Queries, k: Tensor, v: Tensor, dq: Tensor, home: Pair) -> None:
-        """The walk back for some heads, added to the accumulators dq and home (dk and dv)."""
+    def _forward_walk(self, journeys: list[_Journey], q: Tensor, out: Tensor, lse: Tensor) -> None:
+        """The walk for some heads, merged into the accumulators out and lse."""
+        for hop in range(max(journey.plan.hops for journey in journeys)):
+            batch = _Batch(self, journeys, hop + 1)
+            for journey in _computing(journeys, hop):
+                tiles = journey.tiles(hop)
+                for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
+                    rows = part.heads, part.q_slots
+                    merge_(out[:, *rows], lse[:, *rows], part.out_BHSD, part.lse_BHS)
+            batch.wait()
+            for journey in journeys:
+                journey.advance()
+
+    def _backward_walk(self, journeys: list[_Journey], queries: _Queries, dq: Tensor) -> None:
+        """The walk back for some heads, added to the accumulators dq and every journey's home."""
         grad_out, q, out, lse = queries
-        payload, finished = Pair(k, v), None
-        for hop in range(self.plan.backward_batches):
-            batch = _Batch(self, hop + 1, payload, _Gradients(finished, home))
-            visit = self.plan.visit(hop)
-            finished = None
-            if visit is not None:
-                finished = home if hop == 0 else _zeros_like_pair(home, count_slots(visit.held))
-                for part in self.kernel.backward(grad_out, q, *payload, out, lse, visit.tiles, self.scale):
-                    dq[:, :, part.q_slots] += part.dq_BHSD
-                    finished.first[:, :, part.k_slots] += part.dk_BGSD
-                    finished.second[:, :, part.k_slots] += part.dv_BGSD
-            batch.wait(finished)
-            payload = batch.arrived or payload
+        for hop in range(max(journey.plan.backward_batches for journey in journeys)):
+            batch = _Batch(self, journeys, hop + 1)
+            for journey in journeys:
+                journey.start_gradients(hop)
+            for journey in _computing(journeys, hop):
+                tiles, grads = journey.tiles(hop), journey.finished
+                assert grads is not None
+                for part in self.kernel.backward(grad_out, q, *journey.payload, out, lse, tiles, self.scale):
+                    dq[:, part.heads, part.q_slots] += part.dq_BHSD
+                    grads.first[:, :, part.k_slots] += part.dk_BGSD
+                    grads.second[:, :, part.k_slots] += part.dv_BGSD
+            batch.wait()
+            for journey in journeys:
+                journey.advance()
 
 
 @contextmanager
@@ -147,105 +162,134 @@ class _Queries(NamedTuple):
     lse: Tensor
 
 
-def head_chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> list[tuple[slice, slice]]:
-    """Query heads and K/V heads of every group that goes round the ring together; [Note: heads in groups]."""
-    groups = k.shape[1]
-    head_bytes = k.nbytes // groups
-    chunks = max(
-        n
-        for n in range(1, groups + 1)
-        if groups % n == 0 and (n == 1 or groups // n * head_bytes >= chunk_bytes)
-    )
-    h, g = q.shape[1] // chunks, groups // chunks
-    return [(slice(c * h, (c + 1) * h), slice(c * g, (c + 1) * g)) for c in range(chunks)]
+def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
+    """K/V heads of a slice in equal groups of at least `chunk_bytes`; [Note: heads in groups]."""
+    step = kv_heads.step or 1
+    heads = range(kv_heads.start, kv_heads.stop, step)
+    sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
+    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))
+    groups = (heads[first : first + size] for first in range(0, len(heads), size))
+    return [slice(group[0], group[-1] + 1, step) for group in groups]
 
 
-class _Gradients(NamedTuple):
-    """What a backward batch adds to a forward one.
+def _computing(journeys: list[_Journey], hop: int) -> Iterator[_Journey]:
+    """The journeys that have something to compute at a hop; the own shard is the first one's."""
+    for journey in journeys if hop else journeys[:1]:
+        if journey.plan.visit(hop) is not None:
+            yield journey
+
+
+class _Journey:
+    """One lane under way: what of the other ranks' shards is here, and the gradients that follow it.
 
     Attributes:
-        finished: accumulators of the hop before, to be sent on or home.
-        home: accumulators of the own shard, to which others' are added.
+        plan: the lane on this rank.
+        payload: K and V of the present hop.
+        home: accumulators of the own shard (backward only).
+        finished: accumulators of the present hop.
     """
 
-    finished: Pair | None
-    home: Pair
+    def __init__(self, plan: LanePlan, own: Pair, home: Pair | None = None) -> None:
+        self.plan, self.payload, self.home = plan, own, home
+        self.finished: Pair | None = None
+        self._arrived: Pair | None = None
+        self._partial: Pair | None = None
+        self._homecomings: list[tuple[SlotRanges, Pair]] = []
+
+    def tiles(self, hop: int) -> Tiles:
+        """What is computed at a hop."""
+        visit = self.plan.visit(hop)
+        assert visit is not None
+        return visit.tiles
+
+    def start_gradients(self, hop: int) -> None:
+        """Fresh accumulators for a hop; the own shard has its own."""
+        visit = self.plan.visit(hop)
+        assert self.home is not None
+        self.finished = None
+        if visit is not None:
+            self.finished = self.home if hop == 0 else _zeros_like_pair(self.home, count_slots(visit.held))
+
+    def messages(self, hop: int) -> tuple[list[Message], list[Message]]:
+        """Sends and receives of the batch posted before hop - 1 is computed.
+
+        The order (payload, accumulators to the next rank, accumulators home) is the same on both sides of
+        every connection; [Note: rules of the exchange].
+        """
+        sends: list[Message] = []
+        receives: list[Message] = []
+        here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
+        if here is not None and len(here.forward):
+            sends += _to(here.goes_to, _pack(self.payload, _in_payload(here)))
+        if coming is not None:
+            self._arrived = _empty(self.payload, count_slots(coming.held), self.payload.first.dtype)
+            receives += _to(coming.came_from, self._arrived)
+        if self.home is not None:
+            self._add_accumulators(hop, sends, receives)
+        return sends, receives
+
+    def _add_accumulators(self, hop: int, sends: list[Message], receives: list[Message]) -> None:
+        """Send what hop - 2 finished, receive what belongs to hop - 1, and the own shard's homecomings."""
+        assert self.home is not None
+        dtype = self.home.first.dtype
+        done, here = self.plan.visit(hop - 2), self.plan.visit(hop - 1)
+        if done is not None and done.hop > 0 and len(done.forward):
+            assert self.finished is not None
+            sends += _to(done.goes_to, _pack(self.finished, done.forward_in_payload))
+        if here is not None and here.hop > 1:
+            self._partial = _empty(self.home, count_slots(here.held), dtype)
+            receives += _to(here.came_from, self._partial)
+        if done is not None and done.hop > 0 and len(done.ends_here):
+            assert self.finished is not None
+            sends += _to(done.origin, _pack(self.finished, done.ends_here_in_payload))
+        for coming in self.plan.homecomings:
+            if coming.hop == hop - 2:
+                arrived = _empty(self.home, count_slots(coming.slots), dtype)
+                self._homecomings.append((coming.slots, arrived))
+                receives += _to(coming.sender, arrived)
+
+    def advance(self) -> None:
+        """After the wait: take the next payload, and add up the gradients that arrived."""
+        self.payload, self._arrived = self._arrived or self.payload, None
+        if self._partial is not None:
+            assert self.finished is not None
+            self.finished.first.add_(self._partial.first)
+            self.finished.second.add_(self._partial.second)
+        for slots, arrived in self._homecomings:
+            assert self.home is not None
+            _add_at(self.home, slots, arrived)
+        self._partial, self._homecomings = None, []
 
 
 class _Batch:
-    """The messages posted before hop `hop - 1` is computed: payloads for `hop`, accumulators of `hop - 2`.
+    """All messages of all lanes that are posted before a hop is computed."""
 
-    The order (payloads, accumulators to the next rank, accumulators home) is the same on both sides of
-    every connection; [Note: rules of the exchange].
-    """
-
-    def __init__(self, walk: RingPass, hop: int, payload: Pair, gradients: _Gradients | None = None) -> None:
-        self.plan, self.hop = walk.plan, hop
-        self.sends: list[Message] = []
-        self.receives: list[Message] = []
-        self.arrived: Pair | None = None
-        self.home = gradients.home if gradients is not None else None
-        self.partial: Pair | None = None
-        self.homecomings: list[tuple[SlotRanges, Pair]] = []
-        self._add_payload(payload)
-        if gradients is not None:
-            self._add_accumulators(payload, gradients)
+    def __init__(self, walk: RingPass, journeys: list[_Journey], hop: int) -> None:
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for journey in journeys:
+            lane_sends, lane_receives = journey.messages(hop)
+            sends += lane_sends
+            receives += lane_receives
         self.pending = None
-        if self.sends or self.receives:
+        if sends or receives:
             assert walk.exchange is not None, "a plan with messages on a ring of one"
-            self.pending = walk.exchange.post(self.sends, self.receives, hop)
-            self.sends, self.receives = [], []  # `pending` keeps the buffers while they are in flight
+            self.pending = walk.exchange.post(sends, receives, hop)
             if not walk.overlap:
                 self.pending.wait()
 
-    def wait(self, finished: Pair | None = None) -> None:
-        """Wait, and add what arrived to the accumulators of the hop just computed and of the own shard."""
+    def wait(self) -> None:
+        """Wait for all of them."""
         if self.pending is not None:
             self.pending.wait()
-        if self.partial is not None:
-            assert finished is not None
-            finished.first.add_(self.partial.first)
-            finished.second.add_(self.partial.second)
-        for slots, arrived in self.homecomings:
-            assert self.home is not None
-            _add_at(self.home, slots, arrived)
-        self.partial, self.homecomings = None, []
 
-    def _add_payload(self, payload: Pair) -> None:
-        here, coming = self.plan.visit(self.hop - 1), self.plan.visit(self.hop)
-        if here is not None and len(here.forward):
-            self._send(_pack(payload, _in_payload(here)), here.goes_to)
-        if coming is not None:
-            self.arrived = self._receive(
-                payload, count_slots(coming.held), coming.came_from, payload.first.dtype
-            )
 
-    def _add_accumulators(self, like: Pair, gradients: _Gradients) -> None:
-        """Send what hop - 2 finished, receive what belongs to hop - 1, and the own shard's homecomings."""
-        done, here = self.plan.visit(self.hop - 2), self.plan.visit(self.hop - 1)
-        if done is not None and done.hop > 0 and len(done.forward):
-            assert gradients.finished is not None
-            self._send(_pack(gradients.finished, done.forward_in_payload), done.goes_to)
-        if here is not None and here.hop > 1:
-            self.partial = self._receive(
-                like, count_slots(here.held), here.came_from, gradients.home.first.dtype
-            )
-        if done is not None and done.hop > 0 and len(done.ends_here):
-            assert gradients.finished is not None
-            self._send(_pack(gradients.finished, done.ends_here_in_payload), done.origin)
-        for coming in self.plan.homecomings:
-            if coming.hop == self.hop - 2:
-                slots = count_slots(coming.slots)
-                arrived = self._receive(like, slots, coming.sender, gradients.home.first.dtype)
-                self.homecomings.append((coming.slots, arrived))
+def _to(peer: int, pair: Pair) -> list[Message]:
+    return [Message(tensor, peer) for tensor in pair]
 
-    def _send(self, pair: Pair, peer: int) -> None:
-        self.sends += [Message(tensor, peer) for tensor in pair]
 
-    def _receive(self, like: Pair, slots: int, peer: int, dtype: torch.dtype) -> Pair:
-        pair = Pair(*(x.new_empty((*x.shape[:2], slots, x.shape[3]), dtype=dtype) for x in like))
-        self.receives += [Message(tensor, peer) for tensor in pair]
-        return pair
+def _empty(like: Pair, slots: int, dtype: torch.dtype) -> Pair:
+    return Pair(*(x.new_empty((*x.shape[:2], slots, x.shape[3]), dtype=dtype) for x in like))
 
 
 def _in_payload(visit: Visit) -> SlotRanges:
@@ -259,12 +303,17 @@ def _pack(pair: Pair, ranges: SlotRanges) -> Pair:
 
 
 def _pack_one(tensor: Tensor, ranges: SlotRanges) -> Tensor:
+    if len(ranges) > FEW_RANGES:
+        return tensor.index_select(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device))
     parts = [tensor[:, :, start:end] for start, end in ranges.tolist()]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _add_at(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:
     for tensor, part in zip(pair, packed, strict=True):
+        if len(ranges) > FEW_RANGES:
+            tensor.index_add_(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device), part)
+            continue
         offset = 0
         for start, end in ranges.tolist():
             tensor[:, :, start:end] += part[:, :, offset : offset + end - start]

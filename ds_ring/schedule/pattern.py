@@ -1,64 +1,95 @@
 """Patterns: which query position attends to which key position. Declarative, in global positions.
 
-A pattern answers three questions and nothing else: the tiles of two shards (for the plan), the FlexAttention
-`mask_mod` (for GPU kernels), and the plain boolean mask (for the reference). All three are tested against
-each other. A pattern knows no layout, no rank and no tensor library.
+A pattern answers these questions and nothing else: the tiles of two shards (for the plan), how often a pair is
+attended (for masks and references), and which heads share an answer. All are tested against each other.
+A pattern knows no layout, no rank and no tensor library. Dilated and documents have rooms of their own.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.tiles import UNBOUNDED, Tiles, cut_by_distance
 
-if TYPE_CHECKING:
-    from ds_ring.config import RingConfig
-
 IntArray = np.ndarray
 
 
 @dataclass(frozen=True)
 class Pattern(ABC):
-    """Base of all patterns; instances are frozen values and hash by their contents."""
+    """Base of all patterns; instances are frozen values and hash by their contents. Compose with `&`.
+
+    A pattern is the intersection of a band of distances and of a refinement of rectangles, so that every
+    composition stays one table of tiles.
+    """
 
     @property
-    @abstractmethod
     def distance(self) -> tuple[int, int]:
         """Least and most of (query position - key position) that may attend; +-UNBOUNDED where open."""
+        return -UNBOUNDED, UNBOUNDED
 
     @property
     def is_causal(self) -> bool:
         """True if no query sees a key after itself."""
         return self.distance[0] >= 0
 
+    def refine(self, tiles: Tiles) -> Tiles:
+        """What is left of (FULL) rectangles, the band of distances not yet cut."""
+        return tiles
+
+    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
+        """The pattern of the query heads that share one K/V head; equal patterns mean equal needs."""
+        return self
+
+    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
+        """How often query position q attends to key position k (0: not); int arrays, broadcast."""
+        least, most = self.distance
+        gap = q - k
+        return ((gap >= least) & (gap <= most)).astype(np.int64)
+
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """The non-empty tiles between two shards given by their runs (start, step, length), slot order."""
-        return cut_by_distance(Tiles.rectangles(q_runs, k_runs), *self.distance)
+        return self.cut(Tiles.rectangles(q_runs, k_runs))
 
-    def mask_mod(self, batch: Any, head: Any, q_position: Any, k_position: Any) -> Any:
-        """FlexAttention's `mask_mod` in global positions; works on tensors, numpy arrays and ints."""
-        least, most = self.distance
-        gap = q_position - k_position
-        return (gap >= least) & (gap <= most)
+    def cut(self, rectangles: Tiles) -> Tiles:
+        """The non-empty tiles of some rectangles."""
+        near = _may_touch(rectangles, *self.distance)
+        return cut_by_distance(self.refine(near), *self.distance)
 
-    def mask(self, q_positions: IntArray, k_positions: IntArray) -> np.ndarray:
+    def mask(
+        self,
+        q_positions: IntArray,
+        k_positions: IntArray,
+        head: int = 0,
+        query_heads: int = 1,
+        kv_heads: int = 1,
+    ) -> np.ndarray:
         """The dense boolean mask of two lists of positions, bool [len(q), len(k)]; -1 attends to nothing."""
         q, k = q_positions[:, None], k_positions[None, :]
-        return np.asarray(self.mask_mod(0, 0, q, k)) & (q >= 0) & (k >= 0)
+        return (self.multiplicity(head, query_heads, kv_heads, q, k) > 0) & (q >= 0) & (k >= 0)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        """Attend where both do."""
+        if not isinstance(other, Pattern):
+            raise RingPatternError(f"&: expected a pattern on both sides, got {type(other).__name__}")
+        return Both(self, other)
+
+
+def _may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
+    """Drop rectangles that lie outside the band as a whole, before they are refined."""
+    farthest = tiles.q.last_position - tiles.k.position
+    nearest = tiles.q.position - tiles.k.last_position
+    keep = (farthest >= least) & (nearest <= most)
+    return tiles if keep.all() else tiles.rows(keep)
 
 
 @dataclass(frozen=True)
 class Full(Pattern):
     """Every query attends to every key."""
-
-    @property
-    def distance(self) -> tuple[int, int]:
-        return -UNBOUNDED, UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -70,22 +101,52 @@ class Causal(Pattern):
         return 0, UNBOUNDED
 
 
-def pattern_from_config(config: RingConfig) -> Pattern:
-    """The pattern that the JSON's "pattern" section describes.
+@dataclass(frozen=True)
+class SlidingWindow(Pattern):
+    """A query attends to the `window` positions that end with itself (Beltagy et al. 2020, Longformer).
+
+    Attributes:
+        window: number of positions seen, itself included, as in Mistral and FlashAttention's
+            window_size = (window - 1, 0).
+        causal: False sees window - 1 positions on either side as well.
 
     Raises:
-        RingPatternError: a pattern that this version has no tiles for yet.
+        RingPatternError: the window is not a positive integer.
     """
-    section = config.pattern
-    later = {
-        "window": section.window,
-        "segment_lengths": section.segment_lengths,
-        "documents": section.documents or None,
-    }
-    asked = [name for name, value in later.items() if value is not None]
-    if asked:
-        raise RingPatternError(
-            f'"pattern" asks for {", ".join(asked)}: not available in this version; expected only "causal".'
-            " Remove it, or use a later version of ds_ring"
-        )
-    return Causal() if section.causal else Full()
+
+    window: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
+            raise RingPatternError(f"SlidingWindow: window: expected a positive integer, got {self.window!r}")
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        return (0 if self.causal else 1 - self.window), self.window - 1
+
+
+@dataclass(frozen=True)
+class Both(Pattern):
+    """Two patterns at once: `a & b`."""
+
+    first: Pattern
+    second: Pattern
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        (least, most), (other_least, other_most) = self.first.distance, self.second.distance
+        return max(least, other_least), min(most, other_most)
+
+    def refine(self, tiles: Tiles) -> Tiles:
+        return self.second.refine(self.first.refine(tiles))
+
+    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
+        return Both(*(part.bind(heads, query_heads, kv_heads) for part in (self.first, self.second)))
+
+    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
+        first, second = (p.multiplicity(head, query_heads, kv_heads, q, k) for p in (self.first, self.second))
+        return first * second
+
+    def __str__(self) -> str:
+        return f"{self.first} & {self.second}"

@@ -3,63 +3,55 @@
 Owns the schedule of a ring pass; holds no process group, tensor or device, so that real ranks, the
 simulator, the cost model and the plots all walk the same object.
 
+A plan is one walk for each class of K/V heads that are read alike (a dilated pattern may give every head its
+own offset), a walk is one or two lanes (directions of travel), and a lane is, on each rank, a visit a hop.
+
 [Note: reach]
-A shard of origin o visits ring ranks o, o+d, o+2d, ... (d the direction, +1 or -1). What a rank receives is
+In a lane with direction d the shard of origin o visits ring ranks o + d, o + 2d, ... What a rank receives is
 exactly what it or a rank after it still reads. So one number per slot says everything: its reach, the
 farthest hop at which a tile reads it. Slots with reach >= s are held at hop s; a shard whose reach is
 exhausted stops; the tokens sent in total are the sum of the reaches. Computing the reach of one shard
-takes one vectorised look at the tiles of all readers.
+takes one vectorised look at the tiles of all readers. With two lanes every reader is served from the nearer
+side, which is what a pattern that looks both ways needs; the lanes that send least are taken.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.payload import Reads, find_reach, find_reads, tiles_of_payload
+from ds_ring.schedule.slots import (
+    SlotRanges,
+    count_slots,
+    expand_ranges,
+    locate_ranges,
+    locate_slots,
+    no_slots,
+    subtract_slots,
+)
 from ds_ring.schedule.tiles import Tiles
 
-SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, not touching
+SAMPLED_ORIGINS = 8  # of large rings only so many shards are looked at to choose the lanes
 
 
-def count_slots(ranges: SlotRanges) -> int:
-    """Number of slots in a set of ranges."""
-    return int((ranges[:, 1] - ranges[:, 0]).sum())
+class Lane(NamedTuple):
+    """One direction of travel: shards go from rank o to o + direction, for at most `limit` hops."""
 
-
-def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
-    """The slots of `whole` that are not in its subset `part`."""
-    edges = np.concatenate([whole[:, 0], part[:, 1]]), np.concatenate([part[:, 0], whole[:, 1]])
-    start, end = np.sort(edges[0]), np.sort(edges[1])
-    keep = end > start
-    return np.stack([start[keep], end[keep]], axis=1)
-
-
-def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
-    """Where slots lie once the ranges `within` are packed one after the other."""
-    lengths = within[:, 1] - within[:, 0]
-    offset = np.cumsum(lengths) - lengths
-    row = np.searchsorted(within[:, 0], slots, side="right") - 1
-    return slots - within[row, 0] + offset[row]
-
-
-def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
-    """`locate_slots` for whole ranges, each of which lies inside one range of `within`."""
-    start = locate_slots(ranges[:, 0], within)
-    return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
-
-
-def _no_slots() -> SlotRanges:
-    return np.empty((0, 2), dtype=np.int64)
+    direction: int
+    limit: int
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One hop on one rank: the shard of `origin` (what of it is still needed) is here.
+    """One hop of a lane on one rank: the shard of `origin` (what of it is still needed) is here.
 
     Attributes:
         hop: s; at hop 0 the rank works on its own shard, in place.
@@ -96,7 +88,7 @@ class Visit:
 
     @property
     def pairs(self) -> int:
-        """Attended (query, key) pairs of this hop, per head."""
+        """Rows of the attention matrix times keys, as the tiles have them (members counted apart)."""
         return int(self.tiles.pairs.sum())
 
 
@@ -116,16 +108,14 @@ class Homecoming:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """All that one ring rank does in a pass.
+class LanePlan:
+    """One lane on one rank.
 
     Attributes:
-        ring_rank: whose plan this is.
-        visits: by hop, without gaps; a hop at which nothing is held is None.
+        visits: by hop, without gaps; a hop at which nothing is held is None. Hop 0 is the own shard.
         homecomings: by ascending hop.
     """
 
-    ring_rank: int
     visits: tuple[Visit | None, ...]
     homecomings: tuple[Homecoming, ...]
 
@@ -133,7 +123,7 @@ class RankPlan:
         """The visit of a hop, None where there is none."""
         return self.visits[hop] if 0 <= hop < len(self.visits) else None
 
-    @cached_property
+    @property
     def hops(self) -> int:
         """Hops at which this rank computes, receives or forwards."""
         return len(self.visits)
@@ -143,22 +133,191 @@ class RankPlan:
         """Batches of the backward pass: those of the forward and those that bring gradients home."""
         last_home = self.homecomings[-1].hop + 1 if self.homecomings else 0
         last_send = len(self.visits) if len(self.visits) > 1 else 0
-        return max(last_home, last_send, len(self.visits) - 1) + 1
+        return max(last_home, last_send) + 1
+
+
+@dataclass(frozen=True)
+class WalkPlan:
+    """What one rank does for one class of heads.
+
+    Attributes:
+        kv_heads: the K/V heads of the class, a slice of all of them.
+        lanes: one or two; only the first computes the own shard (hop 0).
+    """
+
+    kv_heads: slice
+    lanes: tuple[LanePlan, ...]
 
     @property
-    def pairs(self) -> int:
-        """Attended pairs of this rank, per head."""
-        return sum(visit.pairs for visit in self.visits if visit is not None)
+    def visits(self) -> list[Visit]:
+        """Every visit at which something is computed, held or sent on, hop by hop."""
+        own = [v for v in self.lanes[0].visits[:1] if v is not None]
+        return own + [v for lane in self.lanes for v in lane.visits[1:] if v is not None]
+
+    def pairs(self, group: int) -> int:
+        """Attended pairs per K/V head: over the `group` query heads that share it."""
+        total = 0
+        for visit in self.visits:
+            heads = np.where(visit.tiles.member < 0, group, 1)
+            total += int((visit.tiles.pairs * heads).sum())
+        return total
 
     @property
     def tokens_received(self) -> int:
-        """Tokens (a K and a V vector of every K/V head each) that arrive in a forward pass."""
-        return sum(count_slots(v.held) for v in self.visits[1:] if v is not None)
+        """Tokens that arrive in a forward pass, per K/V head."""
+        return sum(count_slots(v.held) for v in self.visits if v.hop)
 
     @property
     def tokens_sent(self) -> int:
-        """Tokens that leave in a forward pass."""
-        return sum(count_slots(v.forward) for v in self.visits if v is not None)
+        """Tokens that leave in a forward pass, per K/V head."""
+        first = [count_slots(lane.visits[0].forward) for lane in self.lanes if lane.visits[0] is not None]
+        return sum(first) + sum(count_slots(v.forward) for v in self.visits if v.hop)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one ring rank does in a pass.
+
+    Attributes:
+        ring_rank: whose plan this is.
+        walks: one for each class of heads, one after the other.
+        group: query heads that share a K/V head.
+        kv_heads: number of K/V heads G.
+    """
+
+    ring_rank: int
+    walks: tuple[WalkPlan, ...]
+    group: int
+    kv_heads: int
+
+    def _total(self, amounts: list[int]) -> int:
+        heads = [len(range(self.kv_heads)[walk.kv_heads]) for walk in self.walks]
+        return sum(amount * count for amount, count in zip(amounts, heads, strict=True))
+
+    @property
+    def pairs(self) -> int:
+        """Attended (query, key) pairs of this rank, over all query heads."""
+        return self._total([walk.pairs(self.group) for walk in self.walks])
+
+    @property
+    def tokens_received(self) -> int:
+        """Token-units (K and V of one token of one head) that arrive in a forward pass."""
+        return self._total([walk.tokens_received for walk in self.walks])
+
+    @property
+    def tokens_sent(self) -> int:
+        """Token-units that leave in a forward pass."""
+        return self._total([walk.tokens_sent for walk in self.walks])
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The journey of all shards for one class of K/V heads.
+
+    Attributes:
+        pattern: bound to the query heads of one K/V head.
+        layout: which token lies where.
+        kv_heads: the K/V heads of the class.
+        lanes: how shards travel.
+        prune: False sends every shard all the way, needed or not (for comparison).
+    """
+
+    pattern: Pattern
+    layout: Layout
+    kv_heads: slice
+    lanes: tuple[Lane, ...]
+    prune: bool = True
+    _reads: dict[int, Reads] = field(default_factory=dict, repr=False, compare=False)
+    _reaches: dict[tuple[int, Lane], tuple[IntArray, IntArray]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def held(self, origin: int, lane: Lane, hop: int) -> SlotRanges:
+        """Slots of a shard that are still needed at `hop` of a lane or later; [Note: reach]."""
+        if hop > lane.limit or (self.prune and hop > self._reach_bound(origin, lane)):
+            return no_slots()
+        edges, reach = self.reach(origin, lane)
+        alive = np.concatenate([[False], reach >= hop, [False]])
+        turns = np.flatnonzero(alive[1:] != alive[:-1])
+        return edges[turns].reshape(-1, 2)
+
+    def reach(self, origin: int, lane: Lane) -> tuple[IntArray, IntArray]:
+        """Edges of slot intervals [n + 1] and the farthest hop that reads each [n] (0: nobody else does)."""
+        key = origin, lane
+        if key not in self._reaches:
+            self._reaches[key] = self._find_reach(origin, lane)
+        return self._reaches[key]
+
+    def _reach_bound(self, origin: int, lane: Lane) -> int:
+        """A hop beyond which certainly nobody reads: distances alone, without looking at tiles."""
+        least, most = self.pattern.distance
+        own = self.layout.runs(origin)
+        if not len(own):
+            return 0
+        ranks, first, last = _hulls(self.layout)
+        touches = (last - own[:, 0].min() >= least) & (first - _last(own).max() <= most)
+        hops = (ranks[touches] - origin) * lane.direction % self.layout.ring_size
+        return int(hops.max(initial=0))
+
+    def tokens_sent(self, origin: int) -> int:
+        """Tokens that travel for one shard in a forward pass, over all hops and lanes, per K/V head."""
+        reaches = [self.reach(origin, lane) for lane in self.lanes]
+        return sum(int((np.diff(edges) * reach).sum()) for edges, reach in reaches)
+
+    def tokens_needed(self, origin: int) -> int:
+        """The least that must cross for one shard: the number of (token, other rank that reads it)."""
+        reads, valid, total = self.reads(origin), self.layout.valid_tokens(origin), 0
+        for hop in np.unique(reads.hops):
+            read = np.zeros(valid, dtype=bool)
+            for slot, step, length in reads.slots[reads.hops == hop].tolist():
+                read[slot : slot + (length - 1) * step + 1 : step] = True
+            total += int(read.sum())
+        return total
+
+    def reads(self, origin: int) -> Reads:
+        """What the other ranks read of a shard."""
+        if origin not in self._reads:
+            size = self.layout.ring_size
+            readers = [self.layout.runs((origin + hop) % size) for hop in range(1, size)]
+            self._reads[origin] = find_reads(self.pattern, readers, self.layout.runs(origin))
+        return self._reads[origin]
+
+    def _find_reach(self, origin: int, lane: Lane) -> tuple[IntArray, IntArray]:
+        valid, size = self.layout.valid_tokens(origin), self.layout.ring_size
+        if not self.prune or size == 1 or not valid:
+            farthest = lane.limit if valid else 0
+            return np.array([0, valid]), np.array([farthest])
+        reads = self.reads(origin)
+        hops = reads.hops if lane.direction > 0 else size - reads.hops
+        return find_reach(reads, np.where(hops <= lane.limit, hops, 0), valid)
+
+    def rank(self, ring_rank: int) -> WalkPlan:
+        """The part of one rank."""
+        return WalkPlan(self.kv_heads, tuple(self._lane(ring_rank, lane) for lane in self.lanes))
+
+    def _lane(self, ring_rank: int, lane: Lane) -> LanePlan:
+        visits = [self._visit(ring_rank, lane, hop) for hop in range(lane.limit + 1)]
+        while len(visits) > 1 and visits[-1] is None:
+            visits.pop()
+        homecomings = []
+        for hop in range(1, lane.limit + 1):
+            slots = subtract_slots(self.held(ring_rank, lane, hop), self.held(ring_rank, lane, hop + 1))
+            if len(slots):
+                sender = (ring_rank + lane.direction * hop) % self.layout.ring_size
+                homecomings.append(Homecoming(hop, sender, slots))
+        return LanePlan(tuple(visits), tuple(homecomings))
+
+    def _visit(self, ring_rank: int, lane: Lane, hop: int) -> Visit | None:
+        size, step = self.layout.ring_size, lane.direction
+        origin = (ring_rank - step * hop) % size
+        forward = self.held(origin, lane, hop + 1)
+        held = self.held(origin, lane, hop) if hop else np.array([[0, self.layout.valid_tokens(origin)]])
+        if hop and not len(held):
+            return None
+        tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
+        if hop and len(tiles):
+            tiles = tiles_of_payload(tiles, held, self.pattern.distance)
+        return Visit(hop, origin, (ring_rank - step) % size, (ring_rank + step) % size, held, forward, tiles)
 
 
 @dataclass(frozen=True)
@@ -168,117 +327,116 @@ class Plan:
     Attributes:
         pattern, layout: what it was built from.
         query_heads, kv_heads: heads per rank (H and G).
-        direction: +1 if shards travel from rank o to o+1, -1 if to o-1.
-        prune: False sends every shard all the way round, needed or not (for comparison).
+        walks: one for each class of heads.
     """
 
     pattern: Pattern
     layout: Layout
-    query_heads: int = 1
-    kv_heads: int = 1
-    direction: int = 1
-    prune: bool = True
+    query_heads: int
+    kv_heads: int
+    walks: tuple[Walk, ...]
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False, compare=False)
-    _reaches: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def ring_size(self) -> int:
         """Number of ranks P."""
         return self.layout.ring_size
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.query_heads // self.kv_heads
+
     def rank(self, ring_rank: int) -> RankPlan:
         """The plan of one rank, built when first asked for."""
         if ring_rank not in self._ranks:
-            self._ranks[ring_rank] = self._build_rank(ring_rank)
+            walks = tuple(walk.rank(ring_rank) for walk in self.walks)
+            self._ranks[ring_rank] = RankPlan(ring_rank, walks, self.group, self.kv_heads)
         return self._ranks[ring_rank]
 
-    def held(self, origin: int, hop: int) -> SlotRanges:
-        """Slots of a shard that are still needed at `hop` or later; [Note: reach]."""
-        if hop >= self.ring_size:
-            return _no_slots()
-        edges, reach = self._reach(origin)
-        alive = np.concatenate([[False], reach >= hop, [False]]) if len(reach) else np.zeros(2, dtype=bool)
-        turns = np.flatnonzero(alive[1:] != alive[:-1])
-        return edges[turns].reshape(-1, 2)
+    def _over_heads(self, per_walk: list[int]) -> int:
+        heads = [len(range(self.kv_heads)[walk.kv_heads]) for walk in self.walks]
+        return sum(amount * count for amount, count in zip(per_walk, heads, strict=True))
 
     @property
     def tokens_sent(self) -> int:
-        """Tokens that travel in a forward pass, summed over ranks and hops."""
-        return sum(
-            int((np.diff(edges) * reach).sum()) for edges, reach in map(self._reach, range(self.ring_size))
-        )
+        """Token-units that travel in a forward pass, summed over ranks, hops and K/V heads."""
+        origins = range(self.ring_size)
+        return self._over_heads([sum(map(walk.tokens_sent, origins)) for walk in self.walks])
 
-    def _reach(self, origin: int) -> tuple[IntArray, IntArray]:
-        """Edges of slot intervals [n + 1] and the farthest hop that reads each [n] (0: nobody else does)."""
-        if origin not in self._reaches:
-            self._reaches[origin] = self._find_reach(origin)
-        return self._reaches[origin]
-
-    def _find_reach(self, origin: int) -> tuple[IntArray, IntArray]:
-        valid = self.layout.valid_tokens(origin)
-        if not self.prune:
-            return np.array([0, valid]), np.array([self.ring_size - 1])
-        readers = [(origin + self.direction * hop) % self.ring_size for hop in range(1, self.ring_size)]
-        runs = [self.layout.runs(reader) for reader in readers]
-        if not readers or not valid:
-            return np.array([0, valid]), np.array([0])
-        hop_of_run = np.repeat(np.arange(1, self.ring_size), [len(r) for r in runs])
-        table = self.pattern.tiles(np.concatenate(runs), self.layout.runs(origin))
-        first_slots = np.cumsum([0, *np.concatenate(runs)[:, 2][:-1]])
-        hops = hop_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
-        return _farthest(table.k.slot, table.k.slot + table.k.length, hops, valid)
-
-    def _build_rank(self, ring_rank: int) -> RankPlan:
-        visits = [self._visit(ring_rank, hop) for hop in range(self.ring_size)]
-        while len(visits) > 1 and visits[-1] is None:
-            visits.pop()
-        homecomings = []
-        for hop in range(1, self.ring_size):
-            slots = subtract_slots(self.held(ring_rank, hop), self.held(ring_rank, hop + 1))
-            if len(slots):
-                sender = (ring_rank + self.direction * hop) % self.ring_size
-                homecomings.append(Homecoming(hop, sender, slots))
-        return RankPlan(ring_rank, tuple(visits), tuple(homecomings))
-
-    def _visit(self, ring_rank: int, hop: int) -> Visit | None:
-        size, step = self.ring_size, self.direction
-        origin = (ring_rank - step * hop) % size
-        forward = self.held(origin, hop + 1)
-        own = np.array([[0, self.layout.valid_tokens(origin)]])
-        held = self.held(origin, hop) if hop else own
-        if hop and not len(held):
-            return None
-        tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
-        if hop and len(tiles):
-            tiles = replace(tiles, k=replace(tiles.k, slot=locate_slots(tiles.k.slot, held)))
-        return Visit(hop, origin, (ring_rank - step) % size, (ring_rank + step) % size, held, forward, tiles)
+    @property
+    def tokens_needed(self) -> int:
+        """Token-units that must cross at the least: each token once to every other rank that reads it."""
+        origins = range(self.ring_size)
+        return self._over_heads([sum(map(walk.tokens_needed, origins)) for walk in self.walks])
 
     def summary(self) -> str:
-        """A table for people: per rank and hop the tiles, pairs and tokens held and sent on."""
-        lines = [
-            f"{self.pattern} on {self.layout}; shards travel {'up' if self.direction > 0 else 'down'}",
-            "rank hop origin   tiles          pairs   tokens held   sent on",
-        ]
-        for ring_rank in range(self.ring_size):
-            for visit in filter(None, self.rank(ring_rank).visits):
-                lines.append(
-                    f"{ring_rank:4d} {visit.hop:3d} {visit.origin:6d} {len(visit.tiles):7d}"
-                    f" {visit.pairs:14d} {count_slots(visit.held):13d} {count_slots(visit.forward):9d}"
-                )
+        """A table for people: per rank, head class, and hop the tiles, pairs and tokens held and sent on."""
+        lines = [f"{self.pattern} on {self.layout}"]
+        for walk in self.walks:
+            ways = " and ".join("up" if lane.direction > 0 else "down" for lane in walk.lanes)
+            heads = list(range(self.kv_heads)[walk.kv_heads])
+            lines += [f"K/V heads {heads}: shards travel {ways}"]
+            lines += ["rank hop origin   tiles          pairs   tokens held   sent on"]
+            for ring_rank in range(self.ring_size):
+                for visit in walk.rank(ring_rank).visits:
+                    lines.append(
+                        f"{ring_rank:4d} {visit.hop:3d} {visit.origin:6d} {len(visit.tiles):7d}"
+                        f" {visit.pairs:14d} {count_slots(visit.held):13d} {count_slots(visit.forward):9d}"
+                    )
         return "\n".join(lines)
 
 
-def _farthest(start: IntArray, end: IntArray, hop: IntArray, valid: int) -> tuple[IntArray, IntArray]:
-    """The largest hop over all ranges [start, end) that cover each elementary interval of 0 .. valid."""
-    keys, inverse = np.unique(np.stack([start, end], axis=1), axis=0, return_inverse=True)
-    farthest = np.zeros(len(keys), dtype=np.int64)
-    np.maximum.at(farthest, inverse.reshape(-1), hop)
-    edges = np.unique(np.concatenate([[0, valid], keys.reshape(-1)]))
-    reach = np.zeros(len(edges) - 1, dtype=np.int64)
-    first, last = np.searchsorted(edges, keys[:, 0]), np.searchsorted(edges, keys[:, 1])
-    for row in np.argsort(farthest):
-        reach[first[row] : last[row]] = farthest[row]
-    return edges, reach
+def _last(runs: IntArray) -> IntArray:
+    return runs[:, 0] + (runs[:, 2] - 1) * runs[:, 1]
+
+
+@lru_cache(maxsize=16)
+def _hulls(layout: Layout) -> tuple[IntArray, IntArray, IntArray]:
+    """Ring rank, first and last position of every run of every rank."""
+    runs = [layout.runs(rank) for rank in range(layout.ring_size)]
+    ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
+    together = np.concatenate(runs)
+    return ranks, together[:, 0], _last(together)
+
+
+def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tuple[slice, Pattern]]:
+    """K/V heads that are read alike, as slices, with the pattern of the query heads that share one."""
+    group = query_heads // kv_heads
+    classes: dict[Pattern, list[int]] = defaultdict(list)
+    for head in range(kv_heads):
+        sharing = tuple(range(head * group, (head + 1) * group))
+        classes[pattern.bind(sharing, query_heads, kv_heads)].append(head)
+    return [(part, bound) for bound, heads in classes.items() for part in _slices(heads, group)]
+
+
+def query_heads_of(kv_heads: slice, group: int) -> slice:
+    """The query heads that share the K/V heads of a slice."""
+    if group == 1:
+        return kv_heads
+    return slice(kv_heads.start * group, kv_heads.stop * group)
+
+
+def _slices(heads: list[int], group: int) -> list[slice]:
+    """A list of K/V heads as slices, such that the query heads that share them are a slice as well."""
+    steps = set(np.diff(heads).tolist()) or {1}
+    if len(steps) == 1 and (group == 1 or steps == {1}):
+        return [slice(heads[0], heads[-1] + 1, steps.pop())]
+    return [slice(head, head + 1, 1) for head in heads]
+
+
+def _choose_lanes(pattern: Pattern, layout: Layout, prune: bool) -> tuple[Lane, ...]:
+    """The lanes that send least; up on a tie, one rather than two."""
+    size = layout.ring_size
+    one_way = [(Lane(1, size - 1),), (Lane(-1, size - 1),)]
+    if size <= 2 or not prune:
+        return one_way[0]
+    both_ways = (Lane(1, size // 2), Lane(-1, (size - 1) // 2))
+    count = min(size, SAMPLED_ORIGINS) if size > 16 else size
+    origins = sorted({size * i // count for i in range(count)} | {size - 1})
+    reads: dict[int, Reads] = {}
+    walks = [Walk(pattern, layout, slice(0, 1), lanes, True, reads) for lanes in (*one_way, both_ways)]
+    return min(walks, key=lambda walk: sum(map(walk.tokens_sent, origins))).lanes
 
 
 @lru_cache(maxsize=64)
@@ -289,7 +447,7 @@ def build_plan(
     query_heads: int = 1,
     kv_heads: int = 1,
     prune: bool = True,
-    direction: int | None = None,
+    lanes: tuple[Lane, ...] | None = None,
 ) -> Plan:
     """Plan a ring pass.
 
@@ -298,19 +456,37 @@ def build_plan(
         layout: which token lies where.
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only what the receiver or a rank after it reads.
-        direction: +1 or -1; None takes the one that sends less (up on a tie).
+        lanes: directions of travel; None takes those that send least.
 
     Raises:
-        RingLayoutError: H is not a multiple of G, or the direction is neither +1 nor -1.
+        RingLayoutError: H is not a multiple of G.
     """
     if kv_heads < 1 or query_heads % kv_heads:
         raise RingLayoutError(
             f"query heads must be a multiple of K/V heads: got {query_heads} and {kv_heads};"
             " use a number of query heads that K/V heads divide (GQA)"
         )
-    if direction not in (None, 1, -1):
-        raise RingLayoutError(f"direction: expected +1, -1 or None, got {direction!r}")
-    if direction is not None or layout.ring_size <= 2 or not prune:
-        return Plan(pattern, layout, query_heads, kv_heads, direction or 1, prune)
-    plans = [Plan(pattern, layout, query_heads, kv_heads, way, prune) for way in (1, -1)]
-    return min(plans, key=lambda plan: plan.tokens_sent)
+    walks = []
+    for heads, bound in head_classes(pattern, query_heads, kv_heads):
+        taken = lanes if lanes is not None else _choose_lanes(bound, layout, prune)
+        walks.append(Walk(bound, layout, heads, taken, prune))
+    return Plan(pattern, layout, query_heads, kv_heads, tuple(walks))
+
+
+__all__ = [
+    "Lane",
+    "LanePlan",
+    "Plan",
+    "RankPlan",
+    "SlotRanges",
+    "Visit",
+    "Walk",
+    "WalkPlan",
+    "build_plan",
+    "count_slots",
+    "expand_ranges",
+    "head_classes",
+    "locate_slots",
+    "query_heads_of",
+    "subtract_slots",
+]

@@ -1,4 +1,4 @@
-"""Tiles: rectangles (query run x key run) of the attention matrix, and how a diagonal cuts them.
+"""Tiles: rectangles (query run x key run) of the attention matrix, and how they are refined.
 
 A `Tiles` table is a struct of int64 columns, one row per tile, so that planning a million tokens is
 vectorised arithmetic. Slots say where a tile's tokens lie in the local tensors, positions where they stand
@@ -12,6 +12,7 @@ also absorbs the strict diagonals of striped layouts. So a kernel needs one caus
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
@@ -39,18 +40,48 @@ class Axis:
     position_step: IntArray
     length: IntArray
 
-    def take(self, first: IntArray | int, length: IntArray | int) -> Axis:
-        """The part of every row that begins at index `first` and has `length` tokens."""
+    @property
+    def last_position(self) -> IntArray:
+        """Position of the last token of every row."""
+        return self.position + (self.length - 1) * self.position_step
+
+    def take(self, first: IntArray | int, length: IntArray | int, step: IntArray | int = 1) -> Axis:
+        """Of every row, `length` tokens from index `first` on, each `step`-th."""
         return replace(
             self,
             slot=self.slot + first * self.slot_step,
+            slot_step=self.slot_step * step,
             position=self.position + first * self.position_step,
+            position_step=self.position_step * step,
             length=np.broadcast_to(np.asarray(length, dtype=np.int64), self.length.shape),
         )
 
     def rows(self, index: IntArray) -> Axis:
         """A selection of rows."""
         return Axis(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
+        """Of every row the tokens at positions low <= p < high; the length may become 0."""
+        first = np.clip(-((self.position - low) // self.position_step), 0, self.length)
+        end = np.clip(-((self.position - high) // self.position_step), first, self.length)
+        return self.take(first, end - first)
+
+    def residue(self, residue: int, modulus: int) -> Axis:
+        """Of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
+        if modulus == 1:
+            return self
+        first, step = np.zeros_like(self.slot), np.ones_like(self.slot)
+        exists = np.ones(len(self.slot), dtype=bool)
+        for position_step in np.unique(self.position_step).tolist():
+            rows = self.position_step == position_step
+            common = math.gcd(position_step, modulus)
+            reduced = modulus // common
+            gap = residue - self.position[rows]
+            exists[rows] = gap % common == 0
+            inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
+            first[rows], step[rows] = gap // common * inverse % reduced, reduced
+        count = np.where(exists, np.maximum(-((first - self.length) // step), 0), 0)
+        return self.take(first, count, step)
 
     @staticmethod
     def concat(parts: list[Axis]) -> Axis:
@@ -71,11 +102,15 @@ class Tiles:
     Attributes:
         q, k: the query and the key side.
         kind: a `Kind` per row.
+        member: which query head of each K/V head's group the row is for; -1 for all of them.
+        multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
     """
 
     q: Axis
     k: Axis
     kind: IntArray
+    member: IntArray
+    multiplicity: IntArray
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -90,7 +125,14 @@ class Tiles:
 
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
-        return Tiles(self.q.rows(index), self.k.rows(index), self.kind[index])
+        columns = (self.kind[index], self.member[index], self.multiplicity[index])
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns)
+
+    def sides(self, q: Axis, k: Axis) -> Tiles:
+        """The same rows with other sides; rows that became empty are dropped."""
+        part = replace(self, q=q, k=k)
+        keep = (q.length > 0) & (k.length > 0)
+        return part if keep.all() else part.rows(keep)
 
     def take(
         self,
@@ -100,12 +142,19 @@ class Tiles:
         k_length: IntArray | int,
     ) -> Tiles:
         """The sub-rectangle of every row; rows that become empty are dropped."""
-        part = replace(self, q=self.q.take(q_first, q_length), k=self.k.take(k_first, k_length))
-        return part.rows((part.q.length > 0) & (part.k.length > 0))
+        return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
 
     def of_kind(self, kind: Kind) -> Tiles:
         """The same rectangles, declared to be of one kind."""
         return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
+
+    def for_member(self, member: int) -> Tiles:
+        """The same tiles for one query head of each group (-1: all)."""
+        return replace(self, member=np.full(len(self), member, dtype=np.int64))
+
+    def times(self, multiplicity: int) -> Tiles:
+        """The same tiles, every pair counted so many times."""
+        return replace(self, multiplicity=np.full(len(self), multiplicity, dtype=np.int64))
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:
@@ -113,7 +162,10 @@ class Tiles:
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
-            np.concatenate([p.kind for p in parts]),
+            *(
+                np.concatenate([getattr(p, name) for p in parts])
+                for name in ("kind", "member", "multiplicity")
+            ),
         )
 
     @staticmethod
@@ -122,18 +174,49 @@ class Tiles:
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
-        return Tiles(q.rows(q_index), k.rows(k_index), np.zeros(nq * nk, dtype=np.int64))
+        zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
 
 
+def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Row index and number within the row, for rows that are repeated `counts` times."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def cut_by_distance(tiles: Tiles, least: int, most: int) -> Tiles:
     """Keep the pairs with least <= query position - key position <= most; see [Note: square triangles].
 
-    Both sides of each (FULL) input tile must have the same position step.
+    Rectangles that a bound cuts are first split until both sides have the same position step.
     """
-    assert (tiles.q.position_step == tiles.k.position_step).all(), "progressions with one common step"
+    nearest = tiles.q.position - tiles.k.last_position
+    farthest = tiles.q.last_position - tiles.k.position
+    whole = (nearest >= least) & (farthest <= most)
+    cut = ~whole & (farthest >= least) & (nearest <= most)
+    if not cut.any():
+        return tiles if whole.all() else tiles.rows(whole)
+    return Tiles.concat([tiles.rows(whole), *_cut(_equal_steps(tiles.rows(cut)), least, most)])
+
+
+def _equal_steps(tiles: Tiles) -> Tiles:
+    """Split rows so that both sides have the same position step: their least common multiple."""
+    q_step, k_step = tiles.q.position_step, tiles.k.position_step
+    if (q_step == k_step).all():
+        return tiles
+    common = np.lcm(q_step, k_step)
+    row, which = repeat_rows((common // q_step) * (common // k_step))
+    tiles, q_parts, k_parts = tiles.rows(row), (common // q_step)[row], (common // k_step)[row]
+    q_first, k_first = which // k_parts, which % k_parts
+    q = tiles.q.take(q_first, np.maximum(-((q_first - tiles.q.length) // q_parts), 0), q_parts)
+    k = tiles.k.take(k_first, np.maximum(-((k_first - tiles.k.length) // k_parts), 0), k_parts)
+    return tiles.sides(q, k)
+
+
+def _cut(tiles: Tiles, least: int, most: int) -> list[Tiles]:
+    """`cut_by_distance` for rectangles whose sides have a common step."""
     step = tiles.q.position_step
     gap = tiles.q.position - tiles.k.position
     low = -((gap - least) // step)  # ceil((least - gap) / step): i - j >= low
@@ -148,8 +231,8 @@ def cut_by_distance(tiles: Tiles, least: int, most: int) -> Tiles:
     ]
     both = ~inner & ~outer
     if both.any():
-        parts.append(_cut_band(tiles.rows(both), least, most, low[both], high[both]))
-    return Tiles.concat(parts)
+        parts += _cut_band(tiles.rows(both), least, most, low[both], high[both])
+    return parts
 
 
 def _drop_empty(tiles: Tiles, low: IntArray, high: IntArray) -> tuple[Tiles, IntArray, IntArray]:
@@ -186,24 +269,19 @@ def _cut_anticausal(tiles: Tiles, high: IntArray) -> list[Tiles]:
     ]
 
 
-def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> Tiles:
+def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> list[Tiles]:
     """Both bounds cut: strips of rows as high as the band is wide, where one bound cuts each column block.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
     and columns from r - low on by the lower bound alone.
     """
     width = high - low + 1
-    strips = -(-tiles.q.length // width)
-    row = np.repeat(np.arange(len(tiles)), strips)
-    strip = np.arange(len(row)) - np.repeat(np.cumsum(strips) - strips, strips)
+    row, strip = repeat_rows(-(-tiles.q.length // width))
     tiles, low, high, width = tiles.rows(row), low[row], high[row], width[row]
     first = strip * width
     q = tiles.q.take(first, np.minimum(width, tiles.q.length - first))
     split = np.clip(first - low, 0, tiles.k.length)
     begin = np.clip(first - high, 0, tiles.k.length)
-    left = replace(tiles, q=q, k=tiles.k.take(begin, split - begin))
-    right = replace(tiles, q=q, k=tiles.k.take(split, np.minimum(width, tiles.k.length - split)))
-    parts = [part.rows(part.k.length > 0) for part in (left, right)]
-    return Tiles.concat(
-        [cut_by_distance(parts[0], -UNBOUNDED, most), cut_by_distance(parts[1], least, UNBOUNDED)]
-    )
+    left = tiles.sides(q, tiles.k.take(begin, split - begin))
+    right = tiles.sides(q, tiles.k.take(split, np.minimum(width, tiles.k.length - split)))
+    return [cut_by_distance(left, -UNBOUNDED, most), cut_by_distance(right, least, UNBOUNDED)]

@@ -17,13 +17,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut
-from ds_ring.runtime.kernels.reference import tile_slices
+from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
 TRIANGLE = 256  # side of the smallest triangle, tokens
@@ -32,14 +30,6 @@ HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would retur
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-class Leaf(NamedTuple):
-    """One call of the aten operator."""
-
-    q_slots: slice
-    k_slots: slice
-    kind: Kind
 
 
 def _part(slots: slice, first: int, end: int) -> slice:
@@ -59,14 +49,16 @@ def _parts(slots: slice, block: int) -> list[slice]:
     return [_part(slots, first, end) for first, end in itertools.pairwise(bounds)]
 
 
-def _split(q_slots: slice, k_slots: slice, kind: Kind, block: int, triangle: int) -> Iterator[Leaf]:
+def _split(
+    q_slots: slice, k_slots: slice, kind: Kind, block: int, triangle: int
+) -> Iterator[tuple[slice, slice, Kind]]:
     """Cut a tile into calls; see [Note: small triangles]."""
     rows, keys = _length(q_slots), _length(k_slots)
     if kind == Kind.FULL:
         for q_part, k_part in itertools.product(_parts(q_slots, block), _parts(k_slots, block)):
-            yield Leaf(q_part, k_part, kind)
+            yield q_part, k_part, kind
     elif rows <= triangle:
-        yield Leaf(q_slots, k_slots, kind)
+        yield q_slots, k_slots, kind
     else:
         half = -(-rows // 2 // triangle) * triangle  # multiples of it, so that leaves are of one size
         low_q, high_q = _part(q_slots, 0, half), _part(q_slots, half, rows)
@@ -78,9 +70,13 @@ def _split(q_slots: slice, k_slots: slice, kind: Kind, block: int, triangle: int
 
 
 @lru_cache(maxsize=512)
-def leaves(tiles: Tiles, block: int = BLOCK, triangle: int = TRIANGLE) -> tuple[Leaf, ...]:
+def leaves(tiles: Tiles, block: int = BLOCK, triangle: int = TRIANGLE) -> tuple[Tile, ...]:
     """All calls for a table of tiles (the same object gives the same answer at once)."""
-    return tuple(leaf for tile in tile_slices(tiles) for leaf in _split(*tile, block, triangle))
+    return tuple(
+        Tile(*part, tile.member, tile.bias)
+        for tile in each_tile(tiles)
+        for part in _split(tile.q_slots, tile.k_slots, tile.kind, block, triangle)
+    )
 
 
 @lru_cache(maxsize=16)
@@ -94,7 +90,7 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     return [x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors]
 
 
-def _bias(leaf: Leaf, dtype: torch.dtype) -> Tensor | None:
+def _bias(leaf: Tile, dtype: torch.dtype) -> Tensor | None:
     if leaf.kind != Kind.ANTICAUSAL:
         assert leaf.kind in (Kind.FULL, Kind.CAUSAL), f"cpu kernel: a tile of kind {leaf.kind!r}"
         return None
@@ -116,9 +112,11 @@ class CpuKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
+        group = q.shape[1] // k.shape[1]
         for leaf in leaves(tiles, self.block, self.triangle):
+            heads = leaf.heads(group)
             out, lse = _forward(
-                q[:, :, leaf.q_slots],
+                q[:, heads, leaf.q_slots],
                 k[:, :, leaf.k_slots],
                 v[:, :, leaf.k_slots],
                 0.0,
@@ -126,7 +124,7 @@ class CpuKernel:
                 attn_mask=_bias(leaf, q.dtype),
                 scale=scale,
             )
-            yield PartialOut(leaf.q_slots, out, lse)
+            yield PartialOut(heads, leaf.q_slots, out, lse + leaf.bias if leaf.bias else lse)
 
     def backward(
         self,
@@ -140,21 +138,23 @@ class CpuKernel:
         scale: float,
     ) -> Iterator[PartialGrads]:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
+        group = q.shape[1] // k.shape[1]
         for leaf in leaves(tiles, self.block, self.triangle):
-            rows, keys = leaf.q_slots, leaf.k_slots
+            heads, rows, keys = leaf.heads(group), leaf.q_slots, leaf.k_slots
+            lse_t = lse[:, heads, rows]
             dq, dk, dv = _backward(
-                grad_out[:, :, rows],
-                q[:, :, rows],
+                grad_out[:, heads, rows],
+                q[:, heads, rows],
                 k[:, :, keys],
                 v[:, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
+                out[:, heads, rows],
+                lse_t - leaf.bias if leaf.bias else lse_t,
                 0.0,
                 leaf.kind == Kind.CAUSAL,
                 attn_mask=_bias(leaf, q.dtype),
                 scale=scale,
             )
-            yield PartialGrads(rows, keys, dq, dk, dv)
+            yield PartialGrads(heads, rows, keys, dq, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return sum(

@@ -10,27 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut
+from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 from ds_ring.schedule.tiles import Kind, Tiles
-
-
-def tile_slices(tiles: Tiles) -> Iterator[tuple[slice, slice, Kind]]:
-    """Query slots, key slots and kind of every tile, as Python objects."""
-    for q0, q_step, q_n, k0, k_step, k_n, kind in zip(
-        tiles.q.slot.tolist(),
-        tiles.q.slot_step.tolist(),
-        tiles.q.length.tolist(),
-        tiles.k.slot.tolist(),
-        tiles.k.slot_step.tolist(),
-        tiles.k.length.tolist(),
-        tiles.kind.tolist(),
-        strict=True,
-    ):
-        yield (
-            slice(q0, q0 + (q_n - 1) * q_step + 1, q_step),
-            slice(k0, k0 + (k_n - 1) * k_step + 1, k_step),
-            Kind(kind),
-        )
 
 
 def _visible(kind: Kind, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -54,10 +35,11 @@ class ReferenceKernel:
     name = "reference"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        for q_slots, k_slots, kind in tile_slices(tiles):
-            scores, _, v_t = self._scores(q, k, v, q_slots, k_slots, kind, scale)
+        for tile in each_tile(tiles):
+            heads = tile.heads(q.shape[1] // k.shape[1])
+            scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale)
             lse = torch.logsumexp(scores, dim=-1)
-            yield PartialOut(q_slots, torch.exp(scores - lse.unsqueeze(-1)) @ v_t, lse)
+            yield PartialOut(heads, tile.q_slots, torch.exp(scores - lse.unsqueeze(-1)) @ v_t, lse)
 
     def backward(
         self,
@@ -71,28 +53,28 @@ class ReferenceKernel:
         scale: float,
     ) -> Iterator[PartialGrads]:
         groups = k.shape[1]
-        for q_slots, k_slots, kind in tile_slices(tiles):
-            scores, k_t, v_t = self._scores(q, k, v, q_slots, k_slots, kind, scale)
-            q_t, grad_t, out_t = (x[:, :, q_slots].to(scores.dtype) for x in (q, grad_out, out))
-            weights = torch.exp(scores - lse[:, :, q_slots].to(scores.dtype).unsqueeze(-1))
+        for tile in each_tile(tiles):
+            heads = tile.heads(q.shape[1] // groups)
+            scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale)
+            q_t, grad_t, out_t = (x[:, heads, tile.q_slots].to(scores.dtype) for x in (q, grad_out, out))
+            weights = torch.exp(scores - lse[:, heads, tile.q_slots].to(scores.dtype).unsqueeze(-1))
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             dscores = weights * (grad_t @ v_t.mT - delta) * scale
-            dk, dv = dscores.mT @ q_t, weights.mT @ grad_t
-            yield PartialGrads(q_slots, k_slots, dscores @ k_t, *(_fold(x, groups) for x in (dk, dv)))
+            dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
+            yield PartialGrads(heads, tile.q_slots, tile.k_slots, dscores @ k_t, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return int((tiles.q.length * tiles.k.length).sum())
 
     @staticmethod
-    def _scores(
-        q: Tensor, k: Tensor, v: Tensor, q_slots: slice, k_slots: slice, kind: Kind, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Masked scores [B, H, queries, keys] and the expanded keys and values of a tile."""
+    def _scores(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Masked scores [B, heads, queries, keys] and the expanded keys and values of a tile."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q_t = q[:, :, q_slots].to(dtype)
-        k_t, v_t = (_expand(x[:, :, k_slots].to(dtype), q.shape[1]) for x in (k, v))
-        visible = _visible(kind, q_t.shape[2], k_t.shape[2], q.device)
-        return (q_t @ k_t.mT * scale).masked_fill(~visible, float("-inf")), k_t, v_t
+        q_t = q[:, :, tile.q_slots].to(dtype)
+        k_t, v_t = (_expand(x[:, :, tile.k_slots].to(dtype), q.shape[1]) for x in (k, v))
+        visible = _visible(tile.kind, q_t.shape[2], k_t.shape[2], q.device)
+        scores = q_t @ k_t.mT * scale + tile.bias
+        return scores.masked_fill(~visible, float("-inf")), k_t, v_t
 
 
 def _fold(x_BHSD: Tensor, groups: int) -> Tensor:

@@ -1,0 +1,119 @@
+"""From tiles to payloads: which slots of a shard somebody still reads, and tiles over what was packed.
+
+Owns the two directions of that translation. [Note: reach] is in `plan.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.slots import IntArray, SlotRanges, locate_slots
+from ds_ring.schedule.tiles import Kind, Tiles, cut_by_distance
+
+
+class Reads(NamedTuple):
+    """Progressions of a shard's slots that other ranks read, and how many hops up the ring they sit.
+
+    Attributes:
+        slots: int64 [n, 3] of (slot, slot step, length), no two rows equal for the same distance.
+        hops: int64 [n], reader = origin + hops (mod P).
+    """
+
+    slots: IntArray
+    hops: IntArray
+
+
+def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
+    """What the readers, given by their runs in the order of their distance 1, 2, ..., read of a shard."""
+    runs = np.concatenate(reader_runs)
+    hop_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
+    table = pattern.tiles(runs, origin_runs)
+    first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
+    hops = hop_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
+    rows = np.stack([table.k.slot, table.k.slot_step, table.k.length, hops], axis=1)
+    rows = np.unique(rows, axis=0)
+    return Reads(rows[:, :3], rows[:, 3])
+
+
+def find_reach(reads: Reads, hops: IntArray, valid: int) -> tuple[IntArray, IntArray]:
+    """The farthest hop that reads each slot of 0 .. valid.
+
+    Args:
+        reads: who reads what.
+        hops: for every row of `reads`, the hop in the direction concerned; 0 for readers that this
+            direction does not serve.
+        valid: real tokens of the shard.
+
+    Returns:
+        Edges of slot intervals [n + 1], and the reach on each [n].
+    """
+    reach = np.zeros(valid, dtype=np.int64)
+    slots, inverse = np.unique(reads.slots, axis=0, return_inverse=True)
+    farthest = np.zeros(len(slots), dtype=np.int64)
+    np.maximum.at(farthest, inverse.reshape(-1), hops)
+    for row in np.argsort(farthest, kind="stable"):
+        slot, step, length = slots[row].tolist()
+        reach[slot : slot + (length - 1) * step + 1 : step] = farthest[row]
+    turns = np.flatnonzero(np.diff(reach)) + 1
+    edges = np.concatenate([[0], turns, [valid]]) if valid else np.array([0, 0])
+    return edges, reach[edges[:-1]] if valid else np.zeros(1, dtype=np.int64)
+
+
+def tiles_of_payload(tiles: Tiles, held: SlotRanges, distance: tuple[int, int]) -> Tiles:
+    """The same tiles with key slots that index the packed payload.
+
+    A tile's keys are a progression of the shard's slots; packed, their stride may change where the payload
+    holds more or less. Such a tile is cut there.
+    """
+    broken = _broken(tiles, held)
+    if broken.any():
+        pieces = [
+            _cut_where_stride_changes(tiles.rows(np.array([row])), held) for row in np.flatnonzero(broken)
+        ]
+        parts = Tiles.concat([piece for group in pieces for piece in group])
+        partial = parts.kind == Kind.PARTIAL
+        again = cut_by_distance(parts.rows(~partial).of_kind(Kind.FULL), *distance)
+        tiles = Tiles.concat([tiles.rows(~broken), parts.rows(partial), again])
+    first = locate_slots(tiles.k.slot, held)
+    last = locate_slots(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
+    step = np.where(tiles.k.length > 1, (last - first) // np.maximum(tiles.k.length - 1, 1), 1)
+    return replace(tiles, k=replace(tiles.k, slot=first, slot_step=step))
+
+
+def _members(slot: int, step: int, length: int) -> IntArray:
+    return slot + step * np.arange(length)
+
+
+def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
+    """Rows whose keys do not stay a progression when packed."""
+    k = tiles.k
+    first, last = locate_slots(k.slot, held), locate_slots(k.slot + (k.length - 1) * k.slot_step, held)
+    suspicious = (k.slot_step > 1) & (k.length > 2) & (len(held) > 1)
+    broken = np.zeros(len(tiles), dtype=bool)
+    verdicts: dict[tuple[int, int, int], bool] = {}
+    for row in np.flatnonzero(suspicious):
+        key = (int(k.slot[row]), int(k.slot_step[row]), int(k.length[row]))
+        if key not in verdicts:
+            stride = np.diff(locate_slots(_members(*key), held))
+            verdicts[key] = bool((stride != stride[0]).any())
+        broken[row] = verdicts[key]
+    assert (last - first >= k.length - 1).all(), "a tile reads keys that are not in the payload"
+    return broken
+
+
+def _cut_where_stride_changes(row: Tiles, held: SlotRanges) -> list[Tiles]:
+    """One tile as several, the keys of each a progression of the payload."""
+    length = int(row.k.length[0])
+    where = locate_slots(_members(int(row.k.slot[0]), int(row.k.slot_step[0]), length), held)
+    pieces, first = [], 0
+    while first < length:
+        stride = np.diff(where[first:])
+        same = np.flatnonzero(stride != stride[0]) if len(stride) else np.empty(0, dtype=int)
+        count = int(same[0]) + 1 if len(same) else length - first
+        pieces.append(row.take(0, row.q.length, first, count))
+        first += count
+    return pieces
