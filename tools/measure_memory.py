@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.spawn import spawn
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 from ds_ring.runtime.autograd import _walk
@@ -38,7 +38,7 @@ def real_rank(
     """One gloo rank: forward + backward under the profiler, peak to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(minutes=5)
+        "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(minutes=5)
     )
     mesh = RingMesh.from_world(size)
     layout = make_layout("zigzag", tokens=options.tokens, ring_size=size)
@@ -56,7 +56,7 @@ def measure_real(size: int, transport: str, options: argparse.Namespace) -> int:
     """The largest per-rank peak of a real run, bytes."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/peak"
-        mp.spawn(real_rank, (size, f"{folder}/store", options, transport, out), nprocs=size)
+        spawn(real_rank, (size, f"{folder}/store", options, transport, out), nprocs=size)
         return max(int(Path(f"{out}.{rank}").read_text()) for rank in range(size))
 
 

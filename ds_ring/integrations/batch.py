@@ -48,7 +48,7 @@ def prepare_batch(batch: Mapping[str, Tensor], pattern: Pattern) -> Batch:
             )
     labels_BT = _aligned_labels(tensors, pattern)
     if labels_BT is not None:
-        tensors.update({key: labels_BT for key in LABEL_KEYS})
+        tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
     _check_positions(tensors["position_ids"], pattern)
     if mask_BT is not None:
         _check_padding(mask_BT, (batch_rows, tokens), labels_BT, pattern)
@@ -60,8 +60,8 @@ def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     tokens = _tokens_of(tensors)
     if tokens.ndim < 2 or 0 in tokens.shape[:2]:
         raise RingShapeError(
-            f"batch: expected input_ids [samples, tokens] with at least one of each, got {list(tokens.shape)};"
-            " a single sequence is [1, tokens]"
+            "batch: expected input_ids [samples, tokens] with at least one of each, got"
+            f" {list(tokens.shape)}; a single sequence is [1, tokens]"
         )
     return tokens.shape[0], tokens.shape[1]
 
@@ -151,9 +151,10 @@ def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
     if len(jumps):
         row, token = jumps[0].tolist()
         raise RingPatternError(
-            f"position_ids: expected positions that rise by one, got {position_ids[row, token].item()} followed"
-            f" by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed documents,"
-            f" which the pattern {pattern} would let see each other; leave position_ids out for that"
+            f"position_ids: expected positions that rise by one, got {position_ids[row, token].item()}"
+            f" followed by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed"
+            f" documents, which the pattern {pattern} would let see each other; leave position_ids out for"
+            " that"
         )
 
 
@@ -163,16 +164,16 @@ def _check_padding(
     """A causal pattern ignores padding on the right by itself; any other padding it cannot express."""
     if tuple(mask_BT.shape) != shape:
         raise RingShapeError(
-            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key pairs"
-            " belongs into the pattern, which every rank can read"
+            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
+            " pairs belongs into the pattern, which every rank can read"
         )
     real_BT = mask_BT.bool()
     if bool(real_BT.all()):
         return
     if not pattern.is_causal:
         raise RingPatternError(
-            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} lets every"
-            " query see them; use batches without padding, or a causal pattern"
+            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} lets"
+            " every query see them; use batches without padding, or a causal pattern"
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):
@@ -184,5 +185,6 @@ def _check_padding(
     if labels_BT is not None and bool(((labels_BT != IGNORE) & ~real_BT).any()):
         count = int(((labels_BT != IGNORE) & ~real_BT).sum())
         raise RingPatternError(
-            f"labels: {count} of them are predicted from masked positions; set the labels of padding to {IGNORE}"
+            f"labels: {count} of them are predicted from masked positions; set the labels of padding to"
+            f" {IGNORE}"
         )

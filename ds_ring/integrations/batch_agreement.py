@@ -1,4 +1,4 @@
-"""One small collective per batch: do the ranks of a sequence hold the same samples, and how many tokens count?
+"""One small collective per batch: do the ranks of a sequence hold the same samples, how many tokens count?
 
 Owns the report that every rank gives of its batch, its exchange over the whole world, and the errors that
 follow, raised on every rank alike: a ring whose ranks hold different samples would train on a mixture
@@ -80,10 +80,11 @@ def agree(mine: BatchReport, fault: RingError | None, sequence_size: int, device
             expected, got = getattr(reports[first], name), getattr(report, name)
             if expected != got:
                 raise RingMismatchError(
-                    f"{words}: expected the same on ranks {first} to {first + sequence_size - 1}, which share each"
-                    f" sequence, got {expected} on rank {first} and {got} on rank {rank}; take the batches from"
-                    " the loader of ds_ring.initialize or from engine.ring.loader(dataset, ...), or give your"
-                    " sampler num_replicas=engine.ring.mesh.data_size and rank=engine.ring.mesh.data_rank"
+                    f"{words}: expected the same on ranks {first} to {first + sequence_size - 1}, which share"
+                    f" each sequence, got {expected} on rank {first} and {got} on rank {rank}; take the"
+                    " batches from the loader of ds_ring.initialize or from engine.ring.loader(dataset,"
+                    " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
+                    " rank=engine.ring.mesh.data_rank"
                 )
     return sum(report.valid_tokens for report in reports[::sequence_size])
 
@@ -99,4 +100,4 @@ def _all_reports(mine: BatchReport, device: torch.device) -> list[BatchReport]:
 
 def _crc(tensor: Tensor, start: int) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.numpy()), start)
+    return zlib.crc32(flat.numpy().tobytes(), start)

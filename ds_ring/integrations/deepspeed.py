@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,8 @@ from torch.utils.data import Dataset
 
 from ds_ring.config import RingConfig, differing_keys, strip_section
 from ds_ring.errors import RingConfigError, RingMismatchError
-from ds_ring.integrations.loader import RingLoader
+from ds_ring.integrations.loader import RingLoader, check_dataset
 from ds_ring.integrations.session import RingSession
-from ds_ring.integrations.transformers import attach, check_model
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.pattern_config import pattern_from_config
 
@@ -66,22 +66,30 @@ def initialize(
     """
     source = _config_source(args, config, config_params)
     _refuse_arguments(model, mpu, mesh_param)
+    if training_data is not None:
+        check_dataset(training_data)
     assert model is not None
     ring_config = RingConfig.from_deepspeed(source)
     deepspeed_config = strip_section(source)
     _refuse_inexact_gradients(deepspeed_config)
-    check_model(model, ring_config)
-    _init_distributed(distributed_port, dist_init_required)
+    if _uses_transformers():
+        from ds_ring.integrations.transformers import check_model
+
+        check_model(model, ring_config)
+    device = _init_distributed(distributed_port, dist_init_required)
     ring_config.validate_world(dist.get_world_size())
     _check_same_config(ring_config)
     session = RingSession(
         config=ring_config,
         mesh=RingMesh.from_world(ring_config.ring_size, ring_config.ulysses_size),
         pattern=pattern_from_config(ring_config),
-        device=torch.device(get_accelerator().current_device_name()),
+        device=device,
         gradient_divisor=_gradient_divisor(deepspeed_config),
     )
-    attach(model, session)
+    if _uses_transformers():
+        from ds_ring.integrations.transformers import attach
+
+        attach(model, session)
     engine, engine_optimizer, _, scheduler = deepspeed.initialize(
         args=_without_config(args),
         model=model,
@@ -96,6 +104,11 @@ def initialize(
     _equip(engine, session)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
+
+
+def _uses_transformers() -> bool:
+    """transformers is optional; a model of it cannot exist without its having been imported."""
+    return "transformers" in sys.modules
 
 
 def _config_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
@@ -131,23 +144,24 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any) 
         )
     if isinstance(model, PipelineModule):
         raise RingConfigError(
-            "model: expected a plain module, got a PipelineModule; a ring shards the tokens that a pipeline would"
-            " send on, which is not supported: use ZeRO"
+            "model: expected a plain module, got a PipelineModule; a ring shards the tokens that a pipeline"
+            " would send on, which is not supported: use ZeRO"
         )
     if mesh_param is not None:
         raise RingConfigError(
             f"mesh_param: expected None, got {mesh_param!r}; DeepSpeed then averages gradients over the"
-            " data-parallel axis only and the ranks of a ring drift apart: set sequence_parallel_size in the JSON"
+            " data-parallel axis only and the ranks of a ring drift apart: set sequence_parallel_size in the"
+            " JSON"
         )
     if mpu is not None:
         raise RingConfigError(
-            f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs between"
-            " ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
+            f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs"
+            " between ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
         )
 
 
 def _refuse_inexact_gradients(config: dict[str, Any]) -> None:
-    """Settings under which DeepSpeed 0.19.8 scales parameters' gradients differently, or samples by its own rank."""
+    """Settings under which DeepSpeed 0.19.8 scales gradients unequally, or samples by its own rank."""
     zero = config.get("zero_optimization") or {}
     factor = config.get("gradient_predivide_factor", 1.0)
     if zero.get("stage") == 3 and factor != 1.0:
@@ -155,12 +169,11 @@ def _refuse_inexact_gradients(config: dict[str, Any]) -> None:
             f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
             " gradient buckets are scaled otherwise than small ones: remove the key"
         )
-    efficiency = config.get("data_efficiency") or {}
-    for key, section in (("curriculum_learning", config), ("data_efficiency", config)):
-        if (section.get(key) or {}).get("enabled"):
+    for key in ("curriculum_learning", "data_efficiency"):
+        if (config.get(key) or {}).get("enabled"):
             raise RingConfigError(
-                f"{key}: expected it not to be enabled, got {efficiency or section[key]}; DeepSpeed's sampler then"
-                " gives every rank of a ring other samples: order the data set yourself"
+                f"{key}: expected it not to be enabled, got {config[key]}; DeepSpeed's sampler then gives"
+                " every rank of a ring other samples: order the data set yourself"
             )
 
 
@@ -169,7 +182,8 @@ def _gradient_divisor(config: dict[str, Any]) -> float:
     return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
 
 
-def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> None:
+def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:
+    """Start (or find) the process groups; this rank's device, made the current one as the engine does later."""
     if get_accelerator().device_name() == "cpu":
         # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -179,6 +193,9 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
+    local_rank = deepspeed.comm.get_local_rank()
+    get_accelerator().set_device(local_rank)
+    return torch.device(get_accelerator().device_name(local_rank))
 
 
 def _check_same_config(mine: RingConfig) -> None:
@@ -191,8 +208,8 @@ def _check_same_config(mine: RingConfig) -> None:
         keys = differing_keys(first, other) if other is not None else []
         if keys:
             raise RingMismatchError(
-                f"{', '.join(keys)}: expected the same on all ranks, got another value on rank {rank} than on rank 0;"
-                " start every host with the same DeepSpeed JSON"
+                f"{', '.join(keys)}: expected the same on all ranks, got another value on rank {rank} than on"
+                " rank 0; start every host with the same DeepSpeed JSON"
             )
 
 

@@ -63,17 +63,8 @@ def make_loader(
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
 ) -> RingLoader:
-    """A loader whose ranks agree within a sequence and differ between data replicas.
-
-    Raises:
-        RingConfigError: an iterable data set, which no sampler can divide.
-    """
-    if isinstance(dataset, IterableDataset):
-        raise RingConfigError(
-            f"training_data: expected a data set with length and index, got the iterable {type(dataset).__name__};"
-            " build a DataLoader that gives all ranks of a ring the same batches (engine.ring.mesh.data_rank says"
-            " which) and pass each through engine.ring.shard_batch"
-        )
+    """A loader whose ranks agree within a sequence and differ between data replicas."""
+    check_dataset(dataset)
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, mesh.data_size, mesh.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
@@ -86,3 +77,13 @@ def make_loader(
         num_workers=num_workers,
     )
     return RingLoader(whole, shard_batch)
+
+
+def check_dataset(dataset: object) -> None:
+    """RingConfigError for an iterable data set, which no sampler can divide."""
+    if isinstance(dataset, IterableDataset):
+        raise RingConfigError(
+            "training_data: expected a data set with length and index, got the iterable"
+            f" {type(dataset).__name__}; build a DataLoader that gives all ranks of a ring the same batches"
+            " (engine.ring.mesh.data_rank says which) and pass each through engine.ring.shard_batch"
+        )

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ds_ring.integrations.batch import IGNORE
 
@@ -40,7 +40,7 @@ class RingLoss(NamedTuple):
 
 
 def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.device) -> Tensor:
-    """N / D of [Note: gradient scale]: what a local sum is divided by. At least 1 / D, so that no label is 0 / 1.
+    """N / D of [Note: gradient scale]: what a local sum is divided by; 1 / D if there are no labels.
 
     transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and
     not a float, so that `tensor.to(device)` over a whole batch works.
@@ -51,7 +51,7 @@ def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.de
 def local_loss(logits_BSV: Tensor, labels_BS: Tensor, items: Tensor) -> Tensor:
     """Summed cross entropy of the local tokens over `items`; labels are aligned with their logits."""
     flat = logits_BSV.float().flatten(0, 1)
-    return F.cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
+    return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
 
 
 def world_mean(loss: Tensor, gradient_divisor: float) -> Tensor:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ds_ring.config import RingConfig
 from ds_ring.errors import RingShapeError
+from ds_ring.module import RingAttention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
@@ -25,16 +27,33 @@ REMEMBERED = 64  # batches; more are never between a loader and the model
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """What attention must know of a batch: its layout, the mesh it is spread over, who attends to whom."""
+    """What attention must know of a batch.
 
+    Attributes:
+        config: kernel, transport and the other options; its layout and ring size are not looked at.
+        layout: where the batch's tokens lie.
+        mesh: the ranks they are spread over: one rank for a batch that is not cut.
+        pattern: who attends to whom.
+    """
+
+    config: RingConfig
     layout: Layout
     mesh: RingMesh
     pattern: Pattern
+    _by_scale: dict[float | None, RingAttention] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
         """Slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
+
+    def attention(self, scale: float | None = None) -> RingAttention:
+        """The attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
+        if scale not in self._by_scale:
+            self._by_scale[scale] = RingAttention(
+                self.config, mesh=self.mesh, layout=self.layout, scale=scale
+            )
+        return self._by_scale[scale]
 
 
 class PlacementBook:
@@ -49,8 +68,8 @@ class PlacementBook:
         """The placement of the batch selected (or, before any forward, recorded) last."""
         if self._current is None:
             raise RingShapeError(
-                "expected a sharded batch, got none so far; take batches from the loader of ds_ring.initialize,"
-                " or pass your own through engine.ring.shard_batch(batch)"
+                "expected a sharded batch, got none so far; take batches from the loader of"
+                " ds_ring.initialize, or pass your own through engine.ring.shard_batch(batch)"
             )
         return self._current
 
@@ -78,13 +97,15 @@ class PlacementBook:
         fitting = {placement for _, placement in self._recent if placement.local_tokens in lengths}
         if not fitting:
             raise RingShapeError(
-                f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}), got"
-                f" {lengths or 'no tensor of [samples, tokens]'}; pass it through engine.ring.shard_batch(batch)"
+                f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
+                f" got {lengths or 'no tensor of [samples, tokens]'}; pass it through"
+                " engine.ring.shard_batch(batch)"
             )
         if len(fitting) > 1:
             totals = sorted(placement.layout.tokens for placement in fitting)
             raise RingShapeError(
-                f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals} tokens"
-                " in all; hand the model the very tensors that shard_batch returned (they are on its device)"
+                f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
+                " tokens in all; hand the model the very tensors that shard_batch returned (they are on its"
+                " device)"
             )
         return fitting.pop()

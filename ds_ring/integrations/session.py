@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingError
-from ds_ring.integrations.batch_agreement import REFUSED, BatchReport, agree, report_of
 from ds_ring.integrations.batch import Batch, prepare_batch, split_samples, split_tokens, token_shape
+from ds_ring.integrations.batch_agreement import REFUSED, BatchReport, agree, report_of
 from ds_ring.integrations.loader import RingLoader, make_loader
 from ds_ring.integrations.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.placement import Placement, PlacementBook
@@ -57,9 +57,9 @@ class RingSession:
     def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
         """This rank's part of a batch that every rank of its sequence group holds whole. Collective.
 
-        Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and other
-        per-token tensors. Returns local tensors [B, S] on `device`, with position_ids and, if there were
-        labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so that
+        Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and
+        other per-token tensors. Returns local tensors [B, S] on `device`, with position_ids and, if there
+        were labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so that
         `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
 
         A sequence shorter than `min_sequence_length` is not cut: each rank takes whole samples instead.
@@ -83,17 +83,17 @@ class RingSession:
         return local
 
     def loss(self, logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> RingLoss:
-        """The loss of local logits on a batch from `shard_batch`. Collective (one number, for `mean_loss`)."""
+        """The loss of local logits on a batch from `shard_batch`. Collective: one number, for `mean_loss`."""
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """Mean over the world's labelled tokens, from each rank's `engine(**batch).loss`. For logs. Collective."""
+        """Mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`. Collective."""
         return world_mean(loss, self.gradient_divisor)
 
     def gather(self, local: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence of a local result (logits, say) of the batch the model is working on. Collective."""
+        """The whole sequence of a local result (logits, say) of the batch in the model. Collective."""
         placement = self.placements.current
         if placement.mesh is not self.mesh:
             return local  # a short batch: this rank's samples are whole already
@@ -110,10 +110,10 @@ class RingSession:
         collate_fn: Callable[..., Any] | None = None,
         num_workers: int = 0,
     ) -> RingLoader:
-        """Batches of `dataset`, sharded: the same samples on all ranks of a sequence, others on other replicas.
+        """Batches of `dataset`, sharded: one sequence group's ranks get the same samples.
 
-        `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit the
-        sockets of the process groups and keep them open when their rank dies.
+        `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit
+        the sockets of the process groups and keep them open when their rank dies.
         """
         return make_loader(
             dataset,
@@ -143,7 +143,7 @@ class RingSession:
     def _place(self, tokens: int) -> Placement:
         if self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length:
             whole = make_layout("contiguous", tokens=tokens, ring_size=1)
-            return Placement(whole, RingMesh.single(), self.pattern)
+            return Placement(self.config, whole, RingMesh.single(), self.pattern)
         layout = make_layout(
             self.config.layout,
             tokens=tokens,
@@ -151,4 +151,4 @@ class RingSession:
             pattern=self.pattern,
             multiple_of=self.mesh.ulysses_size,
         )
-        return Placement(layout, self.mesh, self.pattern)
+        return Placement(self.config, layout, self.mesh, self.pattern)

@@ -13,7 +13,7 @@ Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -25,11 +25,9 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations import transformers_checks as checks
 from ds_ring.integrations.placement import Placement
 from ds_ring.integrations.session import RingSession
-from ds_ring.module import options_from_config, ring_attention
 
 NAME = "ds_ring"
 PLACEMENT = "ds_ring_placement"
-OPTIONS = "ds_ring_options"
 
 
 def attention(
@@ -44,29 +42,20 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: heads in front of tokens in, tokens in front of heads out."""
     placement: Placement | None = kwargs.pop(PLACEMENT, None)
-    options: dict[str, Any] = kwargs.pop(OPTIONS, {})
     if placement is None:
         raise RingConfigError(
-            f"{type(module).__name__}: attn_implementation='{NAME}' needs to know the ring and got none; start with"
-            " ds_ring.initialize(model=...), or call ds_ring.integrations.transformers.attach(model, session)."
-            " (A model that does not hand its keyword arguments down to attention cannot be used.)"
+            f"{type(module).__name__}: attn_implementation='{NAME}' needs to know the ring and got none;"
+            " start with ds_ring.initialize(model=...), or call"
+            " ds_ring.integrations.transformers.attach(model, session). (A model that does not hand its"
+            " keyword arguments down to attention cannot be used.)"
         )
     checks.check_attention_call(module, placement, attention_mask, dropout, kwargs)
     if k_BGSD.shape[2] != q_BHSD.shape[2]:
         raise RingShapeError(
-            f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a cache or"
-            " cross attention is not supported: pass use_cache=False"
+            f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
+            " cache or cross attention is not supported: pass use_cache=False"
         )
-    out_BHSD = ring_attention(
-        q_BHSD,
-        k_BGSD,
-        v_BGSD,
-        pattern=placement.pattern,
-        layout=placement.layout,
-        mesh=placement.mesh,
-        scale=scaling,
-        **options,
-    )
+    out_BHSD = placement.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
@@ -82,13 +71,16 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     """
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
-        if implementation == NAME or (config.sequence_parallel_size == 1 and checks.is_plain_causal(config)):
-            continue
-        raise RingConfigError(
-            f"{type(part).__name__}: expected attn_implementation='{NAME}', got {implementation!r}, which would"
-            " attend to this rank's tokens only; build the model with attn_implementation='ds_ring' or call"
-            " model.set_attn_implementation('ds_ring') (import ds_ring.integrations.transformers before)"
-        )
+        if config.sequence_parallel_size == 1 and checks.is_plain_causal(config) and implementation != NAME:
+            continue  # nothing to do for a ring
+        checks.check_class(part)
+        if implementation != NAME:
+            raise RingConfigError(
+                f"{type(part).__name__}: expected attn_implementation='{NAME}', got {implementation!r}, which"
+                " would attend to this rank's tokens only; build the model with"
+                " attn_implementation='ds_ring' or call model.set_attn_implementation('ds_ring') (import"
+                " ds_ring.integrations.transformers before)"
+            )
 
 
 def attach(model: nn.Module, session: RingSession) -> None:
@@ -104,21 +96,25 @@ def attach(model: nn.Module, session: RingSession) -> None:
 
 
 def _attach_one(model: PreTrainedModel, session: RingSession) -> None:
-    options = dataclasses.asdict(options_from_config(session.config))
-    del options["scale"]  # the model's own
     guard = checks.LossGuard(model.loss_function)
     model.loss_function = guard
+    name, signature = type(model).__name__, inspect.signature(model.forward)
 
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         guard.used = False
-        kwargs = checks.checked_model_call(model, args, kwargs)
+        given = dict(signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        checks.check_model_call(name, given)
         if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
-            session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            session.placements.select(x for x in given.values() if isinstance(x, Tensor))
         placement = session.placements.current
+        checks.check_length(name, given, placement)
         checks.check_windows(model, placement)
-        return args, kwargs | {PLACEMENT: placement, OPTIONS: options}
+        added: dict[str, Any] = {PLACEMENT: placement}
+        if "use_cache" not in given:
+            added["use_cache"] = False  # transformers' default would keep every layer's keys and values
+        return args, kwargs | added
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         checks.check_loss(model, guard, output)

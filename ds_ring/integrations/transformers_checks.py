@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ds_ring.config import RingConfig
+from ds_ring.config import PatternConfig, RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.placement import Placement
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _THROUGH_SHARD_BATCH = (
     "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
@@ -33,18 +36,37 @@ _FOREIGN_ARGUMENTS = (
     "cu_seq_lens_k",
 )
 
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
 
 def is_plain_causal(config: RingConfig) -> bool:
     """True if the pattern is what a causal model computes by itself."""
-    return config.pattern == type(config.pattern)()
+    return config.pattern == PatternConfig()
 
 
-def checked_model_call(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The keyword arguments of a model call, without a cache; refuses what a shard cannot answer."""
-    given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
-    name = type(model).__name__
+def check_class(model: PreTrainedModel) -> None:
+    """Refuse models that mix tokens otherwise than by the attention interface, or number them by themselves.
+
+    Raises:
+        RingConfigError: with the model's class and the reason.
+    """
+    layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    reasons = {
+        "its attention bypasses transformers' attention interface": not model._supports_attention_backend,
+        "it carries a recurrent state from token to token": model._is_stateful,
+        f"its layers {', '.join(sorted(layers))} mix tokens without attention": bool(layers),
+        "it takes no position_ids": "position_ids" not in inspect.signature(model.forward).parameters,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise RingConfigError(
+                f"{type(model).__name__} cannot run on a ring: {reason}, so each rank would see its own"
+                " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
+            )
+
+
+def check_model_call(name: str, given: dict[str, Any]) -> None:
+    """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
     if given.get("position_ids") is None:
         raise RingShapeError(
             f"{name}: expected position_ids, got none; transformers would number this rank's tokens from 0:"
@@ -52,15 +74,25 @@ def checked_model_call(
         )
     if given.get("attention_mask") is not None:
         raise RingPatternError(
-            f"{name}: expected no attention_mask, got one of this rank's tokens; it must be checked against the"
-            f" whole sequence: {_THROUGH_SHARD_BATCH}"
+            f"{name}: expected no attention_mask, got one of this rank's tokens; it must be checked against"
+            f" the whole sequence: {_THROUGH_SHARD_BATCH}"
         )
     if given.get("use_cache") or given.get("past_key_values") is not None:
         raise RingConfigError(
             f"{name}: expected a call without a cache, got use_cache or past_key_values (generate sets them);"
             " generate with the model loaded on one rank, without a ring"
         )
-    return kwargs if "use_cache" in given else kwargs | {"use_cache": False}
+
+
+def check_length(name: str, given: dict[str, Any], placement: Placement) -> None:
+    """The tensors must be as long as this rank's part of the sequence."""
+    for key in ("input_ids", "inputs_embeds", "position_ids"):
+        tensor = given.get(key)
+        if tensor is not None and tensor.shape[1] != placement.local_tokens:
+            raise RingShapeError(
+                f"{name}: {key}: expected {placement.local_tokens} local tokens, a rank's part of"
+                f" {placement.layout.tokens}, got {tensor.shape[1]}; {_THROUGH_SHARD_BATCH}"
+            )
 
 
 def check_windows(model: PreTrainedModel, placement: Placement) -> None:
@@ -79,8 +111,9 @@ def _check_window(name: str, key: str, window: int | None, placement: Placement)
     if window is None or window >= placement.layout.tokens:
         return
     raise RingPatternError(
-        f"{name}: {key} is {window}, and the pattern {placement.pattern} lets each of {placement.layout.tokens} tokens"
-        f" see further; set it to None in the model's configuration, or train on at most {window} tokens"
+        f"{name}: {key} is {window}, and the pattern {placement.pattern} lets each of"
+        f" {placement.layout.tokens} tokens see further; set it to None in the model's configuration, or"
+        f" train on at most {window} tokens"
     )
 
 
@@ -91,13 +124,13 @@ def check_attention_call(
     name = type(module).__name__
     if dropout:
         raise RingConfigError(
-            f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the model's"
-            " configuration (dropout elsewhere is fine)"
+            f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
+            " model's configuration (dropout elsewhere is fine)"
         )
     if mask is not None:
         raise RingPatternError(
-            f"{name}: expected no mask tensor, got {type(mask).__name__} {list(getattr(mask, 'shape', []))}; it is"
-            " written for one rank's tokens: say it with the pattern in the JSON"
+            f"{name}: expected no mask tensor, got {type(mask).__name__} {list(getattr(mask, 'shape', []))};"
+            " it is written for one rank's tokens: say it with the pattern in the JSON"
         )
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -122,11 +155,13 @@ def refuse_masks(mask_function: Callable[..., Any], attention_mask: Tensor | Non
         raise RingPatternError(
             f"attention_mask: expected none, got {list(attention_mask.shape)}; {_THROUGH_SHARD_BATCH}"
         )
+    if torch.compiler.is_compiling():  # Dynamo cannot look into functions
+        return
     unknown = sorted(set(_leaves(mask_function)) - _KNOWN_MASKS)
     if unknown:
         raise RingPatternError(
-            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a model with"
-            " plain causal or full attention"
+            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
+            " model with plain causal or full attention"
         )
 
 
@@ -163,8 +198,8 @@ class LossGuard:
         for key in ("shift_labels", "num_items_in_batch"):
             if kwargs.get(key) is None:
                 raise RingShapeError(
-                    f"loss: expected {key} beside labels, got none: it would be a mean over this rank's tokens, its"
-                    f" labels shifted across a cut; {_THROUGH_SHARD_BATCH}"
+                    f"loss: expected {key} beside labels, got none: it would be a mean over this rank's"
+                    f" tokens, its labels shifted across a cut; {_THROUGH_SHARD_BATCH}"
                 )
         self.used = True
         return self.loss_function(*args, **kwargs)
@@ -174,6 +209,6 @@ def check_loss(model: PreTrainedModel, guard: LossGuard, output: Any) -> None:
     """A model that computes its loss by itself cannot know that its labels are shifted."""
     if getattr(output, "loss", None) is not None and not guard.used:
         raise RingConfigError(
-            f"{type(model).__name__} computed a loss by itself and not by its loss_function; call it without labels,"
-            " and take engine.ring.loss(output.logits, batch).backward_loss"
+            f"{type(model).__name__} computed a loss by itself and not by its loss_function; call it without"
+            " labels, and take engine.ring.loss(output.logits, batch).backward_loss"
         )

@@ -1,0 +1,163 @@
+"""What the ranks of the DeepSpeed tests do, and the plain one-process run that they are compared with.
+
+Owns tiny models, their batches and the training loops; which cases there are and what must hold stands in
+the tests. Rank functions are called by the harness as fn(rank, world_size, ...).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 61
+LEARNING_RATE = 0.1
+
+
+class Size(NamedTuple):
+    """A model and its batch."""
+
+    hidden: int
+    layers: int
+    tokens: int
+    samples: int  # of the whole world
+
+
+class Run(NamedTuple):
+    """What training leaves behind: the logged loss of every step, and the gradients of the first."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+def build_model(size: Size, implementation: str, **changes: Any) -> torch.nn.Module:
+    """A Llama with random weights, grouped-query attention and no dropout; the same on every rank."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.hidden,
+        intermediate_size=2 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **changes,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def build_batch(size: Size) -> dict[str, Tensor]:
+    """Samples whose labelled tokens differ in number from shard to shard, and with padding on the right."""
+    generator = torch.Generator().manual_seed(1)
+    ids_BT = torch.randint(1, VOCABULARY, (size.samples, size.tokens), generator=generator)
+    labels_BT, mask_BT = ids_BT.clone(), torch.ones_like(ids_BT)
+    for sample in range(size.samples):
+        labels_BT[sample, : size.tokens * sample // (size.samples + 1)] = -100
+        mask_BT[sample, size.tokens - 3 * sample :] = 0
+    labels_BT[mask_BT == 0] = -100
+    return {"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT}
+
+
+def train_alone(size: Size, steps: int, micro_batches: int = 1) -> Run:
+    """Plain PyTorch: the whole batch on one process, transformers' own attention and loss."""
+    model = build_model(size, "sdpa")
+    batch = build_batch(size)
+    losses, gradients = [], {}
+    for _ in range(steps):
+        model.zero_grad()
+        parts = [
+            {key: value.chunk(micro_batches)[part] for key, value in batch.items()}
+            for part in range(micro_batches)
+        ]
+        values = [model(**part).loss / micro_batches for part in parts]
+        for value in values:
+            value.backward()
+        if not gradients:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= LEARNING_RATE * parameter.grad
+        losses.append(sum(float(value.detach()) for value in values))
+    return Run(losses, gradients)
+
+
+def start_deepspeed() -> Any:
+    """DeepSpeed as in a new process: the harness has removed the groups that it remembers."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    groups._release_process_group_references()
+    return deepspeed
+
+
+def json_config(ring_size: int, samples_per_replica: int, stage: int, **changes: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration that hides no wrong scale: no clipping."""
+    return {
+        "train_micro_batch_size_per_gpu": samples_per_replica,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "sequence_parallel_size": ring_size,
+        "ring_attention": {},
+    } | changes
+
+
+def train_on_ring(
+    rank: int,
+    world_size: int,
+    size: Size,
+    config: dict[str, Any],
+    steps: int,
+    wrong_scale: float = 1.0,
+    checkpointing: bool = False,
+) -> Run:
+    """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+    import ds_ring.integrations.transformers  # registers the attention implementation
+
+    model = build_model(size, "ds_ring")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    whole = build_batch(size)
+    micro_batches = engine.gradient_accumulation_steps()
+    parts = [_mine(whole, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
+    losses, gradients = [], {}
+    for _ in range(steps):
+        logged = 0.0
+        for part in parts:
+            batch = engine.ring.shard_batch(part)
+            loss = engine(**batch).loss
+            engine.backward(loss * wrong_scale)
+            logged += float(engine.ring.mean_loss(loss)) / micro_batches
+            if not gradients and engine.is_gradient_accumulation_boundary():
+                scale = getattr(engine.optimizer, "loss_scale", 1.0)
+                gradients = {
+                    name: full_gradient(deepspeed, p) / scale for name, p in engine.module.named_parameters()
+                }
+            engine.step()
+        losses.append(logged)
+    return Run(losses, gradients if rank == 0 else {})
+
+
+def full_gradient(deepspeed: Any, parameter: torch.nn.Parameter) -> Tensor:
+    """The whole averaged gradient, at any ZeRO stage, times the loss scale of fp16. Collective."""
+    gradient = deepspeed.utils.safe_get_full_grad(parameter)
+    assert gradient is not None, "no gradient"
+    return gradient.detach().float().clone()
+
+
+def _mine(whole: dict[str, Tensor], mesh: Any, part: int, micro_batches: int) -> dict[str, Tensor]:
+    """This replica's samples of one micro-batch of the world's batch."""
+    return {
+        key: value.chunk(micro_batches)[part].chunk(mesh.data_size)[mesh.data_rank]
+        for key, value in whole.items()
+    }

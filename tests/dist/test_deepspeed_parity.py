@@ -1,0 +1,113 @@
+"""A ring under DeepSpeed trains as one process does: every loss and every gradient, at every ZeRO stage.
+
+SGD and no clipping: Adam and clipping hide a wrong gradient scale. Each parameter's gradient is compared by
+itself: an average over parameters would hide a wrong one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
+
+STEPS = 10
+EVEN = Size(hidden=32, layers=2, tokens=64, samples=2)
+RAGGED = Size(hidden=48, layers=3, tokens=83, samples=4)
+
+# (ranks in the world, ranks in a ring)
+MESHES = {"ring2": (2, 2), "ring4": (4, 4), "data2xring2": (4, 2)}
+LAYOUTS = {EVEN: "auto", RAGGED: "striped"}
+
+
+@lru_cache(maxsize=8)
+def alone(size: Size, micro_batches: int = 1) -> Run:
+    return train_alone(size, STEPS, micro_batches)
+
+
+def check_parity(
+    got: list[Run], expected: Run, loss_error: float = 1e-5, gradient_error: float = 1e-4
+) -> None:
+    """Losses of every rank and step, and each parameter's gradient by itself."""
+    for rank, run in enumerate(got):
+        assert run.losses == pytest.approx(expected.losses, rel=loss_error), f"losses of rank {rank}"
+    gradients = got[0].gradients
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        error = float((gradients[name] - gradient).norm() / gradient.norm())
+        assert error < gradient_error, f"gradient of {name}: relative error {error:.3e}"
+
+
+@pytest.mark.parametrize("size", [EVEN, RAGGED], ids=["T64", "T83"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_training_equals_one_process(rank_pool, mesh, stage, size):
+    world, ring = MESHES[mesh]
+    config = json_config(ring, size.samples * ring // world, stage, ring_attention={"layout": LAYOUTS[size]})
+    runs = rank_pool(world).run(train_on_ring, size, config, STEPS, timeout_s=120)
+    check_parity(runs, alone(size))
+
+
+VARIANTS = {
+    "zero3 without reduce_scatter": {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+    "zero3 in small buckets": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 500}},
+    "summed gradients": {"gradient_allreduce_op": "sum"},
+    "summed gradients, zero2": {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
+    "prescaled gradients": {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
+    "all_gather": {"ring_attention": {"transport": "all_gather"}},
+    "short batches": {"ring_attention": {"min_sequence_length": RAGGED.tokens + 1}},
+    "just not short": {"ring_attention": {"min_sequence_length": RAGGED.tokens}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_settings_that_could_change_the_scale(rank_pool, variant):
+    config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
+    check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids=lambda stage: f"zero{stage}")
+def test_a_ring_of_ulysses_groups(rank_pool, stage):
+    config = json_config(4, RAGGED.samples, stage, ring_attention={"ulysses_size": 2})
+    check_parity(rank_pool(4).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_a_short_batch_whose_samples_do_not_divide(rank_pool, ring):
+    """Three samples on two or four ranks: each takes whole ones, and the rows left over count nothing."""
+    size = Size(hidden=32, layers=1, tokens=24, samples=3)
+    config = json_config(ring, size.samples, 2, ring_attention={"min_sequence_length": 25})
+    check_parity(rank_pool(ring).run(train_on_ring, size, config, 3), train_alone(size, 3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accumulation_averages_micro_batches(rank_pool, stage):
+    """DeepSpeed's own meaning: the mean of the micro-batches' means, whatever their numbers of tokens."""
+    config = json_config(2, RAGGED.samples // 2, stage, gradient_accumulation_steps=2)
+    check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED, micro_batches=2))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_low_precision_keeps_the_scale(rank_pool, precision):
+    """fp16 with a loss scale of 256: the engine scales the loss, and divides it out again."""
+    settings = {"enabled": True} | ({"loss_scale": 256} if precision == "fp16" else {})
+    config = json_config(2, EVEN.samples, 1, **{precision: settings})
+    runs = rank_pool(2).run(train_on_ring, EVEN, config, 3)
+    expected = alone(EVEN)
+    check_parity(runs, expected._replace(losses=expected.losses[:3]), loss_error=1e-2, gradient_error=5e-2)
+
+
+def test_gradient_checkpointing_recomputes_on_the_ring(rank_pool):
+    config = json_config(2, EVEN.samples, 1)
+    runs = rank_pool(2).run(train_on_ring, EVEN, config, STEPS, checkpointing=True)
+    check_parity(runs, alone(EVEN))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
+def test_a_wrong_scale_fails(rank_pool, stage):
+    """The comparison above must see a loss that is divided by the ring size once too often."""
+    runs = rank_pool(2).run(train_on_ring, EVEN, json_config(2, EVEN.samples, stage), 2, wrong_scale=0.5)
+    expected = alone(EVEN)._replace(losses=runs[0].losses)
+    with pytest.raises(AssertionError, match="relative error 5"):
+        check_parity(runs, expected)

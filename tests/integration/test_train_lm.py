@@ -1,0 +1,69 @@
+"""tools/train_lm.py on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--sequence_length", "101", "--hidden_size", "16", "--layers", "1", "--evaluate_every", "2"]
+
+
+def train(output: Path, config: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks by torchrun, which finds itself a free port."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "ds_config.json").write_text(json.dumps(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "tools/train_lm.py"), "--deepspeed_config", str(output / "ds_config.json")]
+    return subprocess.run(
+        [*torchrun, *script, "--output", str(output), *TINY, *arguments],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def log_of(output: Path) -> dict[str, Any]:
+    return json.loads((output / "log.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_losses_of_the_whole_run(tmp_path):
+    """With ZeRO 3, two micro-batches in a step, and a length that no ring divides."""
+    config = json.loads((ROOT / "configs/quickstart.json").read_text())
+    config |= {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}
+    config["train_micro_batch_size_per_gpu"] = 2
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run = train(whole, config, "--steps", "4", "--save_every", "2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "peak memory per rank" in run.stdout
+    assert (whole / "training.png").read_bytes().startswith(b"\x89PNG")
+    log = log_of(whole)
+    assert len(log["losses"]) == 4
+    assert all(5.0 < loss < 6.0 for loss in log["losses"]), "a byte of 257 guessed at random costs 5.55"
+    assert len(log["peak_mib"]) == 2
+    assert [step for step, _ in log["held_out"]] == [2, 4]
+
+    shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
+    (resumed / "checkpoints" / "latest").write_text("global_step2")
+    run = train(resumed, config, "--steps", "4", "--resume")
+    assert run.returncode == 0, run.stdout + run.stderr
+    again = log_of(resumed)
+    assert again["losses"] == log["losses"]
+    assert again["held_out"] == log["held_out"]
+
+
+def test_help_has_an_example():
+    script = [sys.executable, str(ROOT / "tools/train_lm.py"), "--help"]
+    run = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "ds-ring launch configs/quickstart.yaml" in run.stdout
+    assert "--deepspeed_config" in run.stdout

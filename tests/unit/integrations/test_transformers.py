@@ -1,0 +1,245 @@
+"""transformers models: the families that run, and every silent mistake that must be an error instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ds_ring.config import RingConfig
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.session import RingSession
+from ds_ring.integrations.transformers import attach, check_model
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.pattern import pattern_from_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NO_DROPOUT: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+FAMILIES = {
+    "Llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "Qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "Qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "Mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "Mistral, long window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=33),
+    "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "GPT-2": lambda: transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT),
+    "Gemma 3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8),
+    "Mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+}
+IDS = torch.randint(0, 61, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+def session_of(**section: Any) -> RingSession:
+    config = RingConfig(ring_size=1, **section)
+    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+
+
+def build(config: Any, implementation: str = "ds_ring") -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def attached(config: Any = None, **section: Any) -> tuple[Any, RingSession]:
+    model, session = build(config or FAMILIES["Llama"]()), session_of(**section)
+    attach(model, session)
+    return model, session
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_that_of_sdpa(family):
+    expected = build(FAMILIES[family](), "sdpa")(input_ids=IDS, labels=IDS)
+    model, session = attached(FAMILIES[family]())
+    got = model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert got.past_key_values is None, "a cache would keep every layer's keys"
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
+def test_a_wrapped_model_is_attached_too():
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build(FAMILIES["Llama"]())
+
+        def forward(self, **batch: Any) -> Any:
+            return self.inner(**batch).loss
+
+    model, session = Wrapped(), session_of()
+    attach(model, session)
+    assert model(**session.shard_batch({"input_ids": IDS, "labels": IDS})).item() > 0
+
+
+def test_the_session_computes_the_same_loss_from_logits():
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    expected = model(**batch).loss
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = session.loss(logits, batch)
+    assert loss.backward_loss.item() == pytest.approx(expected.item())
+    assert loss.mean_loss.item() == pytest.approx(expected.item())
+    assert loss.valid_tokens.item() == 2 * 32
+
+
+FALCON_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
+    "Falcon": (
+        lambda: transformers.FalconConfig(**FALCON_SIZES),
+        "its attention bypasses transformers' attention interface",
+    ),
+    "Lfm2": (
+        lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+        "its layers conv mix tokens without attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", IMPOSSIBLE_MODELS)
+def test_models_that_mix_tokens_otherwise_are_refused(family):
+    config, words = IMPOSSIBLE_MODELS[family]
+    with pytest.raises(RingConfigError, match=words):
+        check_model(build(config(), "sdpa"), RingConfig(ring_size=2))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_another_attention_on_a_ring_is_refused(implementation):
+    with pytest.raises(
+        RingConfigError, match=f"got '{implementation}', which would .* this rank's tokens only"
+    ):
+        check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2))
+
+
+def test_another_attention_is_fine_on_one_rank_and_plain_causal():
+    check_model(build(FAMILIES["Llama"](), "sdpa"), RingConfig(ring_size=1))
+    with pytest.raises(RingConfigError, match="got 'sdpa'"):
+        check_model(build(FAMILIES["Llama"](), "sdpa"), RingConfig(ring_size=1, pattern={"causal": False}))
+
+
+def test_the_registered_attention_does_not_run_without_a_ring():
+    with pytest.raises(RingConfigError, match=r"start with ds_ring.initialize\(model=...\)"):
+        build(FAMILIES["Llama"]())(input_ids=IDS)
+
+
+def call(**changes: Any) -> Any:
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    return model(**{key: value for key, value in (batch | changes).items() if value is not None})
+
+
+WRONG_CALLS = {
+    "no positions": ({"position_ids": None}, RingShapeError, "would number this rank's tokens from 0"),
+    "a mask": ({"attention_mask": torch.ones_like(IDS)}, RingPatternError, "expected no attention_mask"),
+    "a cache": ({"use_cache": True}, RingConfigError, "expected a call without a cache"),
+    "an old cache": ({"past_key_values": transformers.DynamicCache()}, RingConfigError, "without a cache"),
+    "labels alone": ({"shift_labels": None}, RingShapeError, "expected shift_labels beside labels, got none"),
+    "a local mean": ({"num_items_in_batch": None}, RingShapeError, "would be a mean over this rank's tokens"),
+    "another length": (
+        {"input_ids": IDS[:, :9]},
+        RingShapeError,
+        "input_ids: expected 33 local tokens.*got 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_calls_that_would_be_silently_wrong_are_refused(what):
+    changes, error, words = WRONG_CALLS[what]
+    with pytest.raises(error, match=words):
+        call(**changes)
+
+
+def test_generate_is_refused():
+    model, session = attached()
+    session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingConfigError, match="generate with the model loaded on one rank"):
+        model.generate(IDS, max_new_tokens=2, attention_mask=None)
+
+
+WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
+    "dropout": (
+        lambda: transformers.GPT2Config(**GPT2_SIZES),
+        RingConfigError,
+        "no dropout inside attention, got 0.1",
+    ),
+    "a window": (
+        lambda: transformers.MistralConfig(**GROUPED, sliding_window=32),
+        RingPatternError,
+        "config.sliding_window is 32.*lets each of 33 tokens see further",
+    ),
+    "windowed layers": (
+        lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
+        RingPatternError,
+        "config.sliding_window is 16",
+    ),
+    "attention sinks": (
+        lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=2),
+        RingPatternError,
+        "expected no s_aux",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MODELS)
+def test_models_that_ask_for_another_attention_are_refused(what):
+    config, error, words = WRONG_MODELS[what]
+    model, session = attached(config())
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    with pytest.raises(error, match=words):
+        model(**batch)
+
+
+def test_dropout_is_fine_in_evaluation():
+    model, session = attached(transformers.GPT2Config(**GPT2_SIZES))
+    model.eval()(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_a_causal_model_under_a_full_pattern_is_refused():
+    model, session = attached(pattern={"causal": False})
+    batch = session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingPatternError, match=r"the model is causal, the pattern Full\(\) is not causal"):
+        model(**batch)
+
+
+def test_masks_that_no_pattern_stands_for_are_refused():
+    from transformers.masking_utils import create_causal_mask
+
+    model, _ = attached()
+    embeds = torch.zeros(2, 33, 32)
+    with pytest.raises(RingPatternError, match="masks attention by or_masks"):
+        create_causal_mask(model.config, embeds, None, None, or_mask_function=prefix)
+    with pytest.raises(RingPatternError, match="masks attention by or_masks"):
+        create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
+    with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
+        create_causal_mask(model.config, embeds, torch.ones_like(IDS), None)
+    jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
+    assert create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping) is None
+
+
+def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return k < 4
+
+
+def test_a_model_that_computes_its_own_loss_is_refused():
+    model, session = attached()
+    original = type(model).forward
+
+    def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = original(self, **kwargs)
+        output.loss = output.logits.mean()
+        return output
+
+    model.forward = forward.__get__(model)
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    with pytest.raises(RingConfigError, match="computed a loss by itself"):
+        model(**batch)

@@ -1,0 +1,46 @@
+"""The data of tools/train_lm.py: real text, the same every time, held-out documents never trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tools.lm_data import END_OF_DOCUMENT, PackedBytes, source_files
+
+
+def test_documents_are_the_standard_library_without_its_tests():
+    names = [path.name for path in source_files()]
+    assert "argparse.py" in names
+    assert not any(name.startswith("test_") and name.endswith("grammar.py") for name in names)
+
+
+def test_samples_are_pieces_of_one_stream():
+    data = PackedBytes(1000)
+    first, second = data[0]["input_ids"], data[1]["input_ids"]
+    assert first.shape == (1000,)
+    assert np.array_equal(np.concatenate([first.numpy(), second.numpy()]), data.stream[:2000])
+    assert data[0]["labels"].equal(first), "labels are shifted where the whole batch is seen, not here"
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_a_seed_is_an_order_of_the_documents():
+    one, again, other = PackedBytes(1000), PackedBytes(1000), PackedBytes(1000, seed=1)
+    assert np.array_equal(one.stream, again.stream)
+    assert not np.array_equal(one.stream, other.stream)
+    assert np.array_equal(np.sort(one.stream), np.sort(other.stream))
+
+
+def test_held_out_documents_are_others():
+    def documents(data: PackedBytes) -> list[bytes]:
+        ends = np.flatnonzero(data.stream == END_OF_DOCUMENT)
+        return [part[part < 256].astype(np.uint8).tobytes() for part in np.split(data.stream, ends + 1)]
+
+    trained, held_out = (documents(PackedBytes(1000, held_out=flag)) for flag in (False, True))
+    assert 0.03 < len(held_out) / len(trained) < 0.08
+    assert not {text for text in held_out if len(text) > 200} & set(trained)
+
+
+def test_samples_longer_than_the_text_are_refused():
+    with pytest.raises(ValueError, match="expected samples of at most"):
+        PackedBytes(10**9, held_out=True)

@@ -1,0 +1,65 @@
+"""Real text that every machine has: the sources of Python's standard library, as packed byte tokens.
+
+Owns the data set of tools/train_lm.py. Every file is a document; a token is a byte, and one more token ends
+each document. Documents are packed one after another and cut into samples of equal length; whether they see
+each other is the attention pattern's matter. The same interpreter gives the same data on every rank and host.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+END_OF_DOCUMENT = 256
+VOCABULARY = 257
+HELD_OUT_EVERY = 20  # every 20th document is never trained on
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+
+
+def source_files() -> list[Path]:
+    """The standard library's Python files, its own tests left out, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
+
+
+class PackedBytes(Dataset[dict[str, Tensor]]):
+    """Samples of `tokens` bytes, cut from packed documents.
+
+    Args:
+        tokens: length of a sample.
+        held_out: the documents kept for evaluation instead of those to train on.
+        seed: order of the documents.
+    """
+
+    def __init__(self, tokens: int, *, held_out: bool = False, seed: int = 0) -> None:
+        files = [
+            path
+            for index, path in enumerate(source_files())
+            if (index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
+        ]
+        random.Random(seed).shuffle(files)
+        self.tokens = tokens
+        self.stream = np.concatenate([_tokens_of(path) for path in files])
+        if len(self) == 0:
+            raise ValueError(f"expected samples of at most {len(self.stream)} tokens, got {tokens}")
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.tokens
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        window = self.stream[index * self.tokens : (index + 1) * self.tokens]
+        ids_T = torch.from_numpy(window.astype(np.int64))
+        return {"input_ids": ids_T, "labels": ids_T}
+
+
+def _tokens_of(path: Path) -> np.ndarray:
+    document = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
+    return np.append(document, np.uint16(END_OF_DOCUMENT))

@@ -1,0 +1,108 @@
+"""What a training run leaves behind: its rows as JSON and a picture of loss and memory.
+
+Owns the format of `log.json` and of the picture; measures memory of this process, trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+MIB = 2**20
+
+
+@dataclass
+class Report:
+    """One run, row by row.
+
+    Attributes:
+        title: what was trained, in one line.
+        losses: mean over the step's tokens, before the step.
+        held_out: (steps done, mean loss on held-out documents).
+        tokens_per_second: of the whole world.
+        resident_mib: resident memory of every rank after the step.
+        peak_mib: the most that every rank has had, and whose memory that is.
+    """
+
+    title: str
+    losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_second: list[float] = field(default_factory=list)
+    resident_mib: list[list[float]] = field(default_factory=list)
+    peak_mib: list[float] = field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue the rows of the run that wrote a checkpoint."""
+        for key in ("losses", "held_out", "tokens_per_second", "resident_mib"):
+            setattr(self, key, list(state[key]))
+
+    def ends(self) -> tuple[float, float]:
+        """Loss of the first step, and mean loss of the last ten."""
+        last = self.losses[-10:]
+        return self.losses[0], sum(last) / len(last)
+
+    def summary(self) -> str:
+        """The run in one line."""
+        first, last = self.ends()
+        held_out = f", held out {self.held_out[-1][1]:.3f}" if self.held_out else ""
+        speeds = sorted(self.tokens_per_second)
+        peaks = " ".join(f"{peak:.0f}" for peak in self.peak_mib)
+        return (
+            f"loss {first:.3f} -> {last:.3f} ({100 * last / first:.0f} % of the start){held_out};"
+            f" {speeds[len(speeds) // 2]:.0f} tokens/s; peak memory per rank {peaks} MiB"
+        )
+
+    def write(self, folder: Path) -> None:
+        """log.json and training.png."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draw(self, folder / "training.png")
+
+
+def memory_mib() -> tuple[float, float]:
+    """Resident memory of this process now, and its peak; on CUDA what its tensors take."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / MIB, torch.cuda.max_memory_allocated() / MIB
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return psutil.Process().memory_info().rss / MIB, peak_bytes / MIB
+
+
+def draw(report: Report, path: Path) -> None:
+    """Loss above, memory of every rank below, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (loss_axes, memory_axes) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    steps = range(1, len(report.losses) + 1)
+    first, last = report.ends()
+    loss_axes.plot(steps, report.losses, color="tab:blue", linewidth=1, label="training")
+    if report.held_out:
+        loss_axes.plot(
+            *zip(*report.held_out, strict=True), "o-", color="tab:orange", label="held-out documents"
+        )
+    loss_axes.axhline(0.6 * first, color="gray", linestyle=":", label="60 % of the start")
+    loss_axes.set_title(f"{report.title}\nloss {first:.2f} to {last:.2f}", fontsize=10)
+    loss_axes.set_ylabel("loss per byte (nats)")
+    loss_axes.set_ylim(bottom=0)
+    loss_axes.legend()
+    for rank, resident in enumerate(zip(*report.resident_mib, strict=True)):
+        peak = report.peak_mib[rank]
+        memory_axes.plot(steps, resident, linewidth=1.2, label=f"rank {rank} (peak {peak:.0f} MiB)")
+    memory_axes.set_ylabel("memory per rank (MiB)")
+    memory_axes.set_ylim(bottom=0)
+    memory_axes.set_xlabel("step")
+    memory_axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

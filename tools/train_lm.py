@@ -1,0 +1,188 @@
+"""Train a byte-level language model whose sequences are sharded over a ring: an ordinary DeepSpeed script.
+
+A small Llama with random weights learns Python's standard library. All that is not ordinary: the model's
+attn_implementation, and `ds_ring.initialize` where `deepspeed.initialize` was.
+
+Example:
+    ds-ring launch configs/quickstart.yaml
+    deepspeed --num_gpus 2 tools/train_lm.py --deepspeed_config configs/quickstart.json --steps 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from lm_data import VOCABULARY, PackedBytes
+from lm_report import Report, memory_mib
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import ds_ring
+import ds_ring.integrations.transformers  # registers attn_implementation="ds_ring"
+
+EXAMPLE = "example: ds-ring launch configs/quickstart.yaml -- --steps 300 --sequence_length 4096"
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level language model on Python's standard library, on a ring.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="optimizer steps in all, resumed ones included"
+    )
+    parser.add_argument("--sequence_length", type=int, default=1024, help="tokens of a sample; any number")
+    parser.add_argument("--hidden_size", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--heads", type=int, default=4, help="query heads; there are half as many K/V heads")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/train_lm"), help="log, picture, checkpoints"
+    )
+    parser.add_argument("--evaluate_every", type=int, default=40, help="steps between held-out evaluations")
+    parser.add_argument(
+        "--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the latest checkpoint in --output"
+    )
+    parser.add_argument("--verbose", action="store_true", help="DeepSpeed's own log lines, too")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+def build_model(options: argparse.Namespace) -> torch.nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden_size,
+        intermediate_size=3 * options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=max(options.heads // 2, 1),
+        max_position_embeddings=options.sequence_length,
+    )
+    torch.manual_seed(options.seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="ds_ring")
+
+
+def batches_from(loader: Any, first: int) -> Iterator[dict[str, Tensor]]:
+    """Batches without end, another order in each epoch; as if the first `first` had been drawn already."""
+    epoch, skipped = divmod(first, len(loader))
+    while True:
+        loader.set_epoch(epoch)
+        for index, batch in enumerate(loader):
+            if index >= skipped:
+                yield batch
+        epoch, skipped = epoch + 1, 0
+
+
+def train_step(engine: Any, batches: Iterator[dict[str, Tensor]]) -> float:
+    """One optimizer step; the mean loss over its tokens."""
+    micro_batches = engine.gradient_accumulation_steps()
+    mean_loss = 0.0
+    for _ in range(micro_batches):
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        engine.step()
+        mean_loss += engine.ring.mean_loss(loss).item() / micro_batches
+    return mean_loss
+
+
+@torch.no_grad()
+def evaluate(engine: Any, held_out: PackedBytes, batches: int = 4) -> float:
+    """Mean loss on documents that are not trained on."""
+    engine.eval()
+    loader = engine.ring.loader(held_out, engine.train_micro_batch_size_per_gpu(), drop_last=True)
+    losses = [engine.ring.mean_loss(engine(**batch).loss).item() for batch in islice(loader, batches)]
+    engine.train()
+    return sum(losses) / len(losses)
+
+
+def memory_of_all_ranks() -> tuple[list[float], list[float]]:
+    """Resident and peak memory in MiB, by rank."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, memory_mib())
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def resume(engine: Any, report: Report, folder: Path) -> None:
+    path, state = engine.load_checkpoint(str(folder))
+    if path is None:
+        raise SystemExit(
+            f"--resume: expected a checkpoint in {folder}, found none; train without --resume first"
+        )
+    report.restore(state["report"])
+
+
+def train(
+    options: argparse.Namespace, engine: Any, loader: Any, held_out: PackedBytes, report: Report
+) -> None:
+    """From the engine's step to the last one, with a progress bar on rank 0."""
+    checkpoints, first = options.output / "checkpoints", engine.global_steps
+    batches = batches_from(loader, first * engine.gradient_accumulation_steps())
+    tokens_per_step = int(engine.train_batch_size()) * options.sequence_length
+    bar = tqdm(
+        total=options.steps,
+        initial=first,
+        unit="step",
+        disable=dist.get_rank() != 0,
+        mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file gets a line now and then
+    )
+    for step in range(first + 1, options.steps + 1):
+        started = time.perf_counter()
+        report.losses.append(train_step(engine, batches))
+        report.tokens_per_second.append(tokens_per_step / (time.perf_counter() - started))
+        resident_mib, report.peak_mib = memory_of_all_ranks()
+        report.resident_mib.append(resident_mib)
+        if step % options.evaluate_every == 0 or step == options.steps:
+            report.held_out.append((step, evaluate(engine, held_out)))
+        if step == options.steps or (options.save_every and step % options.save_every == 0):
+            engine.save_checkpoint(str(checkpoints), client_state={"report": report.state()})
+        bar.set_postfix_str(
+            f"loss {report.losses[-1]:.3f}, {report.tokens_per_second[-1]:.0f} tokens/s", refresh=False
+        )
+        bar.update()
+    bar.close()
+
+
+def main() -> None:
+    options = parse_options()
+    if not options.verbose:
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of DeepSpeed's collectives
+    model = build_model(options)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    documents = PackedBytes(options.sequence_length, seed=options.seed)
+    held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True)
+    engine, _, loader, _ = ds_ring.initialize(
+        args=options, model=model, model_parameters=model.parameters(), training_data=documents
+    )
+    mesh = engine.ring.mesh
+    report = Report(
+        f"{parameters:,} parameters, {options.sequence_length} tokens,"
+        f" ring {mesh.ring_size} x data {mesh.data_size}, ZeRO {engine.zero_optimization_stage()}"
+    )
+    if options.resume:
+        resume(engine, report, options.output / "checkpoints")
+    train(options, engine, loader, held_out, report)
+    if dist.get_rank() == 0:
+        report.write(options.output)
+        print(f"{report.title}\n{report.summary()}\npicture: {(options.output / 'training.png').resolve()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
