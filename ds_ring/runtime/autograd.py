@@ -62,6 +62,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[T
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.handle = handle
+    ctx.context = context_of(handle)  # alive until the backward pass
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan, build_plan
 
+KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
 TRANSPORTS = ("ring", "all_gather")
 
 
@@ -154,8 +156,11 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
             f"the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
             f" build it with make_layout(..., ring_size={mesh.ring_size})"
         )
-    table: dict[Any, RingContext] = mesh.contexts
+    table: OrderedDict[Any, RingContext] = mesh.contexts
     key = (pattern, layout, options)
     if key not in table:
         table[key] = RingContext(pattern, layout, mesh, options)
+        if len(table) > KEPT_CONTEXTS:  # documents make a new one for every batch
+            table.popitem(last=False)
+    table.move_to_end(key)
     return table[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class RingMesh:
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
     serial: int = field(default_factory=lambda: next(_serial))
-    contexts: dict[Any, Any] = field(default_factory=dict, repr=False)
+    contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
 
     @classmethod
     def single(cls) -> RingMesh:
