@@ -21,7 +21,7 @@ from ds_ring.runtime.shard import gather_sequence, shard_sequence
 from ds_ring.schedule.dilated import Dilated
 from ds_ring.schedule.documents import Documents
 from ds_ring.schedule.layout import make_layout
-from ds_ring.schedule.pattern import Causal, Full, SlidingWindow
+from ds_ring.schedule.pattern import Causal, Full, MaskMod, SlidingWindow
 from ds_ring.schedule.plan import build_plan
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "Dilated",
     "Documents",
     "Full",
+    "MaskMod",
     "RingAttention",
     "RingCheckpointError",
     "RingConfig",

@@ -7,6 +7,7 @@ PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.pattern_config import pattern_from_config
+
+QUERIES = ("sharded", "replicated")
 
 
 class AttentionResult(NamedTuple):
@@ -50,11 +53,21 @@ def ring_attention(
     overlap: bool = True,
     prune: bool = True,
     hop_timeout_s: float = 60.0,
+    queries: str = "sharded",
+    q_positions: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """Exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
     that no rank holds more than its share plus two buffers.
+
+    Few queries against a long sharded K/V, as in decoding with a long cache or in cross attention, need no
+    ring: with `queries="replicated"` every rank passes the same q of any length, attends with all of it to
+    its own shard, and one all-reduce of (out, lse) gives every rank the same output bits. K/V stay where
+    they are; what is sent is O(Q). Gradients: every rank is taken to compute the same loss from that output,
+    and it counts once. grad_out must be equal on all ranks; each then gets the whole dq, equal on all, and
+    dk, dv of its own shard. Where parameter gradients are summed over the ring, those upstream of k and v are
+    right and those upstream of q count P times: scale dq by 1 / P there.
 
     Args:
         q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
@@ -67,17 +80,58 @@ def ring_attention(
         transport: "ring", or "all_gather" as the yardstick to measure it against.
         overlap, prune: compute while sending; send only what is read. For comparison, not for use.
         hop_timeout_s: seconds after which a hop that has not arrived raises.
+        queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
+        q_positions: of replicated queries, [Q] integers from 0 to T - 1 in any order; a tensor is best on the
+            CPU. None: for `Full` positions have no meaning and Q is any number; for every other pattern the
+            queries are the last Q positions of the layout (decoding). With a cache of T slots that is not
+            full yet, a causal pattern and the true positions hide what is not written.
 
     Returns:
-        [B, H, S, D] in q's dtype. Rows of padding slots, and rows that see no key, are 0.
+        The shape and dtype of q. Rows of padding slots, and rows that see no key, are 0.
 
     Raises:
+        RingConfigError: unknown names, or what replicated queries cannot have (Ulysses ranks, all_gather).
         RingShapeError: tensors that do not fit each other or the layout.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
     options = Options(scale, kernel, transport, overlap, prune, hop_timeout_s)
-    return _attend(q, k, v, _handle(pattern, layout, mesh, options), mesh.ulysses_size).out
+    _check_queries(queries, q_positions, mesh, transport)
+    handle = _handle(pattern, layout, mesh, options)
+    if queries == "replicated":
+        return replicated_attention_op(q, k, v, _as_tensor(q_positions), handle)[0]
+    return _attend(q, k, v, handle, mesh.ulysses_size).out
+
+
+def _check_queries(
+    queries: str, q_positions: Sequence[int] | Tensor | None, mesh: RingMesh, transport: str
+) -> None:
+    if queries not in QUERIES:
+        raise RingConfigError(f"queries: expected one of {', '.join(QUERIES)}, got {queries!r}")
+    if queries == "sharded" and q_positions is not None:
+        raise RingConfigError(
+            "q_positions: the layout says where sharded queries stand; leave it out, or set"
+            ' queries="replicated"'
+        )
+    if queries == "replicated" and mesh.ulysses_size > 1:
+        raise RingConfigError(
+            f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
+            " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
+            f" {mesh.sequence_size} for this call"
+        )
+    if queries == "replicated" and transport != "ring":
+        raise RingConfigError(
+            f'queries="replicated" sends no K/V: transport {transport!r} cannot be honoured; leave it out'
+        )
+
+
+def _as_tensor(q_positions: Sequence[int] | Tensor | None) -> Tensor | None:
+    if q_positions is None or isinstance(q_positions, Tensor):
+        return q_positions
+    try:
+        return torch.as_tensor(q_positions)
+    except (TypeError, ValueError) as error:
+        raise RingShapeError(f"q_positions: expected a 1-D list of integers, got {q_positions!r}") from error
 
 
 @torch.compiler.assume_constant_result
@@ -101,6 +155,7 @@ class RingAttention(nn.Module):
         mesh: this process's place.
         layout: a layout, or a name for that layout of ring_size * S tokens; None takes the config's.
         scale: of the scores; None is 1 / sqrt(D).
+        pattern: instead of the config's: packed documents change with every batch.
     """
 
     def __init__(
@@ -110,17 +165,15 @@ class RingAttention(nn.Module):
         mesh: RingMesh,
         layout: Layout | str | None = None,
         scale: float | None = None,
+        pattern: Pattern | None = None,
     ) -> None:
         super().__init__()
         if isinstance(config_or_pattern, Pattern):
-            pattern, options, name = config_or_pattern, Options(scale=scale), "auto"
+            options, name = Options(scale=scale), "auto"
+            pattern = config_or_pattern
         elif isinstance(config_or_pattern, RingConfig):
-            config = config_or_pattern
-            pattern, options, name = (
-                pattern_from_config(config),
-                options_from_config(config, scale),
-                config.layout,
-            )
+            options, name = options_from_config(config_or_pattern, scale), config_or_pattern.layout
+            pattern = pattern if pattern is not None else _pattern_of_all_batches(config_or_pattern)
         else:
             raise RingConfigError(
                 f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__}"
@@ -165,6 +218,17 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         context = self.context
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
+
+
+def _pattern_of_all_batches(config: RingConfig) -> Pattern:
+    """The config's pattern, if it says everything."""
+    if config.pattern.documents:
+        raise RingConfigError(
+            'RingAttention: expected a pattern beside a config with "documents": true, got none; documents'
+            " are each batch's own: call engine.ring.attention()(q, k, v), or pass"
+            " pattern=pattern_from_config(config) & Documents(document_ids)"
+        )
+    return pattern_from_config(config)
 
 
 def refuse_unknown_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ds_ring import Causal, Full
+from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, SlidingWindow, make_layout
+from ds_ring.schedule.layout import Layout, ResidueLayout
 from ds_ring.schedule.pattern import Pattern
 
 RING_SIZES = (1, 2, 3, 4, 8)
-LAYOUTS = ("contiguous", "zigzag", "striped")
-PATTERNS: dict[str, Pattern] = {"causal": Causal(), "full": Full()}
+LAYOUTS = ("contiguous", "zigzag", "striped", "residue", "balanced", "auto")
 LENGTHS = (1000, 1023)  # neither divides by 3, 8 or 16
+
+
+def document_ids(tokens: int, mean: int = 60, seed: int = 0) -> np.ndarray:
+    """Ids of packed documents of random lengths; int64 [tokens]."""
+    generator = np.random.default_rng(seed)
+    return np.repeat(np.arange(tokens), generator.integers(1, 2 * mean, tokens))[:tokens]
+
+
+# For a sequence of so many tokens.
+PATTERNS: dict[str, Callable[[int], Pattern]] = {
+    "causal": lambda tokens: Causal(),
+    "full": lambda tokens: Full(),
+    "window": lambda tokens: SlidingWindow(50),
+    "window both ways": lambda tokens: SlidingWindow(20, causal=False),
+    "dilated": lambda tokens: Dilated((64, 128, 256, 2048), (1, 2, 4, 8)),
+    "dilated, not nested, not causal": lambda tokens: Dilated((75, 210), (3, 5), False, "torchscale"),
+    "documents": lambda tokens: Documents(document_ids(tokens)),
+    "documents, causal": lambda tokens: Documents(document_ids(tokens)) & Causal(),
+}
+
+
+def layout_for(
+    name: str, pattern: Pattern, *, tokens: int, ring_size: int, multiple_of: int = 1
+) -> Layout:
+    """The layout of that name for a pattern. Residue orders that no pattern asks for must serve it as well."""
+    sizes = {"tokens": tokens, "ring_size": ring_size, "multiple_of": multiple_of}
+    try:
+        return make_layout(name, pattern=pattern, **sizes)
+    except RingLayoutError:
+        if name != "residue":
+            raise
+        return ResidueLayout(**sizes, window=24, moduli=(2, 6), chunks_per_rank=2)
 
 
 @dataclass(frozen=True)

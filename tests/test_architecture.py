@@ -35,13 +35,14 @@ ROOMS = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_
 VISITORS = {
     "runtime.ring_pass": set(ROOMS),
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
+    "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
 }
-WALKS = {"runtime.ring_pass", "runtime.gather_pass"}
+WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_WALK = {"runtime.autograd"}  # simulate walks, too, when it is there
 
 # A package from outside, and the one place that may import it.
@@ -54,6 +55,7 @@ PUBLIC_NAMES = {
     "Dilated",
     "Documents",
     "Full",
+    "MaskMod",
     "RingAttention",
     "RingCheckpointError",
     "RingConfig",

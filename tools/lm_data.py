@@ -2,7 +2,8 @@
 
 Owns the data set of tools/train_lm.py. Every file is a document; a token is a byte, and one more token ends
 each document. Documents are packed one after another and cut into samples of equal length; whether they see
-each other is the attention pattern's matter. The same interpreter gives the same data on every rank and host.
+each other is the attention pattern's matter, which can be told the document of every token. The same
+interpreter gives the same data on every rank and host.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class PackedBytes(Dataset[dict[str, Tensor]]):
         tokens: length of a sample.
         held_out: the documents kept for evaluation instead of those to train on.
         seed: order of the documents.
+        document_ids: say with every sample which document each token is of ("documents": true in the JSON).
     """
 
-    def __init__(self, tokens: int, *, held_out: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, tokens: int, *, held_out: bool = False, seed: int = 0, document_ids: bool = False
+    ) -> None:
         files = [
             path
             for index, path in enumerate(source_files())
@@ -45,7 +49,10 @@ class PackedBytes(Dataset[dict[str, Tensor]]):
         ]
         random.Random(seed).shuffle(files)
         self.tokens = tokens
-        self.stream = np.concatenate([_tokens_of(path) for path in files])
+        documents = [_tokens_of(path) for path in files]
+        self.stream = np.concatenate(documents)
+        self.ends = np.cumsum([len(document) for document in documents])
+        self.document_ids = document_ids
         if len(self) == 0:
             raise ValueError(f"expected samples of at most {len(self.stream)} tokens, got {tokens}")
 
@@ -57,7 +64,11 @@ class PackedBytes(Dataset[dict[str, Tensor]]):
             raise IndexError(index)
         window = self.stream[index * self.tokens : (index + 1) * self.tokens]
         ids_T = torch.from_numpy(window.astype(np.int64))
-        return {"input_ids": ids_T, "labels": ids_T}
+        sample = {"input_ids": ids_T, "labels": ids_T}
+        if self.document_ids:
+            places = np.arange(index * self.tokens, (index + 1) * self.tokens)
+            sample["document_ids"] = torch.from_numpy(np.searchsorted(self.ends, places, side="right"))
+        return sample
 
 
 def _tokens_of(path: Path) -> np.ndarray:

@@ -5,7 +5,7 @@ attn_implementation, and `ds_ring.initialize` where `deepspeed.initialize` was.
 
 Example:
     ds-ring launch configs/quickstart.yaml
-    deepspeed --num_gpus 2 tools/train_lm.py --deepspeed_config configs/quickstart.json --steps 300
+    deepspeed --num_gpus 2 tools/train_lm.py --deepspeed_config configs/longnet.json --sequence_length 4096
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
     )
     torch.manual_seed(options.seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="ds_ring")
+
+
+def keeps_documents_apart(deepspeed_config: str | None) -> bool:
+    """True if the JSON's pattern has "documents": true, so that batches must say which those are."""
+    return (
+        deepspeed_config is not None and ds_ring.RingConfig.from_deepspeed(deepspeed_config).pattern.documents
+    )
 
 
 def batches_from(loader: Any, first: int) -> Iterator[dict[str, Tensor]]:
@@ -165,8 +172,9 @@ def main() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of DeepSpeed's collectives
     model = build_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    documents = PackedBytes(options.sequence_length, seed=options.seed)
-    held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True)
+    apart = keeps_documents_apart(options.deepspeed_config)
+    documents = PackedBytes(options.sequence_length, seed=options.seed, document_ids=apart)
+    held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True, document_ids=apart)
     engine, _, loader, _ = ds_ring.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=documents
     )

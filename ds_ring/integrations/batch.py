@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.integrations.packing import (
+    DOCUMENT_IDS,
+    check_ids,
+    has_no_label,
+    ids_from_positions,
+    positions_in_documents,
+    without_padding,
+)
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
@@ -26,32 +34,35 @@ LABEL_KEYS = ("labels", "shift_labels")
 Batch = dict[str, Tensor]
 
 
-def prepare_batch(batch: Mapping[str, Tensor], pattern: Pattern) -> Batch:
+def prepare_batch(batch: Mapping[str, Tensor], pattern: Pattern, documents: bool = False) -> Batch:
     """The batch with everything that looks across token borders done, so that it may be cut anywhere.
 
     Labels come out aligned with the logits that predict them, under both names (`shift_labels` is
     what transformers' loss takes as already shifted). `attention_mask` is checked and gone. Position ids are
-    there. Every tensor of the result is [B, T, ...] or [1, T, ...].
+    there. With `documents`, `document_ids` are there as well: see [Note: packing] in packing.py. Every tensor
+    of the result is [B, T, ...] or [1, T, ...].
     """
     tensors = _as_tensors(batch)
-    batch_rows, tokens = token_shape(tensors)
-    tensors.setdefault("position_ids", torch.arange(tokens, device=_tokens_of(tensors).device)[None])
+    shape = token_shape(tensors)
     mask_BT = tensors.pop("attention_mask", None)
-    for key, tensor in tensors.items():
-        rows_fit = tensor.ndim >= 2 and (
-            tensor.shape[0] == batch_rows or (tensor.shape[0] == 1 and key not in LABEL_KEYS)
+    _check_rows(tensors, shape)
+    if mask_BT is not None:
+        _check_mask_shape(mask_BT, shape)
+    if documents:
+        _find_documents(tensors, mask_BT)
+    elif DOCUMENT_IDS in tensors:
+        raise RingPatternError(
+            f"batch[{DOCUMENT_IDS!r}]: expected none, since the pattern {pattern} lets documents see each"
+            ' other; set "documents": true in the "pattern" section of the JSON, or take them out'
         )
-        if not rows_fit or tensor.shape[1] != tokens:
-            raise RingShapeError(
-                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
-                f" {list(tensor.shape)}; take it out of the batch and hand it to the model yourself"
-            )
+    tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
     labels_BT = _aligned_labels(tensors, pattern)
     if labels_BT is not None:
         tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
-    _check_positions(tensors["position_ids"], pattern)
-    if mask_BT is not None:
-        _check_padding(mask_BT, (batch_rows, tokens), labels_BT, pattern)
+    if not documents:
+        _check_positions(tensors["position_ids"], pattern)
+        if mask_BT is not None:
+            _check_padding(mask_BT, labels_BT, pattern)
     return tensors
 
 
@@ -125,11 +136,58 @@ def _tokens_of(tensors: Mapping[str, Tensor]) -> Tensor:
     raise RingShapeError(f"batch: expected input_ids or inputs_embeds, got the keys {sorted(tensors)}")
 
 
+def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    batch_rows, tokens = shape
+    for key, tensor in tensors.items():
+        rows_fit = tensor.ndim >= 2 and (
+            tensor.shape[0] == batch_rows or (tensor.shape[0] == 1 and key not in LABEL_KEYS)
+        )
+        if not rows_fit or tensor.shape[1] != tokens:
+            raise RingShapeError(
+                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
+                f" {list(tensor.shape)}; take it out of the batch and hand it to the model yourself"
+            )
+    position_ids = tensors.get("position_ids")
+    if position_ids is not None and position_ids.ndim != 2:
+        raise RingShapeError(
+            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)}; multi-axis rotary"
+            " positions cannot be sharded yet"
+        )
+
+
+def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
+    """Add `document_ids` (from positions if there are none) and positions (from ids if there are none)."""
+    position_ids = tensors.get("position_ids")
+    if DOCUMENT_IDS in tensors:
+        check_ids(tensors[DOCUMENT_IDS])
+        if position_ids is None:
+            tensors["position_ids"] = positions_in_documents(tensors[DOCUMENT_IDS])
+    elif position_ids is not None:
+        tensors[DOCUMENT_IDS] = ids_from_positions(position_ids)
+    else:  # every sample is one document
+        tokens = _tokens_of(tensors)
+        tensors[DOCUMENT_IDS] = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
+    if mask_BT is not None:
+        tensors[DOCUMENT_IDS] = without_padding(tensors[DOCUMENT_IDS], mask_BT)
+
+
 def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor | None:
-    """Labels where the logits that predict them are: shifted here unless the caller has done it."""
-    if "shift_labels" in tensors:
-        return tensors["shift_labels"]
-    labels_BT = tensors.get("labels")
+    """Labels where the logits that predict them are: shifted here unless the caller has done it.
+
+    Labels that were shifted before lose those at document borders, too, if the pattern is causal; if it is
+    not they need not be next tokens.
+    """
+    document_ids = tensors.get(DOCUMENT_IDS)
+    labels_BT = tensors.get("shift_labels")
+    if labels_BT is None:
+        labels_BT = _shifted(tensors.get("labels"), pattern)
+    if labels_BT is None or document_ids is None:
+        return labels_BT
+    unlabelled = has_no_label(document_ids) if pattern.is_causal else document_ids < 0
+    return labels_BT.masked_fill(unlabelled, IGNORE)
+
+
+def _shifted(labels_BT: Tensor | None, pattern: Pattern) -> Tensor | None:
     if labels_BT is None:
         return None
     if not pattern.is_causal:
@@ -142,45 +200,43 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
 
 def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
     """Positions that restart mean packed documents (transformers reads them so, too): never ignore them."""
-    if position_ids.ndim != 2:
-        raise RingShapeError(
-            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)}; multi-axis rotary"
-            " positions cannot be sharded yet"
-        )
     jumps = (position_ids.diff(dim=1) != 1).nonzero()
     if len(jumps):
         row, token = jumps[0].tolist()
         raise RingPatternError(
             f"position_ids: expected positions that rise by one, got {position_ids[row, token].item()}"
             f" followed by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed"
-            f" documents, which the pattern {pattern} would let see each other; leave position_ids out for"
-            " that"
+            f" documents, which the pattern {pattern} would let see each other; set"
+            ' "documents": true in the "pattern" section of the JSON, or leave position_ids out'
         )
 
 
-def _check_padding(
-    mask_BT: Tensor, shape: tuple[int, int], labels_BT: Tensor | None, pattern: Pattern
-) -> None:
-    """A causal pattern ignores padding on the right by itself; any other padding it cannot express."""
+def _check_mask_shape(mask_BT: Tensor, shape: tuple[int, int]) -> None:
     if tuple(mask_BT.shape) != shape:
         raise RingShapeError(
             f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
             " pairs belongs into the pattern, which every rank can read"
         )
+
+
+def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) -> None:
+    """A causal pattern ignores padding on the right by itself; any other padding takes documents."""
     real_BT = mask_BT.bool()
     if bool(real_BT.all()):
         return
     if not pattern.is_causal:
         raise RingPatternError(
             f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} lets"
-            " every query see them; use batches without padding, or a causal pattern"
+            " every query see them; use batches without padding, a causal pattern, or"
+            ' "documents": true, which leaves padding out'
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):
         row, token = restarts[0].tolist()
         raise RingPatternError(
             f"attention_mask: expected padding on the right only, got a masked token {token} before the real"
-            f" token {token + 1} in sample {row}; set the tokenizer's padding_side to 'right'"
+            f" token {token + 1} in sample {row}; set the tokenizer's padding_side to 'right', or"
+            ' "documents": true in the "pattern" section of the JSON'
         )
     if labels_BT is not None and bool(((labels_BT != IGNORE) & ~real_BT).any()):
         count = int(((labels_BT != IGNORE) & ~real_BT).sum())

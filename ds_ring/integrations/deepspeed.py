@@ -183,7 +183,7 @@ def _gradient_divisor(config: dict[str, Any]) -> float:
 
 
 def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:
-    """Start (or find) the process groups; this rank's device, made the current one as the engine does later."""
+    """Start (or find) the process groups; this rank's device, made current as the engine does later."""
     if get_accelerator().device_name() == "cpu":
         # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

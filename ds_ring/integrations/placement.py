@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingShapeError
+from ds_ring.integrations.packing import RowGroup
 from ds_ring.module import RingAttention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
@@ -33,27 +35,67 @@ class Placement:
         config: kernel, transport and the other options; its layout and ring size are not looked at.
         layout: where the batch's tokens lie.
         mesh: the ranks they are spread over: one rank for a batch that is not cut.
-        pattern: who attends to whom.
+        pattern: who attends to whom in every sample; packed documents narrow it further.
+        groups: rows by their documents; none if all rows have `pattern`.
     """
 
     config: RingConfig
     layout: Layout
     mesh: RingMesh
     pattern: Pattern
-    _by_scale: dict[float | None, RingAttention] = field(default_factory=dict, repr=False)
+    groups: tuple[RowGroup, ...] = ()
+    _by_scale: dict[float | None, RowsAttention] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
         """Slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
 
-    def attention(self, scale: float | None = None) -> RingAttention:
+    def attention(self, scale: float | None = None) -> RowsAttention:
         """The attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
         if scale not in self._by_scale:
-            self._by_scale[scale] = RingAttention(
-                self.config, mesh=self.mesh, layout=self.layout, scale=scale
-            )
+            patterns = [group.pattern for group in self.groups] or [self.pattern]
+            parts = [
+                RingAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=pattern)
+                for pattern in patterns
+            ]
+            self._by_scale[scale] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         return self._by_scale[scale]
+
+
+class RowsAttention:
+    """Attention whose pattern differs between the rows of a batch: one pass for each group of equal rows.
+
+    Every rank of a ring walks the groups in the same order, since all were told the same documents.
+    """
+
+    def __init__(self, parts: list[RingAttention], rows: tuple[tuple[int, ...], ...]) -> None:
+        self._parts, self._rows = parts, rows
+        flat = [row for group in rows for row in group]
+        self._back = sorted(range(len(flat)), key=flat.__getitem__)
+
+    def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+        """[B, H, S, D] of the queries; rows stay where they are."""
+        if len(self._parts) == 1:
+            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSD)
+            return out
+        if q_BHSD.shape[0] != len(self._back):
+            raise RingShapeError(
+                f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"
+                f" {q_BHSD.shape[0]}; hand the model the whole batch that shard_batch returned"
+            )
+        outs = [
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSD)))
+            for part, rows in zip(self._parts, self._rows, strict=True)
+        ]
+        return _take(torch.cat(outs), tuple(self._back))
+
+
+def _take(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Some rows in some order; consecutive ones without a copy."""
+    if rows == tuple(range(rows[0], rows[0] + len(rows))):
+        return x[rows[0] : rows[0] + len(rows)]
+    return x[list(rows)]
 
 
 class PlacementBook:
@@ -105,7 +147,7 @@ class PlacementBook:
             totals = sorted(placement.layout.tokens for placement in fitting)
             raise RingShapeError(
                 f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
-                " tokens in all; hand the model the very tensors that shard_batch returned (they are on its"
-                " device)"
+                " tokens in all, or packed otherwise; hand the model the very tensors that shard_batch"
+                " returned (they are on its device)"
             )
         return fitting.pop()

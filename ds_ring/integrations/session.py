@@ -21,7 +21,8 @@ from ds_ring.integrations.batch import Batch, prepare_batch, split_samples, spli
 from ds_ring.integrations.batch_agreement import REFUSED, BatchReport, agree, report_of
 from ds_ring.integrations.loader import RingLoader, make_loader
 from ds_ring.integrations.loss import RingLoss, items_per_batch, local_loss, world_mean
-from ds_ring.integrations.placement import Placement, PlacementBook
+from ds_ring.integrations.packing import DOCUMENT_IDS, RowGroup, group_rows
+from ds_ring.integrations.placement import Placement, PlacementBook, RowsAttention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.schedule.layout import Layout, make_layout
@@ -35,7 +36,7 @@ class RingSession:
     Attributes:
         config: the "ring_attention" section.
         mesh: this process's place in the data x ring x ulysses grid.
-        pattern: who attends to whom.
+        pattern: who attends to whom in every batch; packed documents narrow it batch by batch.
         device: where sharded batches go.
         gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
         placements: where the latest batches lie.
@@ -54,13 +55,21 @@ class RingSession:
         """The layout of the batch that the model is working on (for attention modules of your own)."""
         return self.placements.current.layout
 
+    def attention(self, scale: float | None = None) -> RowsAttention:
+        """Attention over the batch that the model is working on, packed documents included.
+
+        For modules of your own: `out = session.attention()(q, k, v)`, asked for in every forward pass.
+        """
+        return self.placements.current.attention(scale)
+
     def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
         """This rank's part of a batch that every rank of its sequence group holds whole. Collective.
 
         Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and
-        other per-token tensors. Returns local tensors [B, S] on `device`, with position_ids and, if there
-        were labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so that
-        `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
+        other per-token tensors, document_ids among them if the JSON says "documents": true
+        ([Note: packing] in packing.py). Returns local tensors [B, S] on `device`, with position_ids and, if
+        there were labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so
+        that `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
 
         A sequence shorter than `min_sequence_length` is not cut: each rank takes whole samples instead.
 
@@ -70,12 +79,7 @@ class RingSession:
         """
         prepared, report, fault = self._prepare(batch)
         labelled_tokens = agree(report, fault, self.mesh.sequence_size, self.device)
-        _, tokens = token_shape(prepared)
-        placement = self._placement(tokens)
-        if placement.mesh is self.mesh:
-            local = split_tokens(prepared, placement.layout, self.mesh)
-        else:
-            local = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
+        local, placement = self._cut(prepared)
         local = {key: tensor.to(self.device) for key, tensor in local.items()}
         self.placements.record(local.values(), placement)
         if "labels" in local:
@@ -130,25 +134,36 @@ class RingSession:
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
         """A fault is kept until the ranks have compared notes, so that all of them stop together."""
         try:
-            prepared = prepare_batch(batch, self.pattern)
+            prepared = prepare_batch(batch, self.pattern, self.config.pattern.documents)
         except RingError as fault:
             return {}, REFUSED, fault
         return prepared, report_of(prepared), None
 
-    def _placement(self, tokens: int) -> Placement:
+    def _cut(self, prepared: Batch) -> tuple[Batch, Placement]:
+        """This rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
+        _, tokens = token_shape(prepared)
+        short = self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        if short:
+            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
+        placement = self._placement(prepared, tokens, RingMesh.single() if short else self.mesh)
+        rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
+        return (rest if short else split_tokens(rest, placement.layout, self.mesh)), placement
+
+    def _placement(self, prepared: Batch, tokens: int, mesh: RingMesh) -> Placement:
+        if DOCUMENT_IDS in prepared:
+            batch_rows, _ = token_shape(prepared)
+            return self._place(tokens, mesh, group_rows(self.pattern, prepared[DOCUMENT_IDS], batch_rows))
         if tokens not in self._by_length:
-            self._by_length[tokens] = self._place(tokens)
+            self._by_length[tokens] = self._place(tokens, mesh)
         return self._by_length[tokens]
 
-    def _place(self, tokens: int) -> Placement:
-        if self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length:
-            whole = make_layout("contiguous", tokens=tokens, ring_size=1)
-            return Placement(self.config, whole, RingMesh.single(), self.pattern)
+    def _place(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Placement:
+        """All rows of a batch share one layout: with documents that of the rows that are most work."""
         layout = make_layout(
-            self.config.layout,
+            self.config.layout if mesh is self.mesh else "contiguous",
             tokens=tokens,
-            ring_size=self.mesh.ring_size,
-            pattern=self.pattern,
-            multiple_of=self.mesh.ulysses_size,
+            ring_size=mesh.ring_size,
+            pattern=groups[0].pattern if groups else self.pattern,
+            multiple_of=mesh.ulysses_size,
         )
-        return Placement(self.config, layout, self.mesh, self.pattern)
+        return Placement(self.config, layout, mesh, self.pattern, groups)

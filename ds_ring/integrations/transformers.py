@@ -25,6 +25,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations import transformers_checks as checks
 from ds_ring.integrations.placement import Placement
 from ds_ring.integrations.session import RingSession
+from ds_ring.schedule.pattern_config import pattern_from_config
 
 NAME = "ds_ring"
 PLACEMENT = "ds_ring_placement"
@@ -75,9 +76,15 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
             continue  # nothing to do for a ring
         checks.check_class(part)
         if implementation != NAME:
+            fault = (
+                "attend to this rank's tokens only"
+                if config.sequence_parallel_size > 1
+                else f"not apply the pattern {pattern_from_config(config)} of the JSON"
+                + (" and its documents" if config.pattern.documents else "")
+            )
             raise RingConfigError(
                 f"{type(part).__name__}: expected attn_implementation='{NAME}', got {implementation!r}, which"
-                " would attend to this rank's tokens only; build the model with"
+                f" would {fault}; build the model with"
                 " attn_implementation='ds_ring' or call model.set_attn_implementation('ds_ring') (import"
                 " ds_ring.integrations.transformers before)"
             )

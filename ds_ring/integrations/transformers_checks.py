@@ -40,7 +40,11 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def is_plain_causal(config: RingConfig) -> bool:
-    """True if the pattern is what a causal model computes by itself."""
+    """True if the pattern is what a causal model computes by itself.
+
+    Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
+    the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
+    """
     return config.pattern == PatternConfig()
 
 
@@ -96,24 +100,35 @@ def check_length(name: str, given: dict[str, Any], placement: Placement) -> None
 
 
 def check_windows(model: PreTrainedModel, placement: Placement) -> None:
-    """A window or chunk that the model's configuration asks for must not be wider open on the ring."""
-    config = model.config.get_text_config()
+    """A window or chunk that the model's configuration asks for must be the pattern's, in all layers."""
+    config, name = model.config.get_text_config(), type(model).__name__
     layer_types = getattr(config, "layer_types", None)
     for key, layer_type in (
         ("sliding_window", "sliding_attention"),
         ("attention_chunk_size", "chunked_attention"),
     ):
         if layer_types is None or layer_type in layer_types:
-            _check_window(type(model).__name__, f"config.{key}", getattr(config, key, None), placement)
+            width = getattr(config, key, None)
+            _check_window(name, f"config.{key}", width, placement)
+            others = sorted(set(layer_types or ()) - {layer_type})
+            if others and width is not None and width < placement.layout.tokens:
+                raise RingPatternError(
+                    f"{name}: config.{key} is {width} in some layers, and others are {', '.join(others)}; a"
+                    " ring has one pattern for all layers: make config.layer_types all alike"
+                )
 
 
 def _check_window(name: str, key: str, window: int | None, placement: Placement) -> None:
+    """transformers' sliding window counts the token itself, as ours does; its chunks are no window."""
     if window is None or window >= placement.layout.tokens:
+        return
+    if key.endswith("sliding_window") and placement.pattern.distance == (0, window - 1):
         return
     raise RingPatternError(
         f"{name}: {key} is {window}, and the pattern {placement.pattern} lets each of"
-        f" {placement.layout.tokens} tokens see further; set it to None in the model's configuration, or"
-        f" train on at most {window} tokens"
+        f" {placement.layout.tokens} tokens see otherwise; "
+        + (f'set "window": {window} in the "pattern" section of the JSON, ' if "window" in key else "")
+        + f"set it to None in the model's configuration, or train on at most {window} tokens"
     )
 
 
@@ -149,7 +164,8 @@ def refuse_masks(mask_function: Callable[..., Any], attention_mask: Tensor | Non
     """transformers' mask interface: the pattern is the mask, so a model may only want what it says by itself.
 
     Local position ids jump where a layout does, which transformers takes for packed documents: its mask for
-    them is ignored. Real packing was refused (or turned into the pattern) where whole batches are seen.
+    them, of local tokens, is ignored. Real packing was refused, or turned into the pattern
+    ("documents": true), where whole batches are seen.
     """
     if attention_mask is not None:
         raise RingPatternError(

@@ -17,12 +17,18 @@ from ds_ring.runtime.exchange import Exchange
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FIELDS = (
     "input refused", "direction of the pass", "number of the call", "pattern, layout, transport or scale",
-    "dtype of q", "dtype of k", "batch size", "query heads", "K/V heads", "local tokens", "head_dim",
+    "positions of the queries", "dtype of q", "dtype of k", "batch size", "query heads", "K/V heads",
+    "local queries", "local keys", "head_dim",
 )  # fmt: skip
 
 
-def check_local(q: Tensor, k: Tensor, v: Tensor, local_tokens: int) -> None:
+def check_local(q: Tensor, k: Tensor, v: Tensor, local_tokens: int, replicated: bool = False) -> None:
     """Refuse tensors that attention over this layout cannot take.
+
+    Args:
+        q, k, v: what the call got.
+        local_tokens: slots of a shard.
+        replicated: q is not sharded: any number of queries.
 
     Raises:
         RingShapeError: with the shapes, dtypes or devices expected and got.
@@ -42,11 +48,12 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, local_tokens: int) -> None:
             raise RingShapeError(
                 f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; cast or move them to agree"
             )
-    _check_shapes(q, k, v, local_tokens)
+    _check_shapes(q, k, v)
+    _check_tokens(q, k, local_tokens, replicated)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, local_tokens: int) -> None:
-    batch, heads, tokens, head_dim = q.shape
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, heads, _, head_dim = q.shape
     if k.shape != v.shape:
         raise RingShapeError(f"k and v must have one shape: got {tuple(k.shape)} and {tuple(v.shape)}")
     if (k.shape[0], k.shape[3]) != (batch, head_dim):
@@ -58,10 +65,21 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, local_tokens: int) -> None:
             f"query heads must be a multiple of K/V heads: got {heads} and {k.shape[1]}; for grouped-query"
             " attention pass k and v with their own, smaller number of heads"
         )
-    if tokens != local_tokens or k.shape[2] != local_tokens:
+
+
+def _check_tokens(q: Tensor, k: Tensor, local_tokens: int, replicated: bool) -> None:
+    queries, keys = q.shape[2], k.shape[2]
+    if replicated and keys != local_tokens:
         raise RingShapeError(
-            f"the layout has {local_tokens} slots per rank, got q with {tokens} and k with {k.shape[2]} local"
-            " tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
+            f"the layout has {local_tokens} slots per rank, got k with {keys} local tokens; with"
+            ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
+            " layout that is passed here"
+        )
+    if not replicated and (queries != local_tokens or keys != local_tokens):
+        raise RingShapeError(
+            f"the layout has {local_tokens} slots per rank, got q with {queries} and k with {keys} local"
+            " tokens; shard with ds_ring.shard_sequence and the layout that is passed here (queries"
+            ' that every rank has whole take queries="replicated")'
         )
 
 
@@ -72,6 +90,7 @@ def check_agreement(
     call: int,
     settings: str,
     tensors: tuple[Tensor, Tensor],
+    positions: bytes = b"",
 ) -> None:
     """Compare this call with the other ranks'; nothing is sent but the header.
 
@@ -81,14 +100,18 @@ def check_agreement(
         call: serial number of the call on this context.
         settings: text that must be equal on all ranks.
         tensors: q and k.
+        positions: of replicated queries.
 
     Raises:
         RingError: `refused`, on this rank.
         RingMismatchError: on every other rank, and on all where fields differ; names ranks and fields.
     """
     q, k = tensors
-    shape = [0] * 7 if refused else [_code(q), _code(k), *q.shape[:2], k.shape[1], *q.shape[2:]]
-    values = [int(refused is not None), direction == "backward", call, zlib.crc32(settings.encode()), *shape]
+    checksums = zlib.crc32(settings.encode()), zlib.crc32(positions)
+    shape = [0] * 8
+    if refused is None:
+        shape = [_code(q), _code(k), *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:]]
+    values = [int(refused is not None), direction == "backward", call, *checksums, *shape]
     header = torch.tensor([*values, exchange.mesh.ring_rank], dtype=torch.int64)
     least, greatest = exchange.spread(header).tolist()
     if refused is not None:
@@ -122,4 +145,4 @@ def _show(name: str, value: int) -> str:
         return str(_DTYPES[value])
     if name.startswith("direction"):
         return "backward" if value else "forward"
-    return f"checksum {value:08x}" if name.startswith("pattern") else str(value)
+    return f"checksum {value:08x}" if name.startswith(("pattern", "positions")) else str(value)

@@ -1,4 +1,4 @@
-"""The operator `ds_ring::ring_attention` and its gradient.
+"""The operators `ds_ring::ring_attention` and `ds_ring::replicated_attention`, and their gradients.
 
 Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one
 opaque node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a
@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_ring.runtime.context import context_of
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
 
 
@@ -75,3 +76,83 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _replicated(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, direction: str
+) -> ReplicatedPass:
+    """The pass of a context for replicated queries, after every rank has agreed to it."""
+    context = context_of(handle)
+    walks, kernel, scale = context.prepare_replicated(q, k, v, positions, direction)
+    return ReplicatedPass(walks, kernel, context.exchange, scale)
+
+
+@torch.library.custom_op("ds_ring::replicated_attention", mutates_args=())
+def replicated_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q [B, H, Q, D], equal on all ranks, over the ring's k, v; see `ReplicatedPass.forward`.
+
+    The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
+    """
+    return _replicated(q, k, v, positions, handle, "forward").forward(q, k, v)
+
+
+@replicated_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+
+
+@torch.library.custom_op("ds_ring::replicated_attention_backward", mutates_args=())
+def replicated_attention_backward_op(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); see `ReplicatedPass.backward`."""
+    walk = _replicated(q, k, v, positions, handle, "backward")
+    return walk.backward(grad_out, q, k, v, out, lse)
+
+
+@replicated_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_replicated(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]
+) -> None:
+    q, k, v, positions, handle = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, positions, out, lse)
+    ctx.handle = handle
+    ctx.context = context_of(handle)  # alive until the backward pass
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_replicated(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, positions, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    dq, dk, dv = replicated_attention_backward_op(grad_out, q, k, v, positions, out, lse, ctx.handle)
+    return dq, dk, dv, None, None
+
+
+replicated_attention_op.register_autograd(_backward_replicated, setup_context=_setup_replicated)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingError
@@ -21,9 +22,11 @@ from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import is_fake
+from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan, build_plan
+from ds_ring.schedule.queries import HeadTiles, query_positions, replicated_tiles
 
 KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
 TRANSPORTS = ("ring", "all_gather")
@@ -107,6 +110,16 @@ class RingContext:
             multiple_of=self.mesh.ulysses_size,
         )
 
+    @property
+    def _pattern_here(self) -> Pattern:
+        """The pattern of the heads that this rank has in a pass: a dilated one goes by the head's number."""
+        mesh = self.mesh
+        return (
+            self.pattern
+            if mesh.ulysses_size == 1
+            else HeadsOfPart(self.pattern, mesh.ulysses_rank, mesh.ulysses_size)
+        )
+
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, direction: str = "forward"
     ) -> tuple[Plan, Kernel, float]:
@@ -130,11 +143,46 @@ class RingContext:
             check_agreement(self.exchange, refused, direction, self.calls, settings, (q, k))
         elif refused is not None:
             raise refused
-        scale = options.scale if options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
         plan = build_plan(
-            self.pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
+            self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
         )
-        return plan, kernel, scale
+        return plan, kernel, self._scale(q)
+
+    def prepare_replicated(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, direction: str = "forward"
+    ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:
+        """`prepare` for queries that are on every rank: tiles with this rank's keys, kernel and scale.
+
+        Raises:
+            RingShapeError, RingMismatchError: as in `prepare`.
+        """
+        refused: RingError | None = None
+        options, where = self.options, b""
+        layout = self.layout_for(k.shape[2] if k.dim() == 4 else 1)
+        try:
+            check_local(q, k, v, layout.local_tokens, replicated=True)
+            kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
+            where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
+        except RingError as error:
+            refused = error
+        self.calls += 1
+        if self.exchange is not None and not is_fake(q):
+            settings = f"replicated queries: {self.pattern} {layout} {options}"
+            check_agreement(self.exchange, refused, direction, self.calls, settings, (q, k), where)
+        elif refused is not None:
+            raise refused
+        tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
+        return tiles, kernel, self._scale(q)
+
+    def _scale(self, q: Tensor) -> float:
+        return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
+
+
+def _as_array(positions: Tensor | None) -> np.ndarray | None:
+    if positions is None:
+        return None
+    host = positions.detach().cpu()
+    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16
 
 
 _contexts: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()

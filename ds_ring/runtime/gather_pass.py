@@ -40,7 +40,8 @@ class GatherPass:
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
             out_w, lse_w = out[:, heads], lse[:, heads]
             for part in self.kernel.forward(q[:, heads], *kv_pair, tiles, self.scale):
-                merge_(out_w[:, part.heads, part.q_slots], lse_w[:, part.heads, part.q_slots], *part[2:])
+                rows, own = part.q_rows, part.heads
+                merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         return out.to(q.dtype), lse
 
     def backward(
@@ -57,9 +58,9 @@ class GatherPass:
             grads = self.kernel.backward(grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale)
             dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
             for part in grads:
-                dq_w[:, part.heads, part.q_slots] += part.dq_BHSD
-                dk_w[:, :, part.k_slots] += part.dk_BGSD
-                dv_w[:, :, part.k_slots] += part.dv_BGSD
+                part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
+                part.k_rows.of(dk_w).add_(part.dk_BGSD)
+                part.k_rows.of(dv_w).add_(part.dv_BGSD)
         dk, dv = self._reduce(all_dk), self._reduce(all_dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

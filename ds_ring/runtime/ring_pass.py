@@ -106,7 +106,7 @@ class RingPass:
 
     def _chunks(self, k: Tensor) -> Iterator[tuple[WalkPlan, slice, slice]]:
         """Every walk with the query heads and K/V heads that go round together; [Note: heads in groups]."""
-        head_bytes = k.nbytes // k.shape[1]
+        head_bytes = k.nbytes // k.shape[1] if self.exchange is not None else 0
         for walk in self.plan.walks:
             for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
                 yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
@@ -118,8 +118,8 @@ class RingPass:
             for journey in _computing(journeys, hop):
                 tiles = journey.tiles(hop)
                 for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
-                    rows = part.heads, part.q_slots
-                    merge_(out[:, *rows], lse[:, *rows], part.out_BHSD, part.lse_BHS)
+                    rows, heads = part.q_rows, part.heads
+                    merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
             batch.wait()
             for journey in journeys:
                 journey.advance()
@@ -135,9 +135,9 @@ class RingPass:
                 tiles, grads = journey.tiles(hop), journey.finished
                 assert grads is not None
                 for part in self.kernel.backward(grad_out, q, *journey.payload, out, lse, tiles, self.scale):
-                    dq[:, part.heads, part.q_slots] += part.dq_BHSD
-                    grads.first[:, :, part.k_slots] += part.dk_BGSD
-                    grads.second[:, :, part.k_slots] += part.dv_BGSD
+                    part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+                    part.k_rows.of(grads.first).add_(part.dk_BGSD)
+                    part.k_rows.of(grads.second).add_(part.dv_BGSD)
             batch.wait()
             for journey in journeys:
                 journey.advance()
@@ -167,7 +167,7 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     step = kv_heads.step or 1
     heads = range(kv_heads.start, kv_heads.stop, step)
     sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
-    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))
+    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
     groups = (heads[first : first + size] for first in range(0, len(heads), size))
     return [slice(group[0], group[-1] + 1, step) for group in groups]
 

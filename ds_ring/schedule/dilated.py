@@ -8,15 +8,16 @@ rectangle into progressions on which m is constant.
 Where every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those
 of branch i. A token's level is the last branch that it is in; a pair's common branches are 1 .. c with c the
 smaller level of the two. Pairs with common branches 1 .. c are (exactly c) x (c and more) and (more than
-c) x (exactly c): few progressions. Within them, m is the number of branches 1 .. c whose segment the two share;
-with nested segments that is decided by the smallest shared one. Where branches are not nested like that, the
-common branches follow from the residues modulo the least common multiple of the rates; where even that is too
+c) x (exactly c): few progressions. Within them, m is the number of branches 1 .. c whose segment the two
+share; with nested segments that is decided by the smallest shared one. Where branches are not nested like
+that, the common branches follow from the residues modulo the least common multiple of the rates; where even that is too
 large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
 adds duplicates up exactly as m does, and only some work is done twice.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Dilated(Pattern):
             object.__setattr__(self, name, values)
             if not values or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in values):
                 raise RingPatternError(f"Dilated: {name}: expected positive integers, got {list(values)}")
-            if any(b <= a for a, b in zip(values, values[1:], strict=False)):
+            if any(b <= a for a, b in itertools.pairwise(values)):
                 raise RingPatternError(
                     f"Dilated: {name}: expected strictly increasing numbers, got {list(values)}"
                 )
@@ -161,7 +162,7 @@ class BoundDilated(Pattern):
     def _levels(self, tiles: Tiles, lengths: list[int]) -> list[Tiles]:
         """Pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
         parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
-        for index, (small, large) in enumerate(zip(lengths, lengths[1:], strict=False)):
+        for index, (small, large) in enumerate(itertools.pairwise(lengths)):
             for part in _between_segments(tiles, small, large, self.causal):
                 parts.append(part.times(len(lengths) - index - 1))
         return parts
@@ -217,7 +218,7 @@ def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> lis
 
 
 def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[int]]:
-    """The branches in as few groups as a greedy walk finds, in each of which every length divides the next."""
+    """The branches in groups, as few as a greedy walk finds, in which every length divides the next."""
     chains: list[list[int]] = []
     for branch in branches:
         for chain in chains:
@@ -231,7 +232,7 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
 
 @lru_cache(maxsize=256)
 def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...]:
-    """Which positions have which branches in common; see [Note: levels]. Shares are disjoint, unless alone."""
+    """Which positions have which branches in common; see [Note: levels]."""
     nested = all(
         b % a == 0 and y % a == x
         for (a, x), (b, y) in zip(

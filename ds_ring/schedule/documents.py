@@ -77,7 +77,8 @@ class Documents(Pattern):
         return ((q_id == k_id) & (q_id >= 0)).astype(np.int64)
 
     def __str__(self) -> str:
-        return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {hash((self.starts, self.ids))})"
+        digest = hash((self.starts, self.ids))
+        return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
 
 
 def _keep(tiles: Tiles, q: Any, stretch: IntArray) -> tuple[Tiles, IntArray]:

@@ -160,11 +160,97 @@ class StripedLayout(Layout):
         return -(-self.tokens // self.ring_size)
 
 
+@dataclass(frozen=True)
+class PieceLayout(Layout):
+    """The sequence cut at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending.
+
+    Attributes:
+        boundaries: positions at which pieces begin, and T at the end; ascending.
+        owners: ring rank of each piece.
+    """
+
+    boundaries: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "balanced"
+
+    def runs(self, ring_rank: int) -> IntArray:
+        bounds = np.array(self.boundaries, dtype=np.int64)
+        mine = np.flatnonzero(np.array(self.owners) == ring_rank)
+        starts, ends = bounds[mine], bounds[mine + 1]
+        keep = ends > starts
+        starts, ends = starts[keep], ends[keep]
+        if not len(starts):
+            return _as_runs([])
+        begins = np.concatenate([[True], starts[1:] != ends[:-1]])  # pieces that touch are one run
+        last = np.concatenate([begins[1:], [True]])
+        return np.stack(
+            [starts[begins], np.ones(begins.sum(), dtype=np.int64), ends[last] - starts[begins]], 1
+        )
+
+    @property
+    def longest_shard(self) -> int:
+        lengths = np.diff(self.boundaries)
+        return int(np.bincount(self.owners, weights=lengths, minlength=self.ring_size).max())
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {len(self.owners)} pieces, {hash((self.boundaries, self.owners))}"
+
+
+@dataclass(frozen=True)
+class ResidueLayout(Layout):
+    """Tokens of each window sorted by residue class, so that a dilation becomes block-sparse.
+
+    Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
+    moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
+    go to ranks as in a chunk layout (project DESIGN, section 4).
+
+    Attributes:
+        window: positions of a window; the smallest segment of the pattern.
+        moduli: r_1, lcm(r_1, r_2), ...: each divides the next.
+        chunks_per_rank: 1 for contiguous chunks, 2 for zigzag.
+    """
+
+    window: int = 1
+    moduli: tuple[int, ...] = (1,)
+    chunks_per_rank: int = 1
+
+    @property
+    def name(self) -> str:
+        return "residue"
+
+    @property
+    def _chunks(self) -> ChunkLayout:
+        windows = -(-self.tokens // self.window)
+        return ChunkLayout(windows, self.ring_size, 1, self.chunks_per_rank)
+
+    def runs(self, ring_rank: int) -> IntArray:
+        windows = expand_runs(self._chunks.runs(ring_rank)) * self.window
+        period = self.moduli[-1]
+        residues = np.arange(min(period, self.window))
+        order = np.lexsort([residues % modulus for modulus in reversed(self.moduli)])
+        starts = (windows[:, None] + residues[order][None, :]).reshape(-1)
+        ends = np.repeat(np.minimum(windows + self.window, self.tokens), len(residues))
+        length = np.maximum(-((starts - ends) // period), 0)
+        runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
+        return runs[length > 0]
+
+    @property
+    def longest_shard(self) -> int:
+        return max(self.valid_tokens(rank) for rank in range(self.ring_size))
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, windows of {self.window}, moduli {self.moduli}"
+
+
 _BUILDERS: dict[str, Callable[[int, int, int], Layout]] = {
     "contiguous": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 1),
     "zigzag": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 2),
     "striped": StripedLayout,
 }
+LAYOUT_NAMES = ("auto", "balanced", "residue", *_BUILDERS)
 
 
 @lru_cache(maxsize=256)
@@ -179,22 +265,24 @@ def make_layout(
     """Build a layout by name.
 
     Args:
-        name: "contiguous", "zigzag", "striped", or "auto", which takes the one that suits `pattern`.
+        name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
+            "balanced" (even work), "auto" (compares the others, see `schedule/choose.py`).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
-        pattern: what will be attended; only "auto" looks at it.
+        pattern: what will be attended.
         multiple_of: pad every shard to a multiple of this many slots.
 
     Raises:
-        RingLayoutError: unknown name or sizes that are not positive integers.
+        RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
+            layout is not made for.
     """
     for label, value in (("tokens", tokens), ("ring_size", ring_size), ("multiple_of", multiple_of)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RingLayoutError(f"make_layout: {label}: expected a positive integer, got {value!r}")
-    if name == "auto":
-        name = "zigzag" if pattern is not None and pattern.is_causal else "contiguous"
-    if name not in _BUILDERS:
-        raise RingLayoutError(
-            f"unknown layout {name!r}: expected one of {', '.join(sorted(_BUILDERS))} or auto"
-        )
-    return _BUILDERS[name](tokens, ring_size, multiple_of)
+    if name not in LAYOUT_NAMES:
+        raise RingLayoutError(f"unknown layout {name!r}: expected one of {', '.join(LAYOUT_NAMES)}")
+    if name in _BUILDERS:
+        return _BUILDERS[name](tokens, ring_size, multiple_of)
+    from ds_ring.schedule import choose  # made from patterns, which are made from nothing here
+
+    return choose.BUILDERS[name](tokens, ring_size, multiple_of, pattern)

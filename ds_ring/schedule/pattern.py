@@ -1,26 +1,29 @@
 """Patterns: which query position attends to which key position. Declarative, in global positions.
 
-A pattern answers these questions and nothing else: the tiles of two shards (for the plan), how often a pair is
-attended (for masks and references), and which heads share an answer. All are tested against each other.
+A pattern answers these questions and nothing else: the tiles of two shards (for the plan), how often a
+pair is attended (for masks and references), and which heads share an answer. All are tested against each
+other.
 A pattern knows no layout, no rank and no tensor library. Dilated and documents have rooms of their own.
 """
 
 from __future__ import annotations
 
-from abc import ABC
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ds_ring.errors import RingPatternError
-from ds_ring.schedule.tiles import UNBOUNDED, Tiles, cut_by_distance
+from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles, cut_by_distance
 
 IntArray = np.ndarray
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
 
 @dataclass(frozen=True)
-class Pattern(ABC):
+class Pattern:
     """Base of all patterns; instances are frozen values and hash by their contents. Compose with `&`.
 
     A pattern is the intersection of a band of distances and of a refinement of rectangles, so that every
@@ -36,6 +39,11 @@ class Pattern(ABC):
     def is_causal(self) -> bool:
         """True if no query sees a key after itself."""
         return self.distance[0] >= 0
+
+    @property
+    def masks(self) -> tuple[MaskFunction, ...]:
+        """Functions of single pairs, which only a kernel can evaluate."""
+        return ()
 
     def refine(self, tiles: Tiles) -> Tiles:
         """What is left of (FULL) rectangles, the band of distances not yet cut."""
@@ -58,7 +66,10 @@ class Pattern(ABC):
     def cut(self, rectangles: Tiles) -> Tiles:
         """The non-empty tiles of some rectangles."""
         near = _may_touch(rectangles, *self.distance)
-        return cut_by_distance(self.refine(near), *self.distance)
+        if not self.masks:
+            return cut_by_distance(self.refine(near), *self.distance)
+        blocks = self.refine(near).in_blocks(MASK_BLOCK).of_kind(Kind.PARTIAL)
+        return replace(_may_touch(blocks, *self.distance), mask=MaskInside(self.masks, self.distance))
 
     def mask(
         self,
@@ -85,6 +96,68 @@ def _may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
     nearest = tiles.q.position - tiles.k.last_position
     keep = (farthest >= least) & (nearest <= most)
     return tiles if keep.all() else tiles.rows(keep)
+
+
+@dataclass(frozen=True)
+class MaskInside:
+    """The mask of PARTIAL tiles: functions of single pairs, within a band of distances."""
+
+    functions: tuple[MaskFunction, ...]
+    distance: tuple[int, int]
+
+    def __call__(self, q: Any, k: Any) -> Any:
+        """Bool, broadcast over query positions q and key positions k (tensors or arrays of int64)."""
+        least, most = self.distance
+        visible = (q - k >= least) & (q - k <= most)
+        for function in self.functions:
+            visible = visible & _evaluate(function, q, k)
+        return visible
+
+
+def _evaluate(function: MaskFunction, q: Any, k: Any) -> Any:
+    try:
+        return function(None, None, q, k)
+    except (TypeError, IndexError, KeyError, AttributeError) as error:
+        raise RingPatternError(
+            f"MaskMod: {getattr(function, '__name__', function)} failed: {error}. It is called with tensors"
+            " of global query and key positions, and with None for batch and head: expected a mask that is the"
+            " same for every sample and head; compose one pattern for each instead"
+        ) from error
+
+
+@dataclass(frozen=True)
+class MaskMod(Pattern):
+    """Any FlexAttention `mask_mod` in global positions.
+
+    What the function hides inside a block is not known to the plan: every pair counts as work, and every key
+    travels, unless another pattern composed with `&` says otherwise (`MaskMod(f) & SlidingWindow(1024)`).
+
+    Attributes:
+        function: `mask_mod(batch, head, q_position, k_position) -> bool`, with tensors of positions. Batch
+            and head are None: a mask that depends on them raises.
+        is_known_causal: set it if the function never shows a key after its query; with `&` Causal() it
+            need not be.
+    """
+
+    function: MaskFunction
+    is_known_causal: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        return self.is_known_causal
+
+    @property
+    def masks(self) -> tuple[MaskFunction, ...]:
+        return (self.function,)
+
+    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
+        q, k = np.broadcast_arrays(q, k)
+        return np.asarray(_evaluate(self.function, q, k)).astype(np.int64)
+
+    def __str__(self) -> str:
+        """The function by name: what it captured is not compared between ranks."""
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        return f"MaskMod({named.__module__}.{named.__qualname__})"
 
 
 @dataclass(frozen=True)
@@ -137,6 +210,14 @@ class Both(Pattern):
     def distance(self) -> tuple[int, int]:
         (least, most), (other_least, other_most) = self.first.distance, self.second.distance
         return max(least, other_least), min(most, other_most)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.first.is_causal or self.second.is_causal
+
+    @property
+    def masks(self) -> tuple[MaskFunction, ...]:
+        return self.first.masks + self.second.masks
 
     def refine(self, tiles: Tiles) -> Tiles:
         return self.second.refine(self.first.refine(tiles))

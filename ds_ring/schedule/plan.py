@@ -425,15 +425,20 @@ def _slices(heads: list[int], group: int) -> list[slice]:
     return [slice(head, head + 1, 1) for head in heads]
 
 
-def _choose_lanes(pattern: Pattern, layout: Layout, prune: bool) -> tuple[Lane, ...]:
+def sampled_origins(size: int) -> list[int]:
+    """Shards that stand for all of a ring when costs are compared; all of them up to 16."""
+    count = SAMPLED_ORIGINS if size > 16 else size
+    return sorted({size * i // count for i in range(count)} | {size - 1})
+
+
+def choose_lanes(pattern: Pattern, layout: Layout, prune: bool = True) -> tuple[Lane, ...]:
     """The lanes that send least; up on a tie, one rather than two."""
     size = layout.ring_size
     one_way = [(Lane(1, size - 1),), (Lane(-1, size - 1),)]
     if size <= 2 or not prune:
         return one_way[0]
     both_ways = (Lane(1, size // 2), Lane(-1, (size - 1) // 2))
-    count = min(size, SAMPLED_ORIGINS) if size > 16 else size
-    origins = sorted({size * i // count for i in range(count)} | {size - 1})
+    origins = sampled_origins(size)
     reads: dict[int, Reads] = {}
     walks = [Walk(pattern, layout, slice(0, 1), lanes, True, reads) for lanes in (*one_way, both_ways)]
     return min(walks, key=lambda walk: sum(map(walk.tokens_sent, origins))).lanes
@@ -468,7 +473,7 @@ def build_plan(
         )
     walks = []
     for heads, bound in head_classes(pattern, query_heads, kv_heads):
-        taken = lanes if lanes is not None else _choose_lanes(bound, layout, prune)
+        taken = lanes if lanes is not None else choose_lanes(bound, layout, prune)
         walks.append(Walk(bound, layout, heads, taken, prune))
     return Plan(pattern, layout, query_heads, kv_heads, tuple(walks))
 

@@ -13,8 +13,10 @@ also absorbs the strict diagonals of striped layouts. So a kernel needs one caus
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +106,7 @@ class Tiles:
         kind: a `Kind` per row.
         member: which query head of each K/V head's group the row is for; -1 for all of them.
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
+        mask: what is attended inside PARTIAL tiles, a function of query and key positions; None without.
     """
 
     q: Axis
@@ -111,6 +114,7 @@ class Tiles:
     kind: IntArray
     member: IntArray
     multiplicity: IntArray
+    mask: Callable[[Any, Any], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -126,7 +130,7 @@ class Tiles:
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
         columns = (self.kind[index], self.member[index], self.multiplicity[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns)
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.mask)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """The same rows with other sides; rows that became empty are dropped."""
@@ -149,12 +153,16 @@ class Tiles:
         return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
 
     def for_member(self, member: int) -> Tiles:
-        """The same tiles for one query head of each group (-1: all)."""
-        return replace(self, member=np.full(len(self), member, dtype=np.int64))
+        """What of the tiles concerns one query head of each group (-1: as they are)."""
+        if member < 0:
+            return self
+        concerned = (self.member < 0) | (self.member == member)
+        part = self if concerned.all() else self.rows(concerned)
+        return replace(part, member=np.full(len(part), member, dtype=np.int64))
 
     def times(self, multiplicity: int) -> Tiles:
-        """The same tiles, every pair counted so many times."""
-        return replace(self, multiplicity=np.full(len(self), multiplicity, dtype=np.int64))
+        """The same tiles, every pair counted so many times as often."""
+        return replace(self, multiplicity=self.multiplicity * multiplicity)
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:
@@ -162,11 +170,20 @@ class Tiles:
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
-            *(
-                np.concatenate([getattr(p, name) for p in parts])
-                for name in ("kind", "member", "multiplicity")
-            ),
+            np.concatenate([p.kind for p in parts]),
+            np.concatenate([p.member for p in parts]),
+            np.concatenate([p.multiplicity for p in parts]),
+            next((p.mask for p in parts if p.mask is not None), None),
         )
+
+    def in_blocks(self, side: int) -> Tiles:
+        """Every rectangle cut into pieces of at most side x side."""
+        q_parts, k_parts = -(-self.q.length // side), -(-self.k.length // side)
+        row, which = repeat_rows(q_parts * k_parts)
+        q_first, k_first = which // k_parts[row] * side, which % k_parts[row] * side
+        cut = self.rows(row)
+        q = cut.q.take(q_first, np.minimum(side, cut.q.length - q_first))
+        return cut.sides(q, cut.k.take(k_first, np.minimum(side, cut.k.length - k_first)))
 
     @staticmethod
     def rectangles(q_runs: IntArray, k_runs: IntArray) -> Tiles:

@@ -15,6 +15,8 @@ from torch import Tensor
 VOCABULARY = 61
 LEARNING_RATE = 0.1
 
+Batch = dict[str, Tensor]
+
 
 class Size(NamedTuple):
     """A model and its batch."""
@@ -61,10 +63,12 @@ def build_batch(size: Size) -> dict[str, Tensor]:
     return {"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT}
 
 
-def train_alone(size: Size, steps: int, micro_batches: int = 1) -> Run:
+def train_alone(
+    size: Size, steps: int, micro_batches: int = 1, batch: Batch | None = None, implementation: str = "sdpa"
+) -> Run:
     """Plain PyTorch: the whole batch on one process, transformers' own attention and loss."""
-    model = build_model(size, "sdpa")
-    batch = build_batch(size)
+    model = build_model(size, implementation)
+    batch = build_batch(size) if batch is None else batch
     losses, gradients = [], {}
     for _ in range(steps):
         model.zero_grad()
@@ -116,6 +120,7 @@ def train_on_ring(
     steps: int,
     wrong_scale: float = 1.0,
     checkpointing: bool = False,
+    batch: Batch | None = None,
 ) -> Run:
     """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
     deepspeed = start_deepspeed()
@@ -127,15 +132,14 @@ def train_on_ring(
         model.gradient_checkpointing_enable()
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    whole = build_batch(size)
+    whole = build_batch(size) if batch is None else batch
     micro_batches = engine.gradient_accumulation_steps()
     parts = [_mine(whole, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
     losses, gradients = [], {}
     for _ in range(steps):
         logged = 0.0
         for part in parts:
-            batch = engine.ring.shard_batch(part)
-            loss = engine(**batch).loss
+            loss = engine(**engine.ring.shard_batch(part)).loss
             engine.backward(loss * wrong_scale)
             logged += float(engine.ring.mean_loss(loss)) / micro_batches
             if not gradients and engine.is_gradient_accumulation_boundary():

@@ -68,7 +68,7 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str) -> Result:
     from ds_ring.integrations.session import RingSession
     from ds_ring.integrations.transformers import attach
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.schedule.pattern import pattern_from_config
+    from ds_ring.schedule.pattern_config import pattern_from_config
 
     config = RingConfig(ring_size=world_size, layout=layout)
     mesh = RingMesh.from_world(world_size)

@@ -41,6 +41,21 @@ def test_held_out_documents_are_others():
     assert not {text for text in held_out if len(text) > 200} & set(trained)
 
 
+def test_every_token_is_told_its_document():
+    plain, data = PackedBytes(5000), PackedBytes(5000, document_ids=True)
+    assert set(plain[0]) == {"input_ids", "labels"}
+    last = -1
+    for index in range(20):
+        tokens, documents = data[index]["input_ids"], data[index]["document_ids"]
+        assert documents.shape == (5000,) and documents.dtype == tokens.dtype
+        if last >= 0:
+            assert documents[0] == last
+        ends = (tokens == END_OF_DOCUMENT).int()
+        assert documents.equal(documents[0] + ends.cumsum(0) - ends)
+        last = int(documents[-1] + ends[-1])
+    assert last > 3
+
+
 def test_samples_longer_than_the_text_are_refused():
     with pytest.raises(ValueError, match="expected samples of at most"):
         PackedBytes(10**9, held_out=True)

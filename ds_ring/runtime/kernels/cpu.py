@@ -5,78 +5,24 @@ compiled there. The aten operators take strided views (so a tile is never copied
 unequal lengths, return the natural-log lse, and their backward is exact per tile when it is given the
 global out and lse. Low-precision inputs are computed in float32: the bf16 backward runs at a tenth of
 the speed.
-
-[Note: small triangles]
-`is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
-`TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
-TRIANGLE / side of it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
+from ds_ring.runtime.kernels.calls import BLOCK, TRIANGLE, calls
+from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows, Tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
-TRIANGLE = 256  # side of the smallest triangle, tokens
-BLOCK = 2048  # most queries and most keys of one call: bounds the workspace
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-def _part(slots: slice, first: int, end: int) -> slice:
-    """Members first .. end-1 of an arithmetic progression of slots."""
-    return slice(slots.start + first * slots.step, slots.start + (end - 1) * slots.step + 1, slots.step)
-
-
-def _length(slots: slice) -> int:
-    return len(range(slots.start, slots.stop, slots.step))
-
-
-def _parts(slots: slice, block: int) -> list[slice]:
-    """A progression cut into consecutive parts of at most `block` members, of nearly equal length."""
-    length = _length(slots)
-    count = -(-length // block)
-    bounds = [length * part // count for part in range(count + 1)]
-    return [_part(slots, first, end) for first, end in itertools.pairwise(bounds)]
-
-
-def _split(
-    q_slots: slice, k_slots: slice, kind: Kind, block: int, triangle: int
-) -> Iterator[tuple[slice, slice, Kind]]:
-    """Cut a tile into calls; see [Note: small triangles]."""
-    rows, keys = _length(q_slots), _length(k_slots)
-    if kind == Kind.FULL:
-        for q_part, k_part in itertools.product(_parts(q_slots, block), _parts(k_slots, block)):
-            yield q_part, k_part, kind
-    elif rows <= triangle:
-        yield q_slots, k_slots, kind
-    else:
-        half = -(-rows // 2 // triangle) * triangle  # multiples of it, so that leaves are of one size
-        low_q, high_q = _part(q_slots, 0, half), _part(q_slots, half, rows)
-        low_k, high_k = _part(k_slots, 0, half), _part(k_slots, half, keys)
-        yield from _split(low_q, low_k, kind, block, triangle)
-        full = (high_q, low_k) if kind == Kind.CAUSAL else (low_q, high_k)
-        yield from _split(*full, Kind.FULL, block, triangle)
-        yield from _split(high_q, high_k, kind, block, triangle)
-
-
-@lru_cache(maxsize=512)
-def leaves(tiles: Tiles, block: int = BLOCK, triangle: int = TRIANGLE) -> tuple[Tile, ...]:
-    """All calls for a table of tiles (the same object gives the same answer at once)."""
-    return tuple(
-        Tile(*part, tile.member, tile.bias)
-        for tile in each_tile(tiles)
-        for part in _split(tile.q_slots, tile.k_slots, tile.kind, block, triangle)
-    )
 
 
 @lru_cache(maxsize=16)
@@ -90,11 +36,27 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     return [x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors]
 
 
-def _bias(leaf: Tile, dtype: torch.dtype) -> Tensor | None:
-    if leaf.kind != Kind.ANTICAUSAL:
-        assert leaf.kind in (Kind.FULL, Kind.CAUSAL), f"cpu kernel: a tile of kind {leaf.kind!r}"
-        return None
-    return _hidden_below(_length(leaf.q_slots), dtype)
+def _bias(call: Tile, dtype: torch.dtype) -> Tensor | None:
+    if call.inside is not None:
+        visible = call.inside.visible(call.q_rows.length, call.k_rows.length, torch.device("cpu"))
+        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, HIDDEN)
+    return _hidden_below(call.q_rows.length, dtype) if call.kind == Kind.ANTICAUSAL else None
+
+
+def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that saw hidden keys only come out as out 0, lse -inf."""
+    empty = lse < HIDDEN / 10
+    return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
+
+
+def _batch(rows: Rows, x: Tensor) -> Tensor:
+    """Repetitions as a batch: [B * repeats, heads, length, ...]; a view where B is 1 or there is one."""
+    return rows.of(x) if rows.repeats == 1 else rows.of(x).flatten(0, 1)
+
+
+def _unbatch(rows: Rows, x: Tensor) -> Tensor:
+    """The shape of `rows.of`."""
+    return x if rows.repeats == 1 else x.unflatten(0, (-1, rows.repeats))
 
 
 class CpuKernel:
@@ -113,18 +75,21 @@ class CpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
         group = q.shape[1] // k.shape[1]
-        for leaf in leaves(tiles, self.block, self.triangle):
-            heads = leaf.heads(group)
+        for call in calls(tiles, self.block, self.triangle):
+            heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
             out, lse = _forward(
-                q[:, heads, leaf.q_slots],
-                k[:, :, leaf.k_slots],
-                v[:, :, leaf.k_slots],
+                _batch(rows, q[:, heads]),
+                _batch(keys, k),
+                _batch(keys, v),
                 0.0,
-                leaf.kind == Kind.CAUSAL,
-                attn_mask=_bias(leaf, q.dtype),
+                call.kind == Kind.CAUSAL,
+                attn_mask=_bias(call, q.dtype),
                 scale=scale,
             )
-            yield PartialOut(heads, leaf.q_slots, out, lse + leaf.bias if leaf.bias else lse)
+            lse = lse + call.bias if call.bias else lse
+            if call.kind == Kind.PARTIAL:
+                out, lse = _empty_rows(out, lse)
+            yield PartialOut(heads, rows, _unbatch(rows, out), _unbatch(rows, lse))
 
     def backward(
         self,
@@ -139,24 +104,28 @@ class CpuKernel:
     ) -> Iterator[PartialGrads]:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
         group = q.shape[1] // k.shape[1]
-        for leaf in leaves(tiles, self.block, self.triangle):
-            heads, rows, keys = leaf.heads(group), leaf.q_slots, leaf.k_slots
-            lse_t = lse[:, heads, rows]
+        for call in calls(tiles, self.block, self.triangle):
+            heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
+            lse_t = _batch(rows, lse[:, heads])
+            if call.kind == Kind.PARTIAL:  # exp(hidden - 0) is 0, as the row's weights must be
+                lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
             dq, dk, dv = _backward(
-                grad_out[:, heads, rows],
-                q[:, heads, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                out[:, heads, rows],
-                lse_t - leaf.bias if leaf.bias else lse_t,
+                _batch(rows, grad_out[:, heads]),
+                _batch(rows, q[:, heads]),
+                _batch(keys, k),
+                _batch(keys, v),
+                _batch(rows, out[:, heads]),
+                lse_t - call.bias if call.bias else lse_t,
                 0.0,
-                leaf.kind == Kind.CAUSAL,
-                attn_mask=_bias(leaf, q.dtype),
+                call.kind == Kind.CAUSAL,
+                attn_mask=_bias(call, q.dtype),
                 scale=scale,
             )
-            yield PartialGrads(heads, rows, keys, dq, dk, dv)
+            grads = _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
+            yield PartialGrads(heads, rows, keys, *grads)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return sum(
-            _length(leaf.q_slots) * _length(leaf.k_slots) for leaf in leaves(tiles, self.block, self.triangle)
+            call.q_rows.repeats * call.q_rows.length * call.k_rows.length
+            for call in calls(tiles, self.block, self.triangle)
         )

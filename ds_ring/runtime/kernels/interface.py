@@ -7,29 +7,84 @@ accumulates nor communicates. The ring pass adds the parts up, in float32, in on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ds_ring.schedule.tiles import Kind, Tiles
+
+
+class Rows(NamedTuple):
+    """Slots start + i * step (i < length), and the same again `repeats` times, `stride` slots apart.
+
+    Equal tiles that repeat at a regular distance are one call on a strided view, without a copy.
+    """
+
+    start: int
+    step: int
+    length: int
+    repeats: int = 1
+    stride: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of x [B, heads, S, ...]: [B, heads, length, ...], or [B, repeats, heads, length, ...]."""
+        if self.repeats == 1:
+            return x[:, :, self.start : self.start + (self.length - 1) * self.step + 1 : self.step]
+        slot = x.stride(2)
+        return x.as_strided(
+            (x.shape[0], self.repeats, x.shape[1], self.length, *x.shape[3:]),
+            (x.stride(0), self.stride * slot, x.stride(1), self.step * slot, *x.stride()[3:]),
+            x.storage_offset() + self.start * slot,
+        )
+
+    def part(self, first: int, length: int) -> Rows:
+        """Members first .. first + length - 1 of every repetition."""
+        return self._replace(start=self.start + first * self.step, length=length)
+
+    def again(self, first: int, every: int, length: int, repeats: int) -> Rows:
+        """Of a single progression: `repeats` parts of `length` members, one `every` so many from `first` on."""
+        start = self.start + first * self.step
+        if repeats == 1:
+            return Rows(start, self.step, length)
+        return Rows(start, self.step, length, repeats, every * self.step)
+
+
+class Inside(NamedTuple):
+    """The mask of a PARTIAL tile: a function of positions, and first position and step of both sides."""
+
+    mask: Callable[[Any, Any], Any]
+    q_first: int
+    q_step: int
+    k_first: int
+    k_step: int
+
+    def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Bool [queries, keys]."""
+        q = self.q_first + self.q_step * torch.arange(queries, device=device)
+        k = self.k_first + self.k_step * torch.arange(keys, device=device)
+        visible: Tensor = self.mask(q[:, None], k[None, :])
+        return visible.expand(queries, keys)
 
 
 class Tile(NamedTuple):
     """One row of a `Tiles` table as Python objects.
 
     Attributes:
-        q_slots, k_slots: query and key slots.
+        q_rows, k_rows: query and key slots.
         kind: what of the rectangle is attended.
         member: which query head of each K/V head's group; -1 for all.
         bias: log m, added to every score (0 for ordinary patterns).
+        inside: of a PARTIAL tile, what of it is attended.
     """
 
-    q_slots: slice
-    k_slots: slice
+    q_rows: Rows
+    k_rows: Rows
     kind: Kind
     member: int
     bias: float
+    inside: Inside | None = None
 
     def heads(self, group: int) -> slice:
         """The query heads concerned, if `group` of them share a K/V head."""
@@ -42,12 +97,18 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
         tiles.kind, tiles.member, tiles.multiplicity,
     )  # fmt: skip
-    for q0, q_step, q_n, k0, k_step, k_n, kind, member, times in zip(
-        *(c.tolist() for c in columns), strict=True
-    ):
-        q_slots = slice(q0, q0 + (q_n - 1) * q_step + 1, q_step)
-        k_slots = slice(k0, k0 + (k_n - 1) * k_step + 1, k_step)
-        yield Tile(q_slots, k_slots, Kind(kind), member, math.log(times))
+    lists = zip(*(c.tolist() for c in columns), strict=True)
+    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times) in enumerate(lists):
+        inside = _inside(tiles, row) if kind == Kind.PARTIAL else None
+        q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
+        yield Tile(q_rows, k_rows, Kind(kind), member, math.log(times), inside)
+
+
+def _inside(tiles: Tiles, row: int) -> Inside:
+    assert tiles.mask is not None, "a PARTIAL tile without a mask"
+    q, k = tiles.q, tiles.k
+    places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
+    return Inside(tiles.mask, *(int(place) for place in places))
 
 
 class PartialOut(NamedTuple):
@@ -55,13 +116,13 @@ class PartialOut(NamedTuple):
 
     Attributes:
         heads: the query heads concerned.
-        q_slots: the query slots concerned.
-        out_BHSD: normalised over these keys alone, [batch, len(heads), len(q_slots), head_dim].
+        q_rows: the query slots concerned; `q_rows.of(x)` has the shape of the results.
+        out_BHSD: normalised over these keys alone.
         lse_BHS: natural-log log-sum-exp over these keys, float32 (float64 for float64 inputs).
     """
 
     heads: slice
-    q_slots: slice
+    q_rows: Rows
     out_BHSD: Tensor
     lse_BHS: Tensor
 
@@ -70,8 +131,8 @@ class PartialGrads(NamedTuple):
     """What one tile adds to the gradients; dk and dv are of all K/V heads, summed over the query heads."""
 
     heads: slice
-    q_slots: slice
-    k_slots: slice
+    q_rows: Rows
+    k_rows: Rows
     dq_BHSD: Tensor
     dk_BGSD: Tensor
     dv_BGSD: Tensor

@@ -14,14 +14,22 @@ from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, ea
 from ds_ring.schedule.tiles import Kind, Tiles
 
 
-def _visible(kind: Kind, queries: int, keys: int, device: torch.device) -> Tensor:
+def _visible(tile: Tile, device: torch.device) -> Tensor:
+    queries, keys = tile.q_rows.length, tile.k_rows.length
+    if tile.inside is not None:
+        return tile.inside.visible(queries, keys, device)
     ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if kind == Kind.CAUSAL:
+    if tile.kind == Kind.CAUSAL:
         return ones.tril()
-    if kind == Kind.ANTICAUSAL:
+    if tile.kind == Kind.ANTICAUSAL:
         return ones.triu()
-    assert kind == Kind.FULL, f"reference kernel: a tile of kind {kind!r}"
+    assert tile.kind == Kind.FULL, f"reference kernel: a tile of kind {tile.kind!r}"
     return ones
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); 0 where a row sees nothing at all."""
+    return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
 def _expand(x_BGSD: Tensor, heads: int) -> Tensor:
@@ -39,7 +47,7 @@ class ReferenceKernel:
             heads = tile.heads(q.shape[1] // k.shape[1])
             scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale)
             lse = torch.logsumexp(scores, dim=-1)
-            yield PartialOut(heads, tile.q_slots, torch.exp(scores - lse.unsqueeze(-1)) @ v_t, lse)
+            yield PartialOut(heads, tile.q_rows, _weights(scores, lse) @ v_t, lse)
 
     def backward(
         self,
@@ -56,12 +64,12 @@ class ReferenceKernel:
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // groups)
             scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale)
-            q_t, grad_t, out_t = (x[:, heads, tile.q_slots].to(scores.dtype) for x in (q, grad_out, out))
-            weights = torch.exp(scores - lse[:, heads, tile.q_slots].to(scores.dtype).unsqueeze(-1))
+            q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
+            weights = _weights(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             dscores = weights * (grad_t @ v_t.mT - delta) * scale
             dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
-            yield PartialGrads(heads, tile.q_slots, tile.k_slots, dscores @ k_t, dk, dv)
+            yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return int((tiles.q.length * tiles.k.length).sum())
@@ -70,9 +78,9 @@ class ReferenceKernel:
     def _scores(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """Masked scores [B, heads, queries, keys] and the expanded keys and values of a tile."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q_t = q[:, :, tile.q_slots].to(dtype)
-        k_t, v_t = (_expand(x[:, :, tile.k_slots].to(dtype), q.shape[1]) for x in (k, v))
-        visible = _visible(tile.kind, q_t.shape[2], k_t.shape[2], q.device)
+        q_t = tile.q_rows.of(q).to(dtype)
+        k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
+        visible = _visible(tile, q.device)
         scores = q_t @ k_t.mT * scale + tile.bias
         return scores.masked_fill(~visible, float("-inf")), k_t, v_t
 

@@ -13,7 +13,7 @@ from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.session import RingSession
 from ds_ring.integrations.transformers import attach, check_model
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.schedule.pattern import pattern_from_config
+from ds_ring.schedule.pattern_config import pattern_from_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -175,7 +175,7 @@ WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
     "a window": (
         lambda: transformers.MistralConfig(**GROUPED, sliding_window=32),
         RingPatternError,
-        "config.sliding_window is 32.*lets each of 33 tokens see further",
+        "config.sliding_window is 32.*lets each of 33 tokens see otherwise",
     ),
     "windowed layers": (
         lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
@@ -243,3 +243,74 @@ def test_a_model_that_computes_its_own_loss_is_refused():
     batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
     with pytest.raises(RingConfigError, match="computed a loss by itself"):
         model(**batch)
+
+
+def test_packed_positions_reach_the_model_and_its_mask_is_accepted():
+    """transformers sees positions restart and builds a mask for them; the pattern has it already."""
+    positions = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
+    batch = {"input_ids": IDS, "position_ids": positions}
+    labels = IDS.masked_fill(positions == 0, -100)
+    # with a cache, transformers 5 takes restarting positions for one document
+    expected = build(FAMILIES["Llama"](), "sdpa")(**batch, labels=labels, use_cache=False)
+    model, session = attached(pattern={"documents": True})
+    got = model(**session.shard_batch({**batch, "labels": IDS}))
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_model_with_a_window_runs_where_the_pattern_has_the_same(documents):
+    """Both count the token itself; with documents, transformers counts within each."""
+    config = transformers.MistralConfig(**GROUPED, sliding_window=5)
+    batch = {"input_ids": IDS}
+    if documents:
+        batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
+    expected = build(config, "sdpa")(**batch, use_cache=False).logits
+    model, session = attached(config, pattern={"window": 5, "documents": documents})
+    got = model(**session.shard_batch(batch)).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got, expected[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [4, 6])
+def test_another_window_than_the_models_is_refused(window):
+    model, session = attached(
+        transformers.MistralConfig(**GROUPED, sliding_window=5), pattern={"window": window}
+    )
+    with pytest.raises(RingPatternError, match=r'sliding_window is 5, .*set "window": 5 in the "pattern"'):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_layers_with_and_without_a_window_are_refused():
+    config = transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16)
+    config.layer_types = ["sliding_attention", "full_attention"]
+    model, session = attached(config, pattern={"window": 16})
+    with pytest.raises(RingPatternError, match="others are full_attention; a ring has one pattern"):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
+
+
+def test_a_dilated_pattern_replaces_a_causal_models_mask():
+    model, session = attached(pattern=DILATED)
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    assert model(**batch).loss.isfinite()
+    expected = build(FAMILIES["Llama"](), "sdpa")(input_ids=IDS).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert not torch.allclose(model(**batch).logits, expected[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [DILATED, {"documents": True}, {"window": 5}])
+def test_a_pattern_needs_our_attention_even_on_one_rank(pattern):
+    with pytest.raises(RingConfigError, match="got 'sdpa', which would not apply the pattern"):
+        check_model(build(FAMILIES["Llama"](), "sdpa"), RingConfig(ring_size=1, pattern=pattern))
+
+
+def test_documents_need_their_own_pattern():
+    import ds_ring
+
+    config = RingConfig(ring_size=1, pattern={"documents": True})
+    with pytest.raises(RingConfigError, match=r"call engine.ring.attention\(\)\(q, k, v\)"):
+        ds_ring.RingAttention(config, mesh=RingMesh.single())

@@ -3,91 +3,126 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from ds_ring import Causal, Full, RingLayoutError, build_plan, make_layout
+from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.plan import Plan, count_slots, locate_slots, subtract_slots
-from tests.cases import LAYOUTS, PATTERNS
-from tests.unit.schedule.test_tiles import paint
+from ds_ring.schedule.plan import Lane, Plan, Walk
+from ds_ring.schedule.slots import expand_ranges, no_slots
+from tests.cases import LAYOUTS, PATTERNS, layout_for
+from tests.unit.schedule.painting import paint
+
+HEADS = (4, 2)  # query heads and K/V heads of the plans here
+PatternOf = Callable[[int], Pattern]
 
 
-def ranges_to_slots(ranges: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(a, b) for a, b in ranges]) if len(ranges) else np.empty(0, dtype=int)
+def slots_of(ranges: np.ndarray) -> set[int]:
+    return set(expand_ranges(ranges).tolist())
+
+
+def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: np.ndarray) -> np.ndarray:
+    """The pattern's multiplicities; padding (-1) attends to nothing."""
+    q, k = q_positions[:, None], k_positions[None, :]
+    return pattern.multiplicity(head, *HEADS, q, k) * (q >= 0) * (k >= 0)
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize(("tokens", "ring_size"), [(40, 1), (40, 2), (41, 3), (64, 4), (5, 8), (83, 8)])
 @pytest.mark.parametrize("prune", [True, False])
 def test_a_plan_computes_the_mask_and_every_key_is_there(
-    layout_name: str, pattern: Pattern, tokens: int, ring_size: int, prune: bool
+    layout_name: str, pattern_of: PatternOf, tokens: int, ring_size: int, prune: bool
 ) -> None:
-    layout = make_layout(layout_name, tokens=tokens, ring_size=ring_size)
-    plan = build_plan(pattern, layout, prune=prune)
+    pattern = pattern_of(tokens)
+    layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=ring_size)
+    plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1], prune=prune)
     for rank in range(ring_size):
-        seen = np.zeros((layout.local_tokens, tokens), dtype=int)
-        for visit in filter(None, plan.rank(rank).visits):
-            held = ranges_to_slots(visit.held)
-            positions = layout.positions(visit.origin)[held]
-            cover = paint(visit.tiles, layout.local_tokens, len(held))
-            seen[:, positions] += cover
-            assert set(ranges_to_slots(visit.forward)) <= set(held)
-        np.testing.assert_array_equal(seen, pattern.mask(layout.positions(rank), np.arange(tokens)))
+        seen = np.zeros((HEADS[0], layout.local_tokens, tokens), dtype=int)
+        for walk in plan.rank(rank).walks:
+            for visit, kv_head in itertools.product(walk.visits, range(HEADS[1])[walk.kv_heads]):
+                held = expand_ranges(visit.held)
+                positions = layout.positions(visit.origin)[held]
+                assert slots_of(visit.forward) <= set(held.tolist())
+                for member in range(plan.group):
+                    cover = paint(visit.tiles, layout.local_tokens, len(held), member)
+                    seen[kv_head * plan.group + member][:, positions] += cover
+        for head in range(HEADS[0]):
+            want = attended(pattern, head, layout.positions(rank), np.arange(tokens))
+            np.testing.assert_array_equal(seen[head], want)
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
 def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
-    layout_name: str, pattern: Pattern, ring_size: int
+    layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
-    layout = make_layout(layout_name, tokens=16 * ring_size - 3, ring_size=ring_size)
-    plan = build_plan(pattern, layout)
+    tokens = 16 * ring_size - 3
+    layout = layout_for(layout_name, pattern_of(tokens), tokens=tokens, ring_size=ring_size)
+    plan = build_plan(pattern_of(tokens), layout, query_heads=HEADS[0], kv_heads=HEADS[1])
     ranks = [plan.rank(rank) for rank in range(ring_size)]
-    for rank, hop in itertools.product(range(ring_size), range(ring_size)):
-        visit, following = ranks[rank].visit(hop), ranks[(rank + plan.direction) % ring_size].visit(hop + 1)
-        sent = visit.forward if visit is not None else np.empty((0, 2), dtype=np.int64)
-        held = following.held if following is not None else np.empty((0, 2), dtype=np.int64)
-        np.testing.assert_array_equal(sent, held)
     assert sum(r.tokens_sent for r in ranks) == sum(r.tokens_received for r in ranks) == plan.tokens_sent
-    for origin in range(ring_size):
-        read_later: set[int] = set()
-        for hop in range(ring_size - 1, 0, -1):
-            visit = ranks[(origin + plan.direction * hop) % ring_size].visit(hop)
-            if visit is None:
-                assert not read_later
-                continue
-            held, table = ranges_to_slots(visit.held), visit.tiles.k
-            for slot, length in zip(table.slot, table.length, strict=True):
-                read_later |= set(held[slot : slot + length])
-            assert set(held) == read_later, "sent although nobody reads it"
+    assert plan.tokens_sent >= plan.tokens_needed
+    for index, walk in enumerate(plan.walks):
+        for number, lane in enumerate(walk.lanes):
+            lanes = [rank.walks[index].lanes[number] for rank in ranks]
+            for rank, hop in itertools.product(range(ring_size), range(ring_size)):
+                visit, following = lanes[rank].visit(hop), lanes[(rank + lane.direction) % ring_size].visit(hop + 1)
+                sent = visit.forward if visit is not None else no_slots()
+                held = following.held if following is not None else no_slots()
+                np.testing.assert_array_equal(sent, held)
+            for origin in range(ring_size):
+                read_later: set[int] = set()
+                for hop in range(ring_size - 1, 0, -1):
+                    visit = lanes[(origin + lane.direction * hop) % ring_size].visit(hop)
+                    if visit is None:
+                        assert not read_later
+                        continue
+                    held, keys = expand_ranges(visit.held), visit.tiles.k
+                    for slot, step, length in zip(keys.slot, keys.slot_step, keys.length, strict=True):
+                        read_later |= set(held[slot : slot + step * (length - 1) + 1 : step].tolist())
+                    assert set(held.tolist()) == read_later, "sent although nobody reads it"
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
-def test_every_gradient_comes_home_once(layout_name: str, ring_size: int) -> None:
-    layout = make_layout(layout_name, tokens=100, ring_size=ring_size)
-    plan = build_plan(Causal(), layout)
-    for rank in range(ring_size):
-        own = plan.rank(rank)
-        home = [ranges_to_slots(coming.slots) for coming in own.homecomings]
-        came = np.concatenate(home) if home else np.empty(0, dtype=int)
-        assert len(came) == len(set(came)), "a gradient that comes home twice"
-        np.testing.assert_array_equal(np.sort(came), ranges_to_slots(plan.held(rank, 1)))
-        for coming in own.homecomings:
-            visit = plan.rank(coming.sender).visit(coming.hop)
-            assert visit is not None and visit.origin == rank
-            np.testing.assert_array_equal(visit.ends_here, coming.slots)
+def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
+    pattern = pattern_of(100)
+    layout = layout_for(layout_name, pattern, tokens=100, ring_size=ring_size)
+    plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1])
+    for rank, (index, walk) in itertools.product(range(ring_size), enumerate(plan.walks)):
+        for number, lane in enumerate(walk.lanes):
+            own = plan.rank(rank).walks[index].lanes[number]
+            came = np.concatenate([no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)])
+            assert len(came) == len(set(came.tolist())), "a gradient that comes home twice"
+            np.testing.assert_array_equal(np.sort(came), expand_ranges(walk.held(rank, lane, 1)))
+            for coming in own.homecomings:
+                visit = plan.rank(coming.sender).walks[index].lanes[number].visit(coming.hop)
+                assert visit is not None and visit.origin == rank
+                np.testing.assert_array_equal(visit.ends_here, coming.slots)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("ring_size", [3, 4, 8])
+def test_the_lanes_that_send_least_are_taken(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
+    pattern = pattern_of(200)
+    layout = layout_for(layout_name, pattern, tokens=200, ring_size=ring_size)
+    one_way = [(Lane(1, ring_size - 1),), (Lane(-1, ring_size - 1),)]
+    ways = [*one_way, (Lane(1, ring_size // 2), Lane(-1, (ring_size - 1) // 2))]
+    sent = [build_plan(pattern, layout, lanes=way).tokens_sent for way in ways]
+    assert build_plan(pattern, layout).tokens_sent == min(sent)
 
 
 def executed_pairs(plan: Plan, rank: int) -> int:
-    kernel = CpuKernel()
-    return sum(kernel.executed_pairs(visit.tiles) for visit in plan.rank(rank).visits if visit is not None)
+    kernel, (walk,) = CpuKernel(), plan.rank(rank).walks
+    return sum(kernel.executed_pairs(visit.tiles) for visit in walk.visits)
 
 
 @pytest.mark.parametrize("ring_size", [2, 4, 8, 64])
@@ -114,14 +149,15 @@ def test_the_direction_that_sends_less_is_taken(name: str, share: float, directi
     layout = make_layout(name, tokens=8 * 128, ring_size=8)
     plan = build_plan(Causal(), layout)
     all_gather_tokens = 8 * 7 * 128
-    assert plan.direction == direction
+    assert plan.walks[0].lanes == (Lane(direction, 7),)
     assert plan.tokens_sent == pytest.approx(share * all_gather_tokens, rel=0.005)
 
 
 def test_causal_contiguous_stops_where_nobody_reads_on() -> None:
     plan = build_plan(Causal(), make_layout("contiguous", tokens=64, ring_size=4))
     first, last = plan.rank(0), plan.rank(3)
-    assert first.hops == 1 and first.tokens_received == 0 and first.tokens_sent == 16
+    assert first.walks[0].lanes[0].hops == 1
+    assert first.tokens_received == 0 and first.tokens_sent == 16
     assert last.tokens_sent == 0 and last.tokens_received == 48
 
 
@@ -130,33 +166,54 @@ def test_without_pruning_everything_goes_all_the_way_round() -> None:
     assert build_plan(Causal(), layout, prune=False).tokens_sent == 4 * 3 * 16
 
 
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_a_window_sends_what_it_looks_back_and_no_more_however_long_the_sequence(tokens: int) -> None:
+    layout = make_layout("contiguous", tokens=tokens, ring_size=8)
+    for causal, ways in ((True, 1), (False, 2)):
+        plan = build_plan(SlidingWindow(64, causal), layout)
+        assert plan.tokens_sent == plan.tokens_needed == ways * 7 * 63
+
+
+@pytest.mark.parametrize(("rule", "walks"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
+def test_heads_that_are_read_alike_go_together(rule: str, walks: int) -> None:
+    pattern = Dilated((16, 64), (1, 4), True, rule)
+    plan = build_plan(
+        pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8
+    )
+    assert len(plan.walks) == walks
+    heads = [head for walk in plan.walks for head in range(8)[walk.kv_heads]]
+    assert sorted(heads) == list(range(8))
+    per_walk = [sum(map(walk.tokens_sent, range(4))) * len(range(8)[walk.kv_heads]) for walk in plan.walks]
+    assert plan.tokens_sent == sum(per_walk)
+
+
+def test_what_must_cross_is_each_token_once_for_each_other_rank_that_reads_it() -> None:
+    pattern, layout = Dilated((16, 64), (1, 4), False, "zero"), make_layout("zigzag", tokens=96, ring_size=4)
+    (walk,) = build_plan(pattern, layout).walks
+    assert isinstance(walk, Walk)
+    for origin in range(4):
+        own = layout.positions(origin)
+        reads = [attended(pattern, 0, layout.positions(r), own).any(0) for r in range(4) if r != origin]
+        assert walk.tokens_needed(origin) == np.sum(reads)
+
+
 def test_a_plan_of_1024_ranks_is_built_for_one_rank_at_a_time() -> None:
     layout = make_layout("zigzag", tokens=1024 << 20, ring_size=1024)
-    rank = build_plan(Causal(), layout, direction=-1).rank(0)
-    assert rank.hops == 1024
+    rank = build_plan(Causal(), layout, lanes=(Lane(-1, 1023),)).rank(0)
+    assert rank.walks[0].lanes[0].hops == 1024
     assert rank.pairs == pytest.approx(layout.tokens**2 / 2 / 1024, rel=1e-6)
 
 
 def test_a_summary_names_every_hop() -> None:
     text = build_plan(Causal(), make_layout("zigzag", tokens=64, ring_size=2)).summary()
-    assert "zigzag layout of 64 tokens over 2 ranks" in text and len(text.splitlines()) == 2 + 4
-
-
-def test_slot_arithmetic() -> None:
-    whole = np.array([[0, 10], [20, 30]])
-    np.testing.assert_array_equal(
-        subtract_slots(whole, np.array([[3, 5], [20, 25]])), [[0, 3], [5, 10], [25, 30]]
-    )
-    np.testing.assert_array_equal(subtract_slots(whole, whole), np.empty((0, 2)))
-    np.testing.assert_array_equal(locate_slots(np.array([0, 9, 20, 29]), whole), [0, 9, 10, 19])
-    assert count_slots(whole) == 20
+    assert "zigzag layout of 64 tokens over 2 ranks" in text and len(text.splitlines()) == 3 + 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"query_heads": 6, "kv_heads": 4}, "multiple of K/V heads: got 6 and 4"),
-        ({"direction": 2}, "direction: expected"),
+        ({"query_heads": 4, "kv_heads": 0}, "multiple of K/V heads: got 4 and 0"),
     ],
 )
 def test_plans_that_cannot_be(arguments: dict[str, int], said: str) -> None:

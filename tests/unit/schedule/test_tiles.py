@@ -6,23 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles, cut_by_distance
-
-
-def paint(tiles: Tiles, queries: int, keys: int) -> np.ndarray:
-    """How often each (query slot, key slot) is covered."""
-    canvas = np.zeros((queries, keys), dtype=int)
-    for row in range(len(tiles)):
-        q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
-        i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
-        inside = {Kind.FULL: i >= i - j * 0, Kind.CAUSAL: j <= i, Kind.ANTICAUSAL: j >= i}[
-            Kind(tiles.kind[row])
-        ]
-        inside = np.broadcast_to(inside, (len(q), len(k)))
-        assert tiles.kind[row] == Kind.FULL or len(q) == len(k), "a triangle is square"
-        assert inside.sum() == tiles.pairs[row]
-        canvas[np.ix_(q, k)] += inside
-    return canvas
+from ds_ring.schedule.tiles import UNBOUNDED, Tiles, cut_by_distance
+from tests.unit.schedule.painting import paint
 
 
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))

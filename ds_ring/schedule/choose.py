@@ -1,0 +1,238 @@
+"""Layouts that are made for a pattern: residue, balanced, auto. Owns the choice and its cost function.
+
+[Note: the cost of a layout]
+Work is what the fullest rank computes: the pairs of its queries, over the mean of all ranks ("imbalance").
+Bytes are the tokens that the plan sends. A layout whose imbalance is at most `EVEN` is even enough; of these
+the one that sends least is taken; where none is, the most even one. Memory is not traded: shards differ by
+at most `SLACK` in tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.errors import RingLayoutError
+from ds_ring.schedule.dilated import BoundDilated, Dilated
+from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, PieceLayout, ResidueLayout
+from ds_ring.schedule.pattern import Both, Pattern
+from ds_ring.schedule.plan import Walk, choose_lanes, sampled_origins
+
+EVEN = 1.05  # imbalance up to here counts as even
+SLACK = 1.10  # tokens of the longest shard over the mean
+PIECES_PER_RANK = (2, 4, 8, 16, 32)
+COMPARED = 4  # even layouts, those of the fewest runs first, whose traffic is compared
+_log = logging.getLogger(__name__)
+
+
+class Candidate(NamedTuple):
+    """A layout with what it costs; see [Note: the cost of a layout].
+
+    Attributes:
+        layout: the layout.
+        imbalance: pairs of the fullest rank over the mean.
+        tokens_sent: per K/V head, in a forward pass, over the sampled shards.
+    """
+
+    layout: Layout
+    imbalance: float
+    tokens_sent: int
+
+    def __str__(self) -> str:
+        return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
+
+
+def bound_to_one_head(pattern: Pattern) -> Pattern:
+    """The pattern of head 0: layouts are chosen for one head, since the heads' work is alike."""
+    return pattern.bind((0,), 1, 1)
+
+
+def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
+    """Attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
+    tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
+    first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
+    row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
+    return np.bincount(row, weights=tiles.pairs, minlength=len(runs)).astype(np.int64)
+
+
+def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
+    """Attended pairs of every rank, for one head; int64 [ring_size]."""
+    runs = [layout.runs(rank) for rank in range(layout.ring_size)]
+    ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
+    work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
+    return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
+
+
+class Option(NamedTuple):
+    """A layout and how even it is; what it sends is looked at only where that decides."""
+
+    layout: Layout
+    imbalance: float
+
+
+def _imbalance(work: IntArray) -> float:
+    return float(work.max() / work.mean()) if work.any() else 1.0
+
+
+def tokens_sent(pattern: Pattern, layout: Layout) -> int:
+    """Tokens that a forward pass sends for the sampled shards, per K/V head."""
+    walk = Walk(pattern, layout, slice(0, 1), choose_lanes(pattern, layout))
+    return sum(map(walk.tokens_sent, sampled_origins(layout.ring_size)))
+
+
+def _best(pattern: Pattern, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
+    """The best option, and all that were compared by what they send; see [Note: the cost of a layout]."""
+    even = sorted((o for o in options if o.imbalance <= EVEN), key=lambda o: len(o.layout.runs(0)))
+    compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
+    rated = [Candidate(*option, tokens_sent(pattern, option.layout)) for option in compared]
+    return min(rated, key=lambda c: c.tokens_sent), rated
+
+
+def make_auto(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Compare contiguous, zigzag and, where these are uneven, balanced layouts; take one and log why."""
+    if pattern is None or ring_size == 1:
+        return ChunkLayout(tokens, ring_size, multiple_of, 1)
+    bound = bound_to_one_head(pattern)
+    chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
+    options = [Option(layout, _imbalance(work_of_ranks(bound, layout))) for layout in chunks]
+    if min(o.imbalance for o in options) > EVEN:
+        options += _balanced_options(tokens, ring_size, multiple_of, bound)
+    best, rated = _best(bound, options)
+    others = "; ".join(str(c) for c in rated if c is not best) or "no other was even enough"
+    _log.info("ds_ring: layout auto took %s for %s; compared with: %s", best, pattern, others)
+    return best.layout
+
+
+def make_balanced(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Pieces of the sequence, so assigned that every rank has the same work; [Note: the cost of a layout].
+
+    Raises:
+        RingLayoutError: no pattern given.
+    """
+    if pattern is None:
+        raise RingLayoutError(
+            'layout "balanced" needs the pattern: make_layout("balanced", pattern=..., ...)'
+        )
+    bound = bound_to_one_head(pattern)
+    options = _balanced_options(tokens, ring_size, multiple_of, bound)
+    if not options:
+        return ChunkLayout(tokens, ring_size, multiple_of, 1)
+    return _best(bound, options)[0].layout
+
+
+def _balanced_options(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern) -> list[Option]:
+    """Even cuts, and pieces dealt out in two ways, finer and finer until some are even."""
+    sizes, found = (tokens, ring_size, multiple_of), []
+    finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
+    if not finest:
+        return []
+    work = _work_of_pieces(pattern, tokens, finest)
+    cuts = _even_cuts(*sizes, work)
+    if cuts is not None:
+        found.append(Option(cuts, _imbalance(work_of_ranks(pattern, cuts))))
+    for per_rank in PIECES_PER_RANK:
+        pieces = ring_size * per_rank
+        if finest % pieces:
+            continue
+        bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
+        piece_work = _work_of_pieces(pattern, tokens, pieces)
+        for owners in (_snake(piece_work, ring_size), _nearest(piece_work, ring_size)):
+            load = np.bincount(owners, weights=piece_work, minlength=ring_size)
+            found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(load)))
+        if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
+            break
+    return found
+
+
+def _work_of_pieces(pattern: Pattern, tokens: int, pieces: int) -> IntArray:
+    bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
+    runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
+    return work_of_runs(pattern, runs, tokens)
+
+
+def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
+    """Contiguous shards of equal work, if their lengths stay within the slack."""
+    bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
+    total = np.concatenate([[0], np.cumsum(work)])
+    goals = total[-1] * np.arange(1, ring_size) / ring_size
+    cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
+    if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
+        return None
+    return PieceLayout(tokens, ring_size, multiple_of, tuple(cuts), tuple(range(ring_size)))
+
+
+def _snake(work: IntArray, ring_size: int) -> IntArray:
+    """Pieces by falling work, dealt out forth and back; every rank gets the same number."""
+    place = np.argsort(-work, kind="stable")
+    turn, seat = np.divmod(np.arange(len(work)), ring_size)
+    owners = np.empty(len(work), dtype=np.int64)
+    owners[place] = np.where(turn % 2 == 0, seat, ring_size - 1 - seat)
+    return owners
+
+
+def _nearest(work: IntArray, ring_size: int) -> IntArray:
+    """Contiguous shards, and pieces swapped between the fullest and the emptiest rank while it helps."""
+    per_rank = len(work) // ring_size
+    owners = np.arange(len(work)) // per_rank
+    load = np.bincount(owners, weights=work, minlength=ring_size)
+    for _ in range(4 * ring_size):
+        full, empty = int(load.argmax()), int(load.argmin())
+        excess = (load[full] - load[empty]) / 2
+        if load[full] <= (1 + (EVEN - 1) / 2) * load.mean():
+            break
+        give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
+        gain = work[give][:, None] - work[take][None, :]
+        best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
+        if not 0 < gain[best] < 2 * excess:
+            break
+        owners[give[best[0]]], owners[take[best[1]]] = empty, full
+        load[full] -= gain[best]
+        load[empty] += gain[best]
+    return owners
+
+
+def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """The residue layout of a dilated pattern (alone or in a composition).
+
+    Raises:
+        RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
+    """
+    dilated = _dilated_in(pattern)
+    if dilated is None:
+        raise RingLayoutError(
+            f'layout "residue" orders tokens by the residues of a dilated pattern, got {pattern};'
+            ' give a pattern with Dilated(...), or take "auto"'
+        )
+    window = dilated.segment_lengths[0]
+    moduli = [math.lcm(*dilated.dilation_rates[: i + 1]) for i in range(len(dilated.dilation_rates))]
+    if moduli[-1] > window:
+        raise RingLayoutError(
+            f'layout "residue": the rates {dilated.dilation_rates} repeat after {moduli[-1]} tokens, more'
+            f' than the smallest segment {window}; take "auto" or "contiguous"'
+        )
+    shapes = (
+        ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), chunks) for chunks in (1, 2)
+    )
+    bound = bound_to_one_head(pattern) if pattern is not None else None
+    if bound is None or ring_size == 1:
+        return next(shapes)
+    works = [(work_of_ranks(bound, layout), layout) for layout in shapes]
+    even = [layout for work, layout in works if work.max() <= EVEN * work.mean()]
+    return even[0] if even else min(works, key=lambda pair: pair[0].max())[1]
+
+
+def _dilated_in(pattern: Pattern | None) -> Dilated | BoundDilated | None:
+    if isinstance(pattern, Both):
+        return _dilated_in(pattern.first) or _dilated_in(pattern.second)
+    return pattern if isinstance(pattern, Dilated | BoundDilated) else None
+
+
+BUILDERS: dict[str, Callable[[int, int, int, Pattern | None], Layout]] = {
+    "auto": make_auto,
+    "balanced": make_balanced,
+    "residue": make_residue,
+}

@@ -1,0 +1,209 @@
+"""LongNet's dilation, windows and packed documents train on a ring as on one process; documents stay apart.
+
+The one process runs transformers' eager attention, to whose scores the logarithm of the multiplicity is
+added: the table of DESIGN's definition, pair by pair, without a line of the patterns under test.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.deepspeed_ranks import (
+    VOCABULARY,
+    Batch,
+    Run,
+    Size,
+    build_model,
+    json_config,
+    train_alone,
+    train_on_ring,
+)
+from tests.dist.test_deepspeed_parity import check_parity
+
+STEPS = 5
+HEADS = 4  # of deepspeed_ranks' models
+SIZE = Size(hidden=32, layers=2, tokens=83, samples=2)
+LENGTHS = [[20, 1, 35, 27], [50, 33]]  # of the documents in each of two samples
+SEGMENTS, DILATIONS, WINDOW = (8, 32, 64), (1, 2, 4), 9
+
+LONGNET = {"segment_lengths": SEGMENTS, "dilation_rates": DILATIONS}
+
+
+def document_ids_of(samples: int) -> Tensor:
+    """The samples' documents in turn, numbered anew in each sample."""
+    rows = [torch.repeat_interleave(torch.tensor(LENGTHS[row % 2])) + 10 * row for row in range(samples)]
+    return torch.stack(rows)
+
+
+def restarting(document_ids: Tensor) -> Tensor:
+    """Positions that count from 0 in each document, token by token."""
+    rows = []
+    for row in document_ids.tolist():
+        positions: list[int] = []
+        for token, document in enumerate(row):
+            again = token == 0 or document != row[token - 1]
+            positions.append(0 if again else positions[-1] + 1)
+        rows.append(positions)
+    return torch.tensor(rows)
+
+
+def multiplicity(pattern: dict[str, Any], document_ids: Tensor) -> Tensor:
+    """How often query q attends to key k, [B, H, T, T], by the definition."""
+    tokens = document_ids.shape[1]
+    q, k = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    by_head = []
+    for head in range(HEADS):
+        m = torch.zeros(tokens, tokens) if "segment_lengths" in pattern else torch.ones(tokens, tokens)
+        for w, r in zip(pattern.get("segment_lengths", ()), pattern.get("dilation_rates", ()), strict=True):
+            offset = head % r
+            m += (q // w == k // w) & (q % w % r == offset) & (k % w % r == offset)
+        by_head.append(m * (k <= q) * (q - k < pattern.get("window", tokens)))
+    m = torch.stack(by_head).expand(len(document_ids), -1, -1, -1)
+    if pattern.get("documents"):
+        m = m * (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return m
+
+
+def tokens_and_labels(samples: int = SIZE.samples) -> Batch:
+    ids = torch.randint(1, VOCABULARY, (samples, SIZE.tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train_dense(pattern: dict[str, Any], most: int = 9) -> Run:
+    """One process; transformers shifts the labels, so a document's first token is the one not to predict.
+
+    `most` caps the multiplicity: 1 is a mask that forgets how many branches see a pair.
+    """
+    batch, document_ids = tokens_and_labels(), document_ids_of(SIZE.samples)
+    m = multiplicity(pattern, document_ids).clamp(max=most)
+    assert (m.sum(-1) > 0).all(), "a query without keys: transformers would attend to everything"
+    batch["attention_mask"] = m.log().clamp(min=-1e30)
+    if pattern.get("documents"):
+        batch["position_ids"] = restarting(document_ids)
+        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
+    return train_alone(SIZE, STEPS, batch=batch, implementation="eager")
+
+
+class Case(NamedTuple):
+    world: int
+    ring: int
+    stage: int
+    pattern: dict[str, Any]
+    section: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+
+PACKED = {"documents": True}
+CASES = {
+    "longnet, ring 2, zero 1": Case(2, 2, 1, LONGNET),
+    "longnet, ring 4, zero 3": Case(4, 4, 3, LONGNET),
+    "longnet, ring 2 x ulysses 2": Case(4, 4, 1, LONGNET, {"ulysses_size": 2}),
+    "longnet, striped": Case(2, 2, 0, LONGNET, {"layout": "striped"}),
+    "documents, ring 2, zero 1": Case(2, 2, 1, PACKED),
+    "documents, ring 2, zero 3": Case(2, 2, 3, PACKED),
+    "documents, ring 4, zero 1": Case(4, 4, 1, PACKED),
+    "documents, data 2 x ring 2": Case(4, 2, 2, PACKED, {"layout": "zigzag"}),
+    "documents, ring 2 x ulysses 2": Case(4, 4, 1, PACKED, {"ulysses_size": 2}),
+    "documents, short batches": Case(2, 2, 1, PACKED, {"min_sequence_length": SIZE.tokens + 1}),
+    "documents in windows": Case(2, 2, 1, PACKED | {"window": WINDOW}),
+    "longnet with documents": Case(2, 2, 1, PACKED | LONGNET),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_process(rank_pool, name):
+    world, ring, stage, pattern, section = CASES[name]
+    batch = tokens_and_labels()
+    if pattern.get("documents"):
+        batch["document_ids"] = document_ids_of(SIZE.samples)
+    section = {"layout": "auto", **section, "pattern": {"causal": True, **pattern}}
+    config = json_config(ring, SIZE.samples * ring // world, stage, ring_attention=section)
+    runs = rank_pool(world).run(train_on_ring, SIZE, config, STEPS, batch=batch, timeout_s=120)
+    check_parity(runs, train_dense(pattern))
+
+
+WRONG_MASKS = {
+    "documents that leak": (PACKED, PACKED | {"documents": False}, 9),
+    "no dilation": (LONGNET, {}, 9),
+    "no multiplicity": (LONGNET, LONGNET, 1),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MASKS)
+def test_a_wrong_mask_would_be_seen(what):
+    """By the comparison above, in the gradients alone and in the losses."""
+    right, wrong, most = WRONG_MASKS[what]
+    expected, got = train_dense(right), train_dense(wrong, most)
+    with pytest.raises(AssertionError, match="losses of rank 0"):
+        check_parity([got], expected)
+    with pytest.raises(AssertionError, match="relative error"):
+        check_parity([got._replace(losses=expected.losses)], expected)
+
+
+def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list[Batch]) -> list[Tensor]:
+    """A model's logits of whole batches, without DeepSpeed."""
+    from ds_ring.config import RingConfig
+    from ds_ring.integrations.session import RingSession
+    from ds_ring.integrations.transformers import attach
+    from ds_ring.runtime.mesh import RingMesh
+    from ds_ring.schedule.pattern_config import pattern_from_config
+
+    config = RingConfig(ring_size=world_size, pattern=pattern)
+    mesh = RingMesh.from_world(world_size)
+    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+    model = build_model(SIZE, "ds_ring")
+    attach(model, session)
+    with torch.no_grad():
+        sharded = [session.shard_batch(batch) for batch in batches]  # drawn ahead, each with its documents
+        return [session.gather(model(**batch).logits) for batch in sharded]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_documents_do_not_see_each_other(rank_pool, world):
+    """Other tokens in the second document of sample 0: its own logits change, and no others by a bit."""
+    ids, documents = tokens_and_labels()["input_ids"], document_ids_of(2)
+    changed = ids.clone()
+    inside = torch.zeros_like(ids, dtype=torch.bool)
+    inside[0] = documents[0] == 2
+    changed[inside] = (ids[inside] + 1) % VOCABULARY
+    batches = [{"input_ids": x, "document_ids": documents} for x in (ids, changed)]
+    for before, after in rank_pool(world).run(logits_of, PACKED, batches):
+        differs = (before != after).any(-1)
+        assert differs.equal(inside)
+
+
+def test_ids_and_restarting_positions_say_the_same(rank_pool):
+    ids, documents = tokens_and_labels()["input_ids"], document_ids_of(2)
+    batches: list[Batch] = [
+        {"input_ids": ids, "document_ids": documents},
+        {"input_ids": ids, "position_ids": restarting(documents)},
+        {"input_ids": ids, "document_ids": documents * 7 % 5, "position_ids": restarting(documents)},
+    ]
+    by_ids, *others = rank_pool(2).run(logits_of, PACKED, batches)[0]
+    for other in others:
+        assert by_ids.equal(other)
+
+
+def test_each_sample_has_its_own_documents(rank_pool):
+    """Three samples, two of them packed alike: as each sample by itself."""
+    ids, documents = tokens_and_labels(3)["input_ids"], document_ids_of(3)
+    whole = {"input_ids": ids, "document_ids": documents}
+    alone = [{key: value[row : row + 1] for key, value in whole.items()} for row in range(3)]
+    together, *parts = rank_pool(2).run(logits_of, PACKED, [whole, *alone])[0]
+    assert torch.allclose(together, torch.cat(parts), atol=1e-5)
+
+
+def other_documents_on_rank_1(rank: int, world_size: int) -> None:
+    documents = document_ids_of(2)
+    if rank == 1:
+        documents[1, 49] += 1  # one document ends a token sooner
+    logits_of(rank, world_size, PACKED, [{**tokens_and_labels(), "document_ids": documents}])
+
+
+def test_ranks_with_different_documents_all_stop(rank_pool):
+    for outcome in rank_pool(2).collect(other_documents_on_rank_1):
+        assert outcome.error_type == "RingMismatchError", outcome.report
+        assert "input tokens (checksum)" in outcome.message

@@ -1,0 +1,68 @@
+"""Packed payloads: tiles over what travels are the tiles over the shard, whatever was left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ring import Causal, Dilated, Full, SlidingWindow
+from ds_ring.schedule.layout import expand_runs
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.payload import find_reach, find_reads, tiles_of_payload
+from ds_ring.schedule.plan import head_classes
+from tests.unit.schedule.painting import paint
+from tests.unit.schedule.test_dilated import in_order, runs
+from tests.unit.schedule.test_slots import as_ranges
+
+PATTERNS: list[Pattern] = [
+    Full(),
+    Causal(),
+    SlidingWindow(9),
+    Dilated((8, 16, 64), (1, 2, 4)),
+    Dilated((7, 30), (2, 3), False, "zero"),
+    Dilated((32, 128), (2, 4), True, "zero") & SlidingWindow(20),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pattern=st.sampled_from(PATTERNS), q=runs, k=runs, more=st.sets(st.integers(0, 47)), head=st.integers(0, 3)
+)
+def test_packing_changes_no_pair(
+    pattern: Pattern,
+    q: list[tuple[int, int, int]],
+    k: list[tuple[int, int, int]],
+    more: set[int],
+    head: int,
+) -> None:
+    """Held is what the tiles read and some slots more, which others read."""
+    q_runs, k_runs = in_order(q), in_order(k)
+    queries, keys = len(expand_runs(q_runs)), len(expand_runs(k_runs))
+    for _, bound in head_classes(pattern, 4, 4)[head % 2 :]:
+        tiles = bound.tiles(q_runs, k_runs)
+        want = paint(tiles, queries, keys)
+        held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in more if slot < keys}
+        if not held:
+            continue
+        packed = tiles_of_payload(tiles, as_ranges(held), bound.distance)
+        np.testing.assert_array_equal(paint(packed, queries, len(held)), want[:, sorted(held)])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_reads_and_reach_are_those_of_the_mask(pattern: Pattern) -> None:
+    origin = np.array([[3, 2, 20], [60, 1, 25]])
+    readers = [np.array([[50 * hop, 1, 30], [50 * hop + 31, 3, 6]]) for hop in range(4)]
+    valid = len(expand_runs(origin))
+    for _, bound in head_classes(pattern, 2, 2):
+        reads = find_reads(bound, readers, origin)
+        read_at = np.zeros((5, valid), dtype=bool)
+        for (slot, step, length), hop in zip(reads.slots.tolist(), reads.hops.tolist(), strict=True):
+            read_at[hop, slot + step * np.arange(length)] = True
+        for hop, reader in enumerate(readers, start=1):
+            seen = paint(bound.tiles(reader, origin), len(expand_runs(reader)), valid)
+            np.testing.assert_array_equal(read_at[hop], seen.any(0))
+        edges, reach = find_reach(reads, reads.hops, valid)
+        farthest = np.max(read_at * np.arange(5)[:, None], axis=0)
+        np.testing.assert_array_equal(np.repeat(reach, np.diff(edges)), farthest)
