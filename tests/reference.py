@@ -40,5 +40,6 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Largest absolute difference over the largest magnitude wanted; NaN counts as infinite."""
-    error = (got.detach().double() - want.double()).abs().max() / want.double().abs().max()
+    got, want = got.detach().double(), want.detach().double()
+    error = (got - want).abs().max() / want.abs().max()
     return float("inf") if bool(error.isnan()) else float(error)

@@ -18,6 +18,7 @@ Shapes: B samples, T global tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -61,11 +62,15 @@ def ids_from_positions(position_ids: Tensor) -> Tensor:
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """How many tokens of its own document stand before each token, [B, T]; padding counts like a document."""
-    by_document, order = document_ids.sort(dim=1, stable=True)
-    place = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(order)
-    begins = torch.nn.functional.pad(by_document.diff(dim=1) != 0, (1, 0))
-    first = torch.where(begins, place, 0).cummax(dim=1).values
-    return torch.empty_like(order).scatter_(1, order, place - first)
+    rows = []
+    for ids_T in document_ids.cpu().numpy():
+        starts, lengths = _stretches(ids_T)
+        before, counted = np.empty_like(starts), defaultdict[int, int](int)
+        for index, (own, length) in enumerate(zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)):
+            before[index] = counted[own]
+            counted[own] += length
+        rows.append(np.arange(len(ids_T)) - np.repeat(starts - before, lengths))
+    return torch.from_numpy(np.stack(rows)).to(document_ids.device)
 
 
 def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
@@ -104,11 +109,16 @@ def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple
 
 def _documents(ids_T: np.ndarray) -> Documents:
     """Documents numbered as they appear, so that equal borders make equal patterns whatever the ids were."""
-    starts = np.flatnonzero(np.diff(ids_T, prepend=ids_T[0] - 1))
-    lengths = np.diff(starts, append=len(ids_T))
+    starts, lengths = _stretches(ids_T)
     _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
     numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
     return Documents(np.repeat(numbers, lengths))
+
+
+def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length of every stretch of equal ids."""
+    starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)
+    return starts, np.diff(starts, append=len(ids_T))
 
 
 def _pairs(documents: Documents) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
+from ds_ring import Causal, RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.plan import build_plan
-from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, tensors
+from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
 
@@ -23,10 +25,9 @@ def run_ring(
     mesh: RingMesh, layout_name: str, pattern_name: str, shape: Shape, dtype: torch.dtype, **options: object
 ) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
     """The gathered output and gradients of a sharded pass, and the dtypes that came back."""
-    layout = make_layout(
-        layout_name, tokens=shape.tokens, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size
-    )
-    pattern = PATTERNS[pattern_name]
+    pattern = PATTERNS[pattern_name](shape.tokens)
+    sizes = {"tokens": shape.tokens, "ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
+    layout = layout_for(layout_name, pattern, **sizes)
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
     for x in (q, k, v):
         x.requires_grad_()
@@ -45,9 +46,9 @@ def parity(
     """Relative errors of every layout and pattern; on rank 0 (the others hold the same gathered tensors)."""
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
     errors = {}
-    for pattern_name, pattern in PATTERNS.items():
+    for pattern_name, pattern_of in PATTERNS.items():
         if rank == 0:
-            want = dense_attention(*tensors(shape, dtype), pattern)
+            want = dense_attention(*tensors(shape, dtype), pattern_of(shape.tokens))
         for layout_name in LAYOUTS:
             got, dtypes = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
             assert set(dtypes.values()) == {dtype}, dtypes
@@ -111,7 +112,7 @@ def grouped(rank: int, world_size: int) -> bool:
     layout = make_layout("zigzag", tokens=130, ring_size=world_size)
     results = []
     for chunk_bytes in (1, 1 << 40):
-        context = context_for(PATTERNS["causal"], layout, mesh, Options(chunk_bytes=chunk_bytes))
+        context = context_for(Causal(), layout, mesh, Options(chunk_bytes=chunk_bytes))
         q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(Shape(tokens=130)))
         for x in (q, k, v):
             x.requires_grad_()
@@ -132,11 +133,11 @@ def unusual_strides(rank: int, world_size: int) -> float:
     layout = make_layout("zigzag", tokens=64, ring_size=world_size)
     q, k, v, _ = tensors(shape)
     grad = torch.ones(()).expand_as(q)
-    want = dense_attention(q, k, v, grad.contiguous(), PATTERNS["causal"])
+    want = dense_attention(q, k, v, grad.contiguous(), Causal())
     locals_ = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v)]
     q_l, k_l, v_l = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in locals_)
     assert not q_l.is_contiguous()
-    out = ring_attention(q_l, k_l, v_l, pattern=PATTERNS["causal"], layout=layout, mesh=mesh)
+    out = ring_attention(q_l, k_l, v_l, pattern=Causal(), layout=layout, mesh=mesh)
     out.sum().backward()
     found = (out.detach(), q_l.grad, k_l.grad, v_l.grad)
     gathered = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found]
@@ -167,23 +168,44 @@ def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool) 
     assert max(rank_pool(3).run(gather_gradient)) < 1e-12
 
 
-def bytes_on_the_wire(rank: int, world_size: int, layout_name: str) -> tuple[int, int]:
-    """Bytes that the exchange counted in a forward pass, and what the plan says."""
+def bytes_on_the_wire(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[str, str, list[int]]]:
+    """For every pattern and layout: bytes that the exchange counted in a pass forward and back, and planned ones."""
     mesh = RingMesh.from_world(world_size)
-    shape = Shape(batch=1, query_heads=4, kv_heads=2, tokens=400)
-    layout = make_layout(layout_name, tokens=400, ring_size=world_size)
-    q, k, v, _ = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
-    context = context_for(PATTERNS["causal"], layout, mesh, Options())
-    torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
-    assert context.exchange is not None
-    plan = build_plan(PATTERNS["causal"], layout, query_heads=4, kv_heads=2)
-    return context.exchange.counters.bytes_sent, plan.rank(rank).tokens_sent * 2 * 2 * 16 * 4
+    shape = Shape(batch=2, query_heads=4, kv_heads=2, tokens=400)
+    token_bytes = 2 * shape.batch * shape.head_dim  # of K and V, times the size of an element
+    found = []
+    for (pattern_name, pattern_of), layout_name in itertools.product(PATTERNS.items(), LAYOUTS):
+        pattern = pattern_of(400)
+        layout = layout_for(layout_name, pattern, tokens=400, ring_size=world_size)
+        q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
+        q.requires_grad_()
+        context = context_for(pattern, layout, mesh, Options())
+        assert context.exchange is not None
+        counters = context.exchange.counters
+        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        forward_bytes = counters.bytes_sent
+        out.backward(grad)
+        own = build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(rank)
+        # Backward: keys and values once more; what was received leaves as float32 gradients, onward or home.
+        planned = token_bytes * own.tokens_sent * dtype.itemsize
+        planned_back = planned + token_bytes * own.tokens_received * 4
+        counted = [forward_bytes, counters.bytes_sent - forward_bytes]
+        found.append((pattern_name, layout_name, [*counted, planned, planned_back]))
+    return found
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, layout_name: str) -> None:
-    for counted, planned in rank_pool(4).run(bytes_on_the_wire, layout_name):
-        assert counted == planned
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, dtype: torch.dtype) -> None:
+    results = rank_pool(4).run(bytes_on_the_wire, dtype)
+    sent = defaultdict(int)
+    for pattern_name, layout_name, (forward, backward, planned, planned_back) in itertools.chain(*results):
+        assert (forward, backward) == (planned, planned_back), (pattern_name, layout_name)
+        sent[pattern_name, layout_name] += forward
+    all_gather = 4 * 3 * 100 * 2 * (2 * 2 * 16) * dtype.itemsize  # G = 2 heads
+    assert sent["full", "contiguous"] == all_gather
+    assert 0 < sent["window", "contiguous"] < 0.6 * all_gather
+    assert 0 < sent["dilated", "contiguous"] < 0.4 * all_gather
+    assert 0 < sent["documents, causal", "contiguous"] < 0.3 * all_gather
 
 
 def repeated(rank: int, world_size: int) -> bool:
@@ -208,7 +230,7 @@ def rows_without_keys(rank: int, world_size: int) -> bool:
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=7.0) for x in tensors(shape))
     for x in (q, k, v):
         x.requires_grad_()
-    context = context_for(PATTERNS["causal"], layout, mesh, Options())
+    context = context_for(Causal(), layout, mesh, Options())
     out, lse = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
     out.backward(grad)
     valid = layout.valid_tokens(rank)

@@ -61,6 +61,15 @@ def test_a_resumed_run_has_the_losses_of_the_whole_run(tmp_path):
     assert again["held_out"] == log["held_out"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "longnet"])
+def test_the_example_configurations_train(tmp_path, name):
+    config = json.loads((ROOT / f"configs/{name}.json").read_text())
+    run = train(tmp_path, config, "--steps", "2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(5.0 < loss < 6.0 for loss in log_of(tmp_path)["losses"])
+
+
 def test_help_has_an_example():
     script = [sys.executable, str(ROOT / "tools/train_lm.py"), "--help"]
     run = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ds_ring.errors import RingConfigError
 from ds_ring.runtime.kernels.calls import BLOCK, TRIANGLE, calls
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows, Tile
 from ds_ring.schedule.tiles import Kind, Tiles
@@ -70,6 +71,12 @@ class CpuKernel:
     name = "cpu"
 
     def __init__(self, block: int = BLOCK, triangle: int = TRIANGLE) -> None:
+        integers = all(isinstance(x, int) and not isinstance(x, bool) for x in (block, triangle))
+        if not integers or not 1 <= triangle <= block:
+            raise RingConfigError(
+                "kernel cpu: expected integers with 1 <= triangle <= block,"
+                f" got triangle {triangle!r}, block {block!r}"
+            )
         self.block, self.triangle = block, triangle
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:

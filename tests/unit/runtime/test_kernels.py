@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.kernels import get_kernel
-from ds_ring.runtime.kernels.cpu import CpuKernel, leaves
+from ds_ring.runtime.kernels import Kernel, get_kernel
+from ds_ring.runtime.kernels.calls import calls
+from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.runtime.merge import merge_
-from ds_ring.schedule.pattern import Causal
+from ds_ring.schedule.layout import expand_runs
+from ds_ring.schedule.pattern import Causal, Pattern
+from ds_ring.schedule.plan import head_classes, query_heads_of
 from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles, cut_by_distance
-from tests.reference import relative_error
+from tests.cases import document_ids
+from tests.reference import dense_attention, relative_error
+from tests.unit.schedule.painting import paint
 
 KERNELS = [get_kernel("reference", "cpu"), CpuKernel(), CpuKernel(block=48, triangle=32)]
 
@@ -41,6 +50,22 @@ def mask_of(kind: str, queries: int, keys: int) -> torch.Tensor:
     return rules[kind]
 
 
+def run_kernel(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, tiles: Tiles
+) -> tuple[Tensor, ...]:
+    """Out, lse, dq, dk, dv: the parts added up as the ring pass does."""
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
+    for part in kernel.forward(q, k, v, tiles, 0.25):
+        rows = part.q_rows
+        merge_(rows.of(out[:, part.heads]), rows.of(lse[:, part.heads]), part.out_BHSD, part.lse_BHS)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for grads in kernel.backward(grad_out, q, k, v, out, lse, tiles, 0.25):
+        grads.q_rows.of(dq[:, grads.heads]).add_(grads.dq_BHSD)
+        grads.k_rows.of(dk).add_(grads.dk_BGSD)
+        grads.k_rows.of(dv).add_(grads.dv_BGSD)
+    return out, lse, dq, dk, dv
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu", "cpu-small-blocks"])
 @pytest.mark.parametrize("kind", ["full", "causal", "strict", "anticausal", "band"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (130, 259), (259, 130), (1, 1)])
@@ -59,14 +84,7 @@ def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys:
 
     tiles = tiles_of(kind, queries, keys)
     q32, k32, v32, grad32 = (x.detach().float() for x in (q, k, v, grad))
-    out, lse = torch.zeros_like(q32), torch.full(q32.shape[:-1], -torch.inf)
-    for part in kernel.forward(q32, k32, v32, tiles, 0.25):
-        merge_(out[:, :, part.q_slots], lse[:, :, part.q_slots], part.out_BHSD, part.lse_BHS)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q32, k32, v32))
-    for grads in kernel.backward(grad32, q32, k32, v32, out, lse, tiles, 0.25):
-        dq[:, :, grads.q_slots] += grads.dq_BHSD
-        dk[:, :, grads.k_slots] += grads.dk_BGSD
-        dv[:, :, grads.k_slots] += grads.dv_BGSD
+    out, lse, dq, dk, dv = run_kernel(kernel, q32, k32, v32, grad32, tiles)
     if mask.any():
         assert relative_error(out, want) < 3e-6
         want_lse = torch.logsumexp(scores, -1)
@@ -77,16 +95,90 @@ def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys:
     assert out[:, :, ~sees].eq(0).all() and lse[:, :, ~sees].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("side", [256, 257, 1000, 4096])
-def test_small_triangles_compute_little_more_than_the_pairs(side: int) -> None:
-    tiles = Causal().tiles(np.array([[0, 1, side]]), np.array([[0, 1, side]]))
-    executed = CpuKernel().executed_pairs(tiles)
-    assert executed <= side * (side + 256) // 2 + 256
-    covered = np.zeros((side, side), dtype=bool)
-    for leaf in leaves(tiles):
-        assert not covered[leaf.q_slots, leaf.k_slots].any(), "a pair is computed twice"
-        covered[leaf.q_slots, leaf.k_slots] = True
-    assert covered[np.tril_indices(side)].all()
+@pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu", "cpu-small-blocks"])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated((32, 64, 256), (1, 2, 4)),
+        Dilated((30, 60), (3, 5), False, "torchscale"),
+        Dilated((16, 48), (2, 3), True, "zero") & SlidingWindow(40),
+        Documents(np.repeat(np.arange(10), 26)) & Causal(),
+        Documents(document_ids(260, mean=20)),
+    ],
+    ids=str,
+)
+def test_heads_of_their_own_and_multiplicities(kernel: Kernel, pattern: Pattern, strided: bool) -> None:
+    """Tables with members, log m, and equal tiles that repeat, against a dense softmax with log m added."""
+    tokens, (heads, kv_heads) = 260, (4, 2)
+    torch.manual_seed(0)
+    sizes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]
+    q, k, v, grad = (torch.randn(*size, tokens, 16, dtype=torch.float64) for size in sizes)
+    want = dense_attention(q, k, v, grad, pattern)
+    found = [torch.zeros_like(x) for x in (want.out, want.lse, want.dq, want.dk, want.dv)]
+    runs = np.array([[0, 1, tokens]])
+    if strided:
+        runs = np.array([[0, 2, tokens // 2], [1, 2, tokens // 2]])
+    order = torch.from_numpy(expand_runs(runs))
+    for own, bound in head_classes(pattern, heads, kv_heads):
+        tiles = bound.tiles(runs, runs)
+        queries = query_heads_of(own, heads // kv_heads)
+        which = (queries, own, own, queries)
+        parts = [x[:, h][:, :, order].float() for x, h in zip((q, k, v, grad), which, strict=True)]
+        results = run_kernel(kernel, *parts, tiles)
+        for whole, part, h in zip(found, results, (queries, queries, queries, own, own), strict=True):
+            whole[:, h] = whole[:, h].index_copy(2, order, part.double())
+    assert relative_error(found[0], want.out) < 3e-6
+    sees = want.lse.isfinite()
+    assert torch.equal(found[1].isfinite(), sees) and found[0][~sees].eq(0).all()
+    assert relative_error(found[1][sees], want.lse[sees]) < 3e-6
+    for got, expected in zip(found[2:], want[2:], strict=True):
+        assert relative_error(got, expected) < 5e-6
+
+
+@pytest.mark.parametrize("side", [1, 127, 128, 129, 255, 256, 257, 383, 500, 640, 1000, 4096, 4500])
+@pytest.mark.parametrize("below", [True, False])
+def test_small_triangles_compute_little_more_than_the_pairs(side: int, below: bool) -> None:
+    bounds = (0, UNBOUNDED) if below else (-UNBOUNDED, 0)
+    tiles = cut_by_distance(Tiles.rectangles(*[np.array([[0, 1, side]])] * 2), *bounds)
+    assert CpuKernel().executed_pairs(tiles) <= side * (side + 256) // 2 + 256
+    covered = painted_calls(tiles, side)
+    assert covered.max() == 1, "a pair is computed twice"
+    triangle = np.tril_indices(side) if below else np.triu_indices(side)
+    assert covered[triangle].all()
+
+
+def painted_calls(tiles: Tiles, side: int, **sizes: int) -> np.ndarray:
+    """In how many calls each pair is computed, what a triangle's call hides included."""
+    covered = np.zeros((side, side), dtype=np.int8)
+    slots = torch.arange(side)[None, None]
+    for call in calls(tiles, **sizes):
+        q_slots, k_slots = (rows.of(slots).reshape(rows.repeats, rows.length) for rows in call[:2])
+        assert call.q_rows.repeats == call.k_rows.repeats
+        for q, k in zip(q_slots.numpy(), k_slots.numpy(), strict=True):
+            covered[np.ix_(q, k)] += 1
+    return covered
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    side=st.integers(1, 300),
+    steps=st.sampled_from([1, 2, 3]),
+    bounds=st.tuples(st.integers(-90, 90), st.integers(-90, 90)),
+    block=st.integers(16, 100),
+    triangle=st.integers(1, 16),
+)
+def test_calls_cover_the_tiles_once_whatever_the_sizes(
+    side: int, steps: int, bounds: tuple[int, int], block: int, triangle: int
+) -> None:
+    runs = np.array([[first, steps, len(range(first, side, steps))] for first in range(min(steps, side))])
+    tiles = cut_by_distance(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
+    covered = painted_calls(tiles, side, block=block, triangle=triangle)
+    assert covered.max(initial=0) <= 1, "a pair is computed twice"
+    wanted = paint(tiles, side, side)
+    assert covered[wanted > 0].all()
+    waste = int(covered.sum()) - int(wanted.sum())
+    assert waste <= sum(triangle * side for side in tiles.q.length.tolist())
 
 
 def test_low_precision_results_are_partial_sums_in_float32() -> None:
@@ -102,6 +194,9 @@ def test_low_precision_results_are_partial_sums_in_float32() -> None:
         ("flesh", "cpu", (), "expected one of auto, cpu, reference"),
         ("cpu", "cuda", (), "got cuda tensors"),
         ("cpu", "cpu", (("blok", 3),), "blok"),
+        ("cpu", "cpu", (("block", 64), ("triangle", 128)), "1 <= triangle <= block, got triangle 128, block 64"),
+        ("cpu", "cpu", (("triangle", 0),), "1 <= triangle <= block, got triangle 0"),
+        ("cpu", "cpu", (("block", 64.0),), "integers .* got triangle 128, block 64.0"),
     ],
 )
 def test_kernels_that_cannot_be(
