@@ -214,17 +214,23 @@ class Plan:
             self._reaches[origin] = self._find_reach(origin)
         return self._reaches[origin]
 
+    @cached_property
+    def _all_runs(self) -> tuple[IntArray, IntArray]:
+        """The runs of all ranks, one rank after the other [n, 3], and the rank of each [n]."""
+        runs = [self.layout.runs(rank) for rank in range(self.ring_size)]
+        return np.concatenate(runs), np.repeat(np.arange(self.ring_size), [len(r) for r in runs])
+
     def _find_reach(self, origin: int) -> tuple[IntArray, IntArray]:
         valid = self.layout.valid_tokens(origin)
         if not self.prune:
             return np.array([0, valid]), np.array([self.ring_size - 1])
-        readers = [(origin + self.direction * hop) % self.ring_size for hop in range(1, self.ring_size)]
-        runs = [self.layout.runs(reader) for reader in readers]
-        if not readers or not valid:
+        runs, ranks = self._all_runs
+        hop_of_run = (ranks - origin) * self.direction % self.ring_size
+        runs, hop_of_run = runs[hop_of_run > 0], hop_of_run[hop_of_run > 0]
+        if not len(runs) or not valid:
             return np.array([0, valid]), np.array([0])
-        hop_of_run = np.repeat(np.arange(1, self.ring_size), [len(r) for r in runs])
-        table = self.pattern.tiles(np.concatenate(runs), self.layout.runs(origin))
-        first_slots = np.cumsum([0, *np.concatenate(runs)[:, 2][:-1]])
+        table = self.pattern.tiles(runs, self.layout.runs(origin))
+        first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
         hops = hop_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
         return _farthest(table.k.slot, table.k.slot + table.k.length, hops, valid)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_ring.errors import RingConfigError
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut
 from ds_ring.runtime.kernels.reference import tile_slices
 from ds_ring.schedule.tiles import Kind, Tiles
@@ -112,6 +113,12 @@ class CpuKernel:
     name = "cpu"
 
     def __init__(self, block: int = BLOCK, triangle: int = TRIANGLE) -> None:
+        for option, tokens in (("block", block), ("triangle", triangle)):
+            if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+                raise RingConfigError(
+                    f'kernel_options of kernel "cpu": {option}: expected a number of tokens of at least 1,'
+                    f" got {tokens!r}; leave it out for the default"
+                )
         self.block, self.triangle = block, triangle
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
