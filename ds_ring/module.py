@@ -3,6 +3,13 @@
 Owns the public call and its argument checks. Tensors are local shards, [batch, heads, tokens, head_dim] as in
 PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or
 `ds_ring.initialize` for a whole DeepSpeed run).
+
+[Note: handles in compiled code]
+torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+would arrive with its defaults.
 """
 
 from __future__ import annotations
@@ -14,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_ring.config import RingConfig
-from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingShapeError
 from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
-from ds_ring.runtime.context import Options, RingContext, context_for, context_of
+from ds_ring.runtime.checks import why_not_an_operand
+from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refusing_context
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
@@ -95,34 +103,62 @@ def ring_attention(
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
-    options = Options(scale, kernel, transport, overlap, prune, hop_timeout_s)
-    _check_queries(queries, q_positions, mesh, transport)
-    handle = _handle(pattern, layout, mesh, options)
+    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
+    constant = float(scale).hex() if isinstance(scale, (int, float)) else scale
+    why = _why_not_these_queries(queries, q_positions is not None, mesh, transport)
+    handle = _handle(pattern, layout, mesh, constant, kernel, transport, overlap, prune, hop_timeout_s, why)
     if queries == "replicated":
         return replicated_attention_op(q, k, v, _as_tensor(q_positions), handle)[0]
     return _attend(q, k, v, handle, mesh.ulysses_size).out
 
 
-def _check_queries(
-    queries: str, q_positions: Sequence[int] | Tensor | None, mesh: RingMesh, transport: str
-) -> None:
+@torch.compiler.assume_constant_result
+def _handle(
+    pattern: Pattern,
+    layout: Layout | str,
+    mesh: RingMesh,
+    scale: str | None,
+    kernel: str,
+    transport: str,
+    overlap: bool,
+    prune: bool,
+    hop_timeout_s: float,
+    why_not: str | None,
+) -> int:
+    """See [Note: handles in compiled code]; `scale` is the text of float.hex, or what the user gave."""
+    if not isinstance(mesh, RingMesh):
+        raise RingMeshError(
+            f"mesh: expected a RingMesh, got {mesh!r}; use RingMesh.from_world(ring_size=...) on every rank,"
+            " or RingMesh.single()"
+        )
+    number: Any = float.fromhex(scale) if isinstance(scale, str) and "x" in scale else scale
+    try:
+        if why_not is not None:
+            raise RingConfigError(why_not)
+        options = Options(number, kernel, transport, overlap, prune, hop_timeout_s)
+        return context_for(pattern, layout, mesh, options).handle
+    except RingError as error:
+        return refusing_context(mesh, error).handle
+
+
+def _why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
+    """Why the `queries` argument cannot be honoured beside the others; None if it can."""
     if queries not in QUERIES:
-        raise RingConfigError(f"queries: expected one of {', '.join(QUERIES)}, got {queries!r}")
-    if queries == "sharded" and q_positions is not None:
-        raise RingConfigError(
+        return f"queries: expected one of {', '.join(QUERIES)}, got {queries!r}"
+    if queries == "sharded" and placed:
+        return (
             "q_positions: the layout says where sharded queries stand; leave it out, or set"
             ' queries="replicated"'
         )
     if queries == "replicated" and mesh.ulysses_size > 1:
-        raise RingConfigError(
+        return (
             f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
             " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
             f" {mesh.sequence_size} for this call"
         )
     if queries == "replicated" and transport != "ring":
-        raise RingConfigError(
-            f'queries="replicated" sends no K/V: transport {transport!r} cannot be honoured; leave it out'
-        )
+        return f'queries="replicated" sends no K/V: transport {transport!r} cannot be honoured; leave it out'
+    return None
 
 
 def _as_tensor(q_positions: Sequence[int] | Tensor | None) -> Tensor | None:
@@ -135,14 +171,23 @@ def _as_tensor(q_positions: Sequence[int] | Tensor | None) -> Tensor | None:
 
 
 @torch.compiler.assume_constant_result
-def _handle(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> int:
-    return context_for(pattern, layout, mesh, options).handle
+def _refusing_handle(mesh: RingMesh, why: str) -> int:
+    return refusing_context(mesh, RingConfigError(why)).handle
+
+
+@torch.compiler.assume_constant_result
+def _refuse(handle: int, why: str) -> None:
+    context_of(handle).refuse(RingShapeError(why))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        why = why_not_an_operand(name, x)
+        if why is not None:
+            _refuse(handle, why)
     if ulysses_size == 1:
         return AttentionResult(*ring_attention_op(q, k, v, handle))
-    q, k, v = (tokens_to_heads(x, handle) for x in (q, k, v))
+    q, k, v = tokens_to_heads(q, k, v, handle)
     out, lse = ring_attention_op(q, k, v, handle)
     return AttentionResult(heads_to_tokens(out, handle), lse)
 
@@ -176,12 +221,13 @@ class RingAttention(nn.Module):
             pattern = pattern if pattern is not None else _pattern_of_all_batches(config_or_pattern)
         else:
             raise RingConfigError(
-                f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__}"
+                f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__};"
+                " use RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
             )
         self.context: RingContext = context_for(
             pattern, layout if layout is not None else name, mesh, options
         )
-        self._handle, self._ulysses_size = self.context.handle, mesh.ulysses_size
+        self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
 
     def forward(
         self,
@@ -205,15 +251,16 @@ class RingAttention(nn.Module):
         Raises:
             RingConfigError: a positional or keyword argument that this module would have to ignore.
         """
-        refuse_unknown_arguments(args, kwargs)
-        if batch_dim_idx is None:
-            return _attend(query, key, value, self._handle, self._ulysses_size).out
-        if batch_dim_idx not in (0, 1):
-            raise RingShapeError(f"batch_dim_idx: expected None, 0 or 1, got {batch_dim_idx!r}")
+        handle = self._handle
+        why = why_not_honoured(batch_dim_idx, args, kwargs)
+        if why is not None:
+            handle = _refusing_handle(self._mesh, why)
+        if why is not None or batch_dim_idx is None:
+            return _attend(query, key, value, handle, self._ulysses_size).out
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        return _attend(q, k, v, self._handle, self._ulysses_size).out.permute(back)
+        return _attend(q, k, v, handle, self._ulysses_size).out.permute(back)
 
     def extra_repr(self) -> str:
         context = self.context
@@ -231,22 +278,25 @@ def _pattern_of_all_batches(config: RingConfig) -> Pattern:
     return pattern_from_config(config)
 
 
-def refuse_unknown_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Accept arguments that say nothing (None, dropout 0), refuse what would have to be ignored."""
-    dropout = {name: kwargs.pop(name) for name in ("dropout", "dropout_p") if name in kwargs}
-    for name, value in dropout.items():
-        if value:
-            raise RingConfigError(
-                f"{name}={value}: ring attention has no dropout; set it to 0 in the model's config"
-            )
-    given = [repr(type(a).__name__) for a in args if a is not None] + [
-        k for k, v in kwargs.items() if v is not None
-    ]
-    if given:
-        raise RingConfigError(
-            f"RingAttention cannot honour the argument(s) {', '.join(given)}; express masks as a pattern"
-            ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+    if batch_dim_idx is not None and batch_dim_idx not in (0, 1):
+        return (
+            f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
+            f" got {batch_dim_idx!r}"
         )
+    for name in ("dropout", "dropout_p"):
+        value = kwargs.pop(name, None)
+        if value:
+            return f"{name}: expected 0, got {value}: there is none here; set it to 0 in the model's config"
+    given = [repr(type(a).__name__) for a in args if a is not None]
+    given += [name for name, value in kwargs.items() if value is not None]
+    if not given:
+        return None
+    return (
+        f"RingAttention cannot honour the argument(s) {', '.join(given)}; express masks as a pattern"
+        ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+    )
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
@@ -258,8 +308,15 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         overlap=config.overlap,
         prune=config.prune,
         hop_timeout_s=float(config.hop_timeout_seconds),
-        kernel_options=tuple(sorted(config.kernel_options.items())),
+        kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
     )
+
+
+def _hashable(value: Any) -> Any:
+    """JSON's lists and objects as tuples: options are keys of tables."""
+    if isinstance(value, dict):
+        return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 __all__ = ["AttentionResult", "RingAttention", "context_of", "options_from_config", "ring_attention"]

@@ -1,148 +1,113 @@
-"""What a call must agree on before its first payload: local checks, and the header that is compared.
+"""What ranks must agree on before the first payload of a call: the header, and the errors that follow.
 
-Owns the fields of the header and the messages about them; how headers travel is the exchange's.
-A rank whose own input is refused still takes part, so that the others raise too instead of waiting.
+Owns the header and the messages about it; how it travels is the exchange's, what stands in it the caller's.
+The header is a digest, so that agreeing costs next to nothing; only ranks that turn out to disagree send
+each other what they meant, and all of them can say who differs in what.
+
+[Note: refusals]
+A rank that must refuse its own input still takes part, so that the others raise too instead of waiting for
+it. Headers go over the whole sequence group, ring and Ulysses ranks alike: whoever would wait for the
+refusing rank, directly or through somebody else, hears of it.
 """
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+import json
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from ds_ring.errors import RingError, RingMismatchError, RingShapeError
+from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.mesh import RingMesh
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_FIELDS = (
-    "input refused", "direction of the pass", "number of the call", "pattern, layout, transport or scale",
-    "positions of the queries", "dtype of q", "dtype of k", "batch size", "query heads", "K/V heads",
-    "local queries", "local keys", "head_dim",
-)  # fmt: skip
+_OPERATION, _REFUSAL = "operation", "refused"
+_VALUE_CHARACTERS = 300  # of a value in a report
+_REPORT_BYTES = 1 << 15
+_NAMED_RANKS = 4
 
-
-def check_local(q: Tensor, k: Tensor, v: Tensor, local_tokens: int, replicated: bool = False) -> None:
-    """Refuse tensors that attention over this layout cannot take.
-
-    Args:
-        q, k, v: what the call got.
-        local_tokens: slots of a shard.
-        replicated: q is not sharded: any number of queries.
-
-    Raises:
-        RingShapeError: with the shapes, dtypes or devices expected and got.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise RingShapeError(
-                f"{name}: expected 4 dimensions [batch, heads, tokens, head_dim], got shape {tuple(x.shape)}"
-            )
-        if x.dtype not in _DTYPES:
-            raise RingShapeError(f"{name}: expected a floating dtype (float64 to float16), got {x.dtype}")
-        if 0 in x.shape:
-            raise RingShapeError(
-                f"{name}: empty tensor of shape {tuple(x.shape)}; every rank needs at least a slot"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise RingShapeError(
-                f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; cast or move them to agree"
-            )
-    _check_shapes(q, k, v)
-    _check_tokens(q, k, local_tokens, replicated)
+Report = dict[str, str]
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    batch, heads, _, head_dim = q.shape
-    if k.shape != v.shape:
-        raise RingShapeError(f"k and v must have one shape: got {tuple(k.shape)} and {tuple(v.shape)}")
-    if (k.shape[0], k.shape[3]) != (batch, head_dim):
-        raise RingShapeError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch (dim 0) and head_dim (dim 3)"
-        )
-    if heads % k.shape[1]:
-        raise RingShapeError(
-            f"query heads must be a multiple of K/V heads: got {heads} and {k.shape[1]}; for grouped-query"
-            " attention pass k and v with their own, smaller number of heads"
-        )
-
-
-def _check_tokens(q: Tensor, k: Tensor, local_tokens: int, replicated: bool) -> None:
-    queries, keys = q.shape[2], k.shape[2]
-    if replicated and keys != local_tokens:
-        raise RingShapeError(
-            f"the layout has {local_tokens} slots per rank, got k with {keys} local tokens; with"
-            ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
-            " layout that is passed here"
-        )
-    if not replicated and (queries != local_tokens or keys != local_tokens):
-        raise RingShapeError(
-            f"the layout has {local_tokens} slots per rank, got q with {queries} and k with {keys} local"
-            " tokens; shard with ds_ring.shard_sequence and the layout that is passed here (queries"
-            ' that every rank has whole take queries="replicated")'
-        )
-
-
-def check_agreement(
+def agree(
     exchange: Exchange,
-    refused: RingError | None,
-    direction: str,
-    call: int,
-    settings: str,
-    tensors: tuple[Tensor, Tensor],
-    positions: bytes = b"",
+    operation: str,
+    fields: Mapping[str, object],
+    refused: RingError | None = None,
 ) -> None:
-    """Compare this call with the other ranks'; nothing is sent but the header.
+    """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
 
     Args:
-        refused: what the local checks raised, if they did; re-raised here after the others were told.
-        direction: "forward" or "backward".
-        call: serial number of the call on this context.
-        settings: text that must be equal on all ranks.
-        tensors: q and k.
-        positions: of replicated queries.
+        exchange: of the mesh concerned.
+        operation: what is about to happen, "attention forward" say.
+        fields: what must be equal on all ranks, by the name for messages; compared as texts.
+        refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
 
     Raises:
         RingError: `refused`, on this rank.
         RingMismatchError: on every other rank, and on all where fields differ; names ranks and fields.
+        RingPeerError: another rank did not take part before the deadline.
     """
-    q, k = tensors
-    checksums = zlib.crc32(settings.encode()), zlib.crc32(positions)
-    shape = [0] * 8
-    if refused is None:
-        shape = [_code(q), _code(k), *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:]]
-    values = [int(refused is not None), direction == "backward", call, *checksums, *shape]
-    header = torch.tensor([*values, exchange.mesh.ring_rank], dtype=torch.int64)
-    least, greatest = exchange.spread(header).tolist()
+    mesh = exchange.mesh
+    mine = {_OPERATION: operation, "number of the call": str(next(mesh.calls))}
+    mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
+    header = torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
+    try:
+        least, greatest = exchange.spread(header).tolist()
+        all_refuse, all_equal = least[0] == 1, least == greatest
+        reports = [] if all_refuse or all_equal else _all_reports(exchange, mine)
+    except RingPeerError as unheard:
+        if refused is not None:  # nobody to tell: the own fault is still the better message
+            raise refused from unheard
+        raise
     if refused is not None:
         raise refused
-    if least[:-1] != greatest[:-1]:
-        raise RingMismatchError(_describe(least, greatest))
+    if not all_equal:
+        raise RingMismatchError(_describe(mesh, reports))
 
 
-def _code(x: Tensor) -> int:
-    return _DTYPES.index(x.dtype)
+def _digest(report: Report) -> int:
+    text = json.dumps(report, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def _describe(least: list[int], greatest: list[int]) -> str:
-    one, other = f"ring rank {least[-1]}", f"ring rank {greatest[-1]}"
-    if greatest[0]:
-        return f"{other} refused its own input (see its error); no rank of this ring sent anything"
-    different = [
-        f"{name}: {one} has {_show(name, a)}, {other} has {_show(name, b)}"
-        for name, a, b in zip(_FIELDS, least[:-1], greatest[:-1], strict=True)
-        if a != b
-    ]
+def _all_reports(exchange: Exchange, mine: Report) -> list[Report]:
+    """Every rank's report, by sequence rank."""
+    text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
+    data = text.encode().ljust(_REPORT_BYTES)
+    assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
+    mesh = exchange.mesh
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
+    return [json.loads(bytes(row.tolist())) for row in rows]
+
+
+def _describe(mesh: RingMesh, reports: list[Report]) -> str:
+    """The message for reports that differ."""
+    refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
+    if refusing:
+        return (
+            f"{_names(mesh, refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
+            " this sequence sent anything; all can go on once that is mended"
+        )
+    operations = {report[_OPERATION] for report in reports}
+    names = [_OPERATION] if len(operations) > 1 else list(reports[0])  # elsewhere fields mean other things
+    different = []
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            by_value.setdefault(report[name], []).append(rank)
+        if len(by_value) > 1:
+            who = [f"{_names(mesh, ranks)} has {value}" for value, ranks in by_value.items()]
+            different.append(f"{name}: {', '.join(who)}")
     return (
-        "the ranks of this ring call attention with different arguments; nothing was sent. "
+        "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
         + "; ".join(different)
-        + ". Give every rank of a ring the same model, configuration and batch shape"
+        + ". Give every rank of a sequence the same model, configuration and batch shape"
     )
 
 
-def _show(name: str, value: int) -> str:
-    if name.startswith("dtype"):
-        return str(_DTYPES[value])
-    if name.startswith("direction"):
-        return "backward" if value else "forward"
-    return f"checksum {value:08x}" if name.startswith(("pattern", "positions")) else str(value)
+def _names(mesh: RingMesh, ranks: list[int]) -> str:
+    named = " and ".join(mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
+    return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"

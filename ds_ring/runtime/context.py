@@ -9,22 +9,26 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+import zlib
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
-from ds_ring.errors import RingConfigError, RingError
-from ds_ring.runtime.agreement import check_agreement, check_local
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
+from ds_ring.runtime.agreement import agree
+from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.heads import HeadsOfPart
-from ds_ring.schedule.layout import Layout, make_layout
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
+from ds_ring.schedule.pattern import Causal, Pattern
 from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.schedule.queries import HeadTiles, query_positions, replicated_tiles
 
@@ -62,14 +66,24 @@ class Options:
             raise RingConfigError(
                 f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
             )
-        if not self.hop_timeout_s > 0:
-            raise RingConfigError(f"hop_timeout_s: expected seconds > 0, got {self.hop_timeout_s!r}")
+        if not _is_number(self.hop_timeout_s) or not self.hop_timeout_s > 0:
+            raise RingConfigError(
+                f"hop_timeout_s: expected seconds > 0, got {self.hop_timeout_s!r}; use 60, say"
+            )
+        if self.scale is not None and not _is_number(self.scale):
+            raise RingConfigError(
+                f"scale: expected a finite number, got {self.scale}; use None for 1 / sqrt(head_dim)"
+            )
 
     def chunk_bytes_on(self, device_type: str) -> int:
         """The smallest K or V message worth a walk of its own, bytes."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         return 1 << 20 if device_type == "cpu" else 64 << 20
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(eq=False)
@@ -82,23 +96,25 @@ class RingContext:
         mesh: who is who.
         options: how.
         handle: the integer by which the operator finds this context.
+        refused: why no call on this context can be made; each one raises it, after telling the other ranks.
+        exchange: moves tensors; None where the sequence has one rank.
     """
 
     pattern: Pattern
     layout: Layout | str
     mesh: RingMesh
     options: Options
+    refused: RingError | None = None
     handle: int = field(default_factory=itertools.count().__next__)
-    calls: int = 0
     exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
-        if self.mesh.ring_size > 1:
+        if self.mesh.sequence_size > 1:
             self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
         _contexts[self.handle] = self
 
     def layout_for(self, local_tokens: int) -> Layout:
-        """The layout of a call whose shards have so many slots."""
+        """The layout of a call whose ring shards have so many slots."""
         if isinstance(self.layout, Layout):
             return self.layout
         ring = self.mesh.ring_size
@@ -114,11 +130,74 @@ class RingContext:
     def _pattern_here(self) -> Pattern:
         """The pattern of the heads that this rank has in a pass: a dilated one goes by the head's number."""
         mesh = self.mesh
-        return (
-            self.pattern
-            if mesh.ulysses_size == 1
-            else HeadsOfPart(self.pattern, mesh.ulysses_rank, mesh.ulysses_size)
-        )
+        if mesh.ulysses_size == 1:
+            return self.pattern
+        return HeadsOfPart(self.pattern, mesh.ulysses_rank, mesh.ulysses_size)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1) -> tuple[Layout, Kernel]:
+        """Check this rank's tensors; the layout and the kernel for them.
+
+        Args:
+            q, k, v: [B, H, S, D] and [B, G, S, D].
+            parts: Ulysses ranks that still hold one part each of a ring shard; 1 once they have swapped.
+
+        Raises:
+            RingError: what is wrong on this rank, in most cases a RingShapeError.
+        """
+        if self.refused is not None:
+            raise self.refused.with_traceback(None)
+        check_tensors(q, k, v)
+        check_heads(q.shape[1], k.shape[1], parts)
+        layout = self.layout_for(q.shape[2] * parts)
+        check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
+        return layout, get_kernel(self.options.kernel, q.device.type, self.options.kernel_options)
+
+    def agree(
+        self,
+        operation: str,
+        q: Tensor,
+        k: Tensor,
+        refused: RingError | None,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """Agree with the other ranks of the sequence on an operation over tensors like these, and on `more`.
+
+        Raises:
+            RingError: `refused`, on this rank.
+            RingMismatchError: another rank refused its input, or calls with other arguments.
+        """
+        if self.exchange is None or is_fake(q):
+            if refused is not None:
+                raise refused
+            return
+        fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
+        agree(self.exchange, operation, fields, refused)
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        """What is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
+        options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
+        del options["hop_timeout_s"]
+        return {"pattern": str(self.pattern), "layout": str(self.layout), **options}
+
+    def _fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
+        batch, heads, tokens, head_dim = q.shape
+        return {
+            **self._settings,
+            "dtype of q": q.dtype,
+            "dtype of k": k.dtype,
+            "batch size": batch,
+            "query heads": heads,
+            "K/V heads": k.shape[1],
+            "local tokens": tokens,
+            "head_dim": head_dim,
+        }
+
+    def refuse(self, error: RingError) -> NoReturn:
+        """Raise `error` here, after the other ranks were told."""
+        if self.exchange is not None:
+            agree(self.exchange, "attention", {}, error)
+        raise error
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, direction: str = "forward"
@@ -131,18 +210,11 @@ class RingContext:
         """
         refused: RingError | None = None
         options = self.options
-        layout = self.layout_for(q.shape[2] if q.dim() == 4 else 1)
         try:
-            check_local(q, k, v, layout.local_tokens)
-            kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
+            layout, kernel = self.check(q, k, v)
         except RingError as error:
             refused = error
-        self.calls += 1
-        if self.exchange is not None and not is_fake(q):
-            settings = f"{self.pattern} {layout} {options}"
-            check_agreement(self.exchange, refused, direction, self.calls, settings, (q, k))
-        elif refused is not None:
-            raise refused
+        self.agree(f"attention {direction}", q, k, refused)
         plan = build_plan(
             self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
         )
@@ -157,20 +229,23 @@ class RingContext:
             RingShapeError, RingMismatchError: as in `prepare`.
         """
         refused: RingError | None = None
-        options, where = self.options, b""
-        layout = self.layout_for(k.shape[2] if k.dim() == 4 else 1)
+        options, where, fields = self.options, b"", {}
         try:
-            check_local(q, k, v, layout.local_tokens, replicated=True)
+            if self.refused is not None:
+                raise self.refused.with_traceback(None)
+            check_tensors(q, k, v)
+            check_heads(q.shape[1], k.shape[1], 1)
+            layout = self.layout_for(k.shape[2])
+            check_keys(k.shape[2], layout.local_tokens)
             kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
+            fields = {
+                "positions of the queries": f"checksum {zlib.crc32(where):08x}",
+                "local keys": k.shape[2],
+            }
         except RingError as error:
             refused = error
-        self.calls += 1
-        if self.exchange is not None and not is_fake(q):
-            settings = f"replicated queries: {self.pattern} {layout} {options}"
-            check_agreement(self.exchange, refused, direction, self.calls, settings, (q, k), where)
-        elif refused is not None:
-            raise refused
+        self.agree(f"replicated attention {direction}", q, k, refused, fields)
         tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
         return tiles, kernel, self._scale(q)
 
@@ -198,17 +273,45 @@ def context_of(handle: int) -> RingContext:
 
 
 def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
-    """The one context for these arguments; made when first asked for, dropped with its mesh."""
-    if isinstance(layout, Layout) and layout.ring_size != mesh.ring_size:
-        raise RingConfigError(
+    """The one context for these arguments; made when first asked for, dropped with its mesh.
+
+    Raises:
+        RingPatternError, RingLayoutError: no pattern or layout at all, or a layout for another ring.
+    """
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"pattern: expected a pattern, got {pattern!r}; use ds_ring.Causal() or ds_ring.Full()"
+        )
+    if not isinstance(layout, (Layout, str)):
+        raise RingLayoutError(
+            f'layout: expected a layout or its name, got {layout!r}; use make_layout(...), or "zigzag"'
+        )
+    if isinstance(layout, str):
+        check_layout_name(layout)
+    elif layout.ring_size != mesh.ring_size:
+        raise RingLayoutError(
             f"the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
             f" build it with make_layout(..., ring_size={mesh.ring_size})"
         )
+    return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
+
+
+def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
+    """A context whose every call raises `error`: for arguments that are refused before there is a context.
+
+    Why not raise at once: the other ranks are about to call, and would wait (agreement's [Note: refusals]).
+    And in a compiled graph only an operator can raise an error as it is.
+    """
+    key = (type(error), str(error))
+    return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
+
+
+def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext]) -> RingContext:
+    """The context of a key; the oldest go, since documents make a new one for every batch."""
     table: OrderedDict[Any, RingContext] = mesh.contexts
-    key = (pattern, layout, options)
     if key not in table:
-        table[key] = RingContext(pattern, layout, mesh, options)
-        if len(table) > KEPT_CONTEXTS:  # documents make a new one for every batch
+        table[key] = make()
+        if len(table) > KEPT_CONTEXTS:
             table.popitem(last=False)
     table.move_to_end(key)
     return table[key]

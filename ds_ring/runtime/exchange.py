@@ -121,10 +121,10 @@ class Exchange:
             ) from error
 
     def spread(self, header: Tensor) -> Tensor:
-        """Let every rank of the ring see the least and the greatest header.
+        """Let every rank of the sequence (ring x Ulysses) see the least and the greatest header.
 
         Dissemination (Hensgen, Finkel, Manber 1988): in round i a rank speaks to the one 2^i ahead and hears
-        the one 2^i behind; least and greatest are idempotent, so ceil(log2 P) rounds do for any P.
+        the one 2^i behind; least and greatest are idempotent, so ceil(log2 n) rounds do for any n.
 
         Args:
             header: int64 [n] on the CPU, compared lexicographically; the same n on all ranks.
@@ -132,24 +132,29 @@ class Exchange:
         Returns:
             int64 [2, n]: least and greatest.
         """
-        mesh, group = self.mesh, self.mesh.cpu_group
+        mesh = self.mesh
         known = torch.stack([header, header])
         reach = 1
-        while reach < mesh.ring_size:
-            ahead, behind = mesh.ring_rank + reach, mesh.ring_rank - reach
+        while reach < mesh.sequence_size:
             heard = torch.empty_like(known)
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.irecv, heard, mesh.global_rank_of(behind), group=group),
-                    dist.P2POp(dist.isend, known, mesh.global_rank_of(ahead), group=group),
-                ]
-            )
-            peers = [behind % mesh.ring_size, ahead % mesh.ring_size]
-            Pending(works, peers, None, mesh.ring_rank, time.monotonic() + self.hop_timeout_s).wait()
+            self._swap_headers(known, heard, reach).wait()
             rows = [tuple(row) for row in (*known.tolist(), *heard.tolist())]
             known = torch.tensor([min(rows), max(rows)], dtype=torch.int64)
             reach *= 2
         return known
+
+    def _swap_headers(self, known: Tensor, heard: Tensor, reach: int) -> Pending:
+        """Send to the rank `reach` ahead in the sequence, receive from the one as far behind."""
+        mesh, group = self.mesh, self.mesh.cpu_group
+        ahead, behind = ((mesh.sequence_rank + step) % mesh.sequence_size for step in (reach, -reach))
+        operations = [
+            dist.P2POp(dist.irecv, heard, mesh.global_rank_in_sequence(behind), group=group),
+            dist.P2POp(dist.isend, known, mesh.global_rank_in_sequence(ahead), group=group),
+        ]
+        deadline = time.monotonic() + self.hop_timeout_s
+        peers = [rank // mesh.ulysses_size for rank in (behind, ahead)]  # errors name ring ranks
+        works = self._start(operations, peers, None)
+        return Pending(works, peers, None, mesh.ring_rank, deadline, [known, heard])
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Every rank's (equally shaped, contiguous) tensor, in group order."""

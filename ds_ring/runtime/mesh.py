@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +33,9 @@ class RingMesh:
         ulysses_group: ranks that split heads; None for size one.
         sequence_group: all ranks that share a sequence; None for size one.
         data_group: ranks that hold the same place of other sequences; None for size one.
-        cpu_group: ring ranks through gloo, for headers; the ring group itself where that is gloo.
+        cpu_group: the sequence group through gloo, for headers; that group itself where it is gloo.
         serial: number of the mesh in this process, for messages.
+        calls: counts the headers of this mesh; equal on all ranks as long as none was missed.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
     """
 
@@ -45,6 +47,7 @@ class RingMesh:
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
     serial: int = field(default_factory=lambda: next(_serial))
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
 
     @classmethod
@@ -72,16 +75,16 @@ class RingMesh:
             )
         grid = Grid(dist.get_world_size(), ring_size, ulysses_size)
         timeout = datetime.timedelta(seconds=timeout_s)
-        ring = _my_group(grid.ring_groups(), timeout, None)
-        speaks_gloo = ring is None or dist.get_backend(ring) in ("gloo", "fake")
+        sequence = _my_group(grid.sequence_groups(), timeout, None)
+        speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
         return cls(
             grid,
             dist.get_rank(),
-            ring_group=ring,
+            ring_group=_my_group(grid.ring_groups(), timeout, None),
             ulysses_group=_my_group(grid.ulysses_groups(), timeout, None),
-            sequence_group=_my_group(grid.sequence_groups(), timeout, None),
+            sequence_group=sequence,
             data_group=_my_group(grid.data_groups(), timeout, None),
-            cpu_group=ring if speaks_gloo else _my_group(grid.ring_groups(), timeout, "gloo"),
+            cpu_group=sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo"),
         )
 
     @property
@@ -121,6 +124,21 @@ class RingMesh:
         """World rank of another member of this rank's ring; the index wraps around."""
         data, _, ulysses = self.grid.coordinates(self.global_rank)
         return self.grid.global_rank(data, ring_rank, ulysses)
+
+    def global_rank_in_sequence(self, sequence_rank: int) -> int:
+        """World rank of another member of this rank's sequence; the index wraps around."""
+        ring_rank, ulysses_rank = divmod(sequence_rank % self.sequence_size, self.ulysses_size)
+        return self.grid.global_rank(self.data_rank, ring_rank, ulysses_rank)
+
+    def describe(self, sequence_rank: int) -> str:
+        """Name a member of this rank's sequence for messages."""
+        ring_rank, ulysses_rank = divmod(sequence_rank, self.ulysses_size)
+        place = f"ring rank {ring_rank}"
+        if self.ulysses_size > 1:
+            place += f", Ulysses rank {ulysses_rank}"
+        if self.sequence_size == self.grid.world_size == self.ring_size:
+            return place
+        return f"{place} (rank {self.global_rank_in_sequence(sequence_rank)} of the world)"
 
 
 def _my_group(

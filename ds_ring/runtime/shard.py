@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingError, RingLayoutError, RingShapeError
+from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout
 
 
@@ -39,13 +41,17 @@ def shard_sequence(
 
     Raises:
         RingShapeError: wrong length, or neither or both of ring_rank and mesh.
+        RingLayoutError: the layout is for another ring than the mesh's.
     """
     if (ring_rank is None) == (mesh is None):
         raise RingShapeError("shard_sequence: give exactly one of ring_rank=... and mesh=...")
-    if x_global.shape[dim] != layout.tokens:
+    if mesh is not None and mesh.ring_size != layout.ring_size:
+        raise _another_ring("shard_sequence", layout, mesh)
+    if _entries(x_global, dim) != layout.tokens:
         raise RingShapeError(
             f"shard_sequence: the layout is for {layout.tokens} tokens, dim {dim} of shape"
-            f" {tuple(x_global.shape)} has {x_global.shape[dim]}"
+            f" {tuple(x_global.shape)} has {_entries(x_global, dim)}; pass the tensor of all tokens, or build"
+            " the layout for this length"
         )
     rank = mesh.ring_rank if mesh is not None else ring_rank
     assert rank is not None
@@ -59,6 +65,18 @@ def shard_sequence(
         shape[dim] = -1
         local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_value)
     return local
+
+
+def _entries(x: Tensor, dim: int) -> int:
+    """Length of a dimension; 0 where there is none of that number."""
+    return x.shape[dim] if -x.dim() <= dim < x.dim() else 0
+
+
+def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
+    return RingLayoutError(
+        f"{function}: the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
+        f" build it with make_layout(..., ring_size={mesh.ring_size})"
+    )
 
 
 def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
@@ -96,6 +114,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         mesh = ctx.mesh
+        _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], None)
         parts = grads[0].chunk(mesh.sequence_size)
         return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
 
@@ -108,13 +127,37 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
 
     Raises:
         RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries.
+        RingLayoutError: the layout is for another ring than the mesh's.
+        RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
     """
-    first, end = _cut(layout, mesh)
-    if x_local.shape[dim] != end - first:
-        raise RingShapeError(
-            f"gather_sequence: the layout has {end - first} slots per rank, dim {dim} of shape"
-            f" {tuple(x_local.shape)} has {x_local.shape[dim]}"
-        )
+    shape = tuple(x_local.shape)
+    fields = {"layout": layout, "shape": shape, "dim": dim % max(len(shape), 1), "dtype": x_local.dtype}
+    _agree(mesh, "gather_sequence", fields, x_local, _refusal(x_local, layout, mesh, dim))
     rows = x_local.movedim(dim, 0).contiguous()
     whole = _AllGather.apply(rows, mesh)
     return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
+
+
+def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingError | None:
+    """Why this rank cannot gather; None if it can."""
+    if mesh.ring_size != layout.ring_size:
+        return _another_ring("gather_sequence", layout, mesh)
+    try:
+        first, end = _cut(layout, mesh)
+    except RingShapeError as error:
+        return error
+    if _entries(x_local, dim) != end - first:
+        return RingShapeError(
+            f"gather_sequence: the layout has {end - first} slots per rank, dim {dim} of shape"
+            f" {tuple(x_local.shape)} has {_entries(x_local, dim)}; pass this rank's shard and its layout"
+        )
+    return None
+
+
+def _agree(
+    mesh: RingMesh, operation: str, fields: dict[str, object], x: Tensor, refused: RingError | None
+) -> None:
+    if mesh.sequence_size > 1 and not is_fake(x):
+        agree(Exchange(mesh), operation, fields, refused)
+    elif refused is not None:
+        raise refused

@@ -2,63 +2,98 @@
 
 Owns the differentiable all-to-all as the operator `ds_ring::swap_heads_tokens`. The U ranks of a Ulysses
 group hold consecutive parts of one ring shard; before the pass each gets the whole shard of H / U heads,
-after it everything goes back.
+after it everything goes back. Like every operator that sends, it agrees with all ranks of the sequence
+first; the checks of q, k and v are made here, before they are taken apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingShapeError
-from ds_ring.runtime.context import context_of
+from ds_ring.errors import RingError
+from ds_ring.runtime.context import RingContext, context_of
 from ds_ring.runtime.exchange import Exchange
 
 HEADS, TOKENS = 1, 2
 
 
+class Swap(NamedTuple):
+    """One of the four all-to-alls of a step.
+
+    Attributes:
+        split_dim: the dimension that is split over the Ulysses ranks.
+        join_dim: the dimension along which their parts are joined.
+        gradient: name of the swap that is this one's gradient.
+    """
+
+    split_dim: int
+    join_dim: int
+    gradient: str
+
+
+_SWAPS = {
+    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+    "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
+    "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
+    "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
+}
+
+
 @torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=())
-def swap_op(x: Tensor, split_dim: int, join_dim: int, handle: int) -> Tensor:
-    """Split `split_dim` over the Ulysses ranks and join their parts along `join_dim`; [B, H, S, D]."""
-    mesh = context_of(handle).mesh
-    if x.shape[split_dim] % mesh.ulysses_size:
-        raise RingShapeError(
-            f"Ulysses splits heads: {x.shape[split_dim]} heads are not divisible by ulysses_size"
-            f" {mesh.ulysses_size}; use a divisor of the number of K/V heads, and a larger ring"
-        )
-    parts = x.chunk(mesh.ulysses_size, dim=split_dim)
-    exchange = context_of(handle).exchange or Exchange(mesh)
-    return torch.cat(exchange.all_to_all(parts, mesh.ulysses_group), dim=join_dim)
+def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    """The all-to-all of that name, for each of some [B, H, S, D]."""
+    context = context_of(handle)
+    context.agree(name, tensors[0], tensors[-1], _refusal(context, name, tensors))
+    swap, mesh = _SWAPS[name], context.mesh
+    exchange = context.exchange or Exchange(mesh)
+    swapped = []
+    for x in tensors:
+        parts = x.chunk(mesh.ulysses_size, dim=swap.split_dim)
+        swapped.append(torch.cat(exchange.all_to_all(parts, mesh.ulysses_group), dim=swap.join_dim))
+    return swapped
+
+
+def _refusal(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:
+    """Why q, k and v cannot be taken apart; what comes after them was made by this package."""
+    if name == "Ulysses of q, k, v":
+        q, k, v = tensors
+        try:
+            context.check(q, k, v, parts=context.mesh.ulysses_size)
+        except RingError as error:
+            return error
+    return None
 
 
 @swap_op.register_fake
-def _(x: Tensor, split_dim: int, join_dim: int, handle: int) -> Tensor:
-    size = context_of(handle).mesh.ulysses_size
-    shape = list(x.shape)
-    shape[split_dim] //= size
-    shape[join_dim] *= size
-    return x.new_empty(shape)
+def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    size, swap = context_of(handle).mesh.ulysses_size, _SWAPS[name]
+    shapes = [list(x.shape) for x in tensors]
+    for shape in shapes:
+        shape[swap.split_dim] //= size
+        shape[swap.join_dim] *= size
+    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, int, int, int], output: Tensor) -> None:
-    ctx.dims = inputs[1:]
+def _setup(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
+    ctx.name, ctx.handle = inputs[1:]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    split_dim, join_dim, handle = ctx.dims
-    return swap_op(grad, join_dim, split_dim, handle), None, None, None
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    return swap_op(grads, _SWAPS[ctx.name].gradient, ctx.handle), None, None
 
 
 swap_op.register_autograd(_backward, setup_context=_setup)
 
 
-def tokens_to_heads(x_BHSD: Tensor, handle: int) -> Tensor:
-    """[B, H, S / U, D] of all heads -> [B, H / U, S, D] of this rank's heads."""
-    return swap_op(x_BHSD, HEADS, TOKENS, handle)
+def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor]:
+    """[B, H, S / U, D] of all heads -> [B, H / U, S, D] of this rank's heads, for each."""
+    return swap_op([q, k, v], "Ulysses of q, k, v", handle)
 
 
-def heads_to_tokens(x_BHSD: Tensor, handle: int) -> Tensor:
+def heads_to_tokens(out_BHSD: Tensor, handle: int) -> Tensor:
     """[B, H / U, S, D] of this rank's heads -> [B, H, S / U, D] of all heads."""
-    return swap_op(x_BHSD, TOKENS, HEADS, handle)
+    return swap_op([out_BHSD], "Ulysses of out", handle)[0]

@@ -253,6 +253,16 @@ _BUILDERS: dict[str, Callable[[int, int, int], Layout]] = {
 LAYOUT_NAMES = ("auto", "balanced", "residue", *_BUILDERS)
 
 
+def check_layout_name(name: str) -> None:
+    """Refuse what `make_layout` does not know.
+
+    Raises:
+        RingLayoutError: with the names that there are.
+    """
+    if name not in LAYOUT_NAMES:
+        raise RingLayoutError(f"unknown layout {name!r}: expected one of {', '.join(LAYOUT_NAMES)}")
+
+
 @lru_cache(maxsize=256)
 def make_layout(
     name: str = "auto",
@@ -279,8 +289,7 @@ def make_layout(
     for label, value in (("tokens", tokens), ("ring_size", ring_size), ("multiple_of", multiple_of)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RingLayoutError(f"make_layout: {label}: expected a positive integer, got {value!r}")
-    if name not in LAYOUT_NAMES:
-        raise RingLayoutError(f"unknown layout {name!r}: expected one of {', '.join(LAYOUT_NAMES)}")
+    check_layout_name(name)
     if name in _BUILDERS:
         return _BUILDERS[name](tokens, ring_size, multiple_of)
     from ds_ring.schedule import choose  # made from patterns, which are made from nothing here

@@ -71,11 +71,16 @@ class CpuKernel:
     name = "cpu"
 
     def __init__(self, block: int = BLOCK, triangle: int = TRIANGLE) -> None:
-        integers = all(isinstance(x, int) and not isinstance(x, bool) for x in (block, triangle))
-        if not integers or not 1 <= triangle <= block:
+        for option, tokens in (("block", block), ("triangle", triangle)):
+            if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+                raise RingConfigError(
+                    f'kernel_options of kernel "cpu": {option}: expected a number of tokens of at least 1,'
+                    f" got {tokens!r}; leave it out for the default"
+                )
+        if triangle > block:
             raise RingConfigError(
-                "kernel cpu: expected integers with 1 <= triangle <= block,"
-                f" got triangle {triangle!r}, block {block!r}"
+                f'kernel_options of kernel "cpu": triangle: expected at most block {block}, got {triangle};'
+                " raise block as well"
             )
         self.block, self.triangle = block, triangle
 

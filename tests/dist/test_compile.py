@@ -1,0 +1,285 @@
+"""Under torch.compile: one graph, the same gradients, a graph that does not grow with the ring.
+
+The whole pass is one opaque operator, so what is checked here is what surrounds it: that nothing breaks the
+graph, that the fake implementation tells the truth, and that a compiled function never attends with the
+mesh, pattern or scale of another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from ds_ring import (
+    Causal,
+    Full,
+    RingAttention,
+    RingMesh,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from ds_ring.runtime.context import Options, context_for, context_of
+from tests.cases import Shape, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+HEADS, HEAD_DIM, TOKENS = 4, 8, 96  # 96: shards of 2 and of 3 ranks
+WIDTH = HEADS * HEAD_DIM
+
+
+class Block(nn.Module):
+    """A transformer block, as small as one can be."""
+
+    def __init__(self, mesh: RingMesh) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.attention = RingAttention(Causal(), mesh=mesh)
+
+    def forward(self, x_BSW: Tensor) -> Tensor:
+        batch, tokens, _ = x_BSW.shape
+        heads = self.qkv(self.norm1(x_BSW)).view(batch, tokens, 3, HEADS, HEAD_DIM)
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(2))
+        x_BSW = x_BSW + self.out(self.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, WIDTH))
+        return x_BSW + self.mlp(self.norm2(x_BSW))
+
+
+class Graphs:
+    """A backend that counts the nodes of the graphs that Dynamo hands it, and leaves the rest to inductor."""
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.nodes.append(len(graph.graph.nodes))
+        return torch._inductor.compile(graph, inputs)  # type: ignore[no-any-return]
+
+
+class Compiled(NamedTuple):
+    """A compiled block held against the same block, eager.
+
+    Attributes:
+        graphs, breaks: as Dynamo counts them.
+        nodes: of each graph.
+        errors: relative error of the output, of the input's gradient and of every parameter's, by name.
+    """
+
+    graphs: int
+    breaks: int
+    nodes: list[int]
+    errors: dict[str, float]
+
+
+def gradients(block: Callable[[Tensor], Tensor], parameters: dict[str, nn.Parameter], x: Tensor) -> dict:
+    """Output and gradients of a weighted sum of it."""
+    x = x.clone().requires_grad_()
+    for parameter in parameters.values():
+        parameter.grad = None
+    out = block(x)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    assert x.grad is not None
+    found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    assert len(found) == len(parameters)
+    return {"out": out.detach(), "x": x.grad, **found}
+
+
+def compiled_block(rank: int, world_size: int, ulysses_size: int, steps: int = 2) -> Compiled:
+    """Some steps of a compiled block against the eager one, on this rank's shard."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    block = Block(mesh)
+    parameters = dict(block.named_parameters())
+    graphs = Graphs()
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    errors: dict[str, float] = {}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(2, TOKENS // world_size, WIDTH, generator=generator)
+        got, want = gradients(compiled, parameters, x), gradients(block, parameters, x)
+        for name in want:
+            errors[name] = max(errors.get(name, 0.0), relative_error(got[name], want[name]))
+    breaks = sum(counters["graph_break"].values())
+    return Compiled(counters["stats"]["unique_graphs"], breaks, graphs.nodes, errors)
+
+
+@pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (3, 1), (2, 2)])
+def test_a_transformer_block_is_one_graph_with_eager_gradients(
+    rank_pool: Pool, world_size: int, ulysses_size: int
+) -> None:
+    for found in rank_pool(world_size).run(compiled_block, ulysses_size, timeout_s=120):
+        assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
+        assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-5, found.errors
+
+
+def test_the_graph_does_not_grow_with_the_ring(rank_pool: Pool) -> None:
+    two, three = (rank_pool(size).run(compiled_block, 1, 1, timeout_s=120) for size in (2, 3))
+    assert {tuple(found.nodes) for found in (*two, *three)} == {tuple(two[0].nodes)}
+
+
+def functional(rank: int, world_size: int) -> list[tuple[int, float]]:
+    """`ring_attention` in a compiled function, with lengths that change: graphs so far and error of each."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = RingMesh.from_world(world_size)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = F.normalize(q, dim=-1) * 4
+        return ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, scale=0.5) * 2
+
+    compiled = torch.compile(step, fullgraph=True)
+    found = []
+    for tokens in (96, 60, 12, 96):
+        layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
+        q, k, v, grad = everything = tensors(Shape(tokens=tokens))
+        locals_ = [shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in (q, k, v)]
+        out = compiled(*locals_)
+        out.backward(shard_sequence(grad, layout, mesh=mesh, dim=2))
+        got = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in (out, *(x.grad for x in locals_))]
+        found.append((counters["stats"]["unique_graphs"], max(dense_errors(everything, got))))
+    return found
+
+
+def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
+    """Errors of what `functional` computes, and of its gradients, in float64 and without ds_ring."""
+    q, k, v, grad = (x.double() for x in everything)
+    q.requires_grad_()
+    queries = F.normalize(q, dim=-1) * 4 * (0.5 * q.shape[-1] ** 0.5)  # dense_attention divides by the root
+    dense = dense_attention(queries, k, v, grad * 2, Causal())
+    queries.backward(dense.dq)
+    assert q.grad is not None
+    want = (dense.out * 2, q.grad, dense.dk, dense.dv)
+    return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+
+
+def test_a_compiled_function_takes_other_lengths(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(functional, timeout_s=120):
+        assert max(error for _, error in found) < 1e-5, found
+        assert found[-1][0] <= 2, found  # one for the first length, one for all others
+
+
+def not_mixed_up(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
+    """One compiled function, called with other meshes, patterns, layouts and scales, and so once more.
+
+    Distances to the eager result of the same arguments, and of the arguments before; the meshes of one rank
+    and of all ranks give different results, as do all other changes.
+    """
+    torch._dynamo.reset()
+    whole, alone = RingMesh.from_world(world_size), RingMesh.single()
+    q, k, v, _ = tensors(Shape(batch=1, tokens=32), seed=rank)
+
+    def attend(
+        mesh: RingMesh, pattern: Any, layout: Any, scale: float | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        return ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh, scale=scale)
+
+    compiled = torch.compile(attend, fullgraph=True)
+    causal = Causal()
+    calls = {
+        "first": (whole, causal, "zigzag", None),
+        "mesh": (alone, causal, "zigzag", None),
+        "pattern": (alone, Full(), "zigzag", None),
+        "scale": (alone, Full(), "zigzag", 0.5),
+        "another scale": (alone, Full(), "zigzag", 1.5),
+        "third scale": (alone, Full(), "zigzag", 3),
+        "layout": (whole, causal, "contiguous", 3),
+        "layout of another length": (
+            whole,
+            causal,
+            make_layout("contiguous", tokens=63, ring_size=world_size),
+            3,
+        ),
+        "first again": (whole, causal, "zigzag", None),
+    }
+    found, before = {}, torch.zeros_like(q)
+    for name, arguments in calls.items():
+        got, want = compiled(*arguments, q, k, v), attend(*arguments, q, k, v)
+        found[name] = (float((got - want).abs().max()), float((got - before).abs().max()))
+        before = got
+    return found
+
+
+def test_a_compiled_function_never_attends_with_the_arguments_of_another_call(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(not_mixed_up, timeout_s=120):
+        for name, (to_the_same, to_the_one_before) in found.items():
+            assert to_the_same < 1e-6, (name, found)
+            assert to_the_one_before > 1e-3 or name == "layout of another length", (name, found)
+
+
+def options_reach_the_operator(rank: int, world_size: int) -> list[Options]:
+    """The options of the contexts that a compiled call made, arguments by keyword and objects made inline."""
+    torch._dynamo.reset()
+    mesh = RingMesh.single()
+    q, k, v, _ = tensors(Shape(batch=1, tokens=16))
+
+    @torch.compile(fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(
+            q,
+            k,
+            v,
+            pattern=Causal(),
+            layout="zigzag",
+            mesh=mesh,
+            scale=0.125,
+            kernel="reference",
+            transport="all_gather",
+            overlap=False,
+            prune=False,
+            hop_timeout_s=7.0,
+        )
+
+    attend(q, k, v)
+    return [context.options for context in mesh.contexts.values()]
+
+
+def test_options_reach_the_operator_of_a_compiled_call(rank_pool: Pool) -> None:
+    wanted = Options(0.125, "reference", "all_gather", False, False, 7.0)
+    assert rank_pool(1).run(options_reach_the_operator) == [[wanted]]
+
+
+def handle_lives_on(rank: int, world_size: int) -> bool:
+    """A compiled module keeps its mesh and context alive, and a context dies with them."""
+    torch._dynamo.reset()
+    module = RingAttention(Causal(), mesh=RingMesh.from_world(world_size))
+    handle = module.context.handle
+    compiled = torch.compile(module, fullgraph=True)
+    q, k, v, _ = tensors(Shape(batch=1, tokens=8), seed=rank)
+    first = compiled(q, k, v)
+    for _ in range(20):  # other meshes come and go
+        context_for(Causal(), "zigzag", RingMesh.single(), Options())
+    gone = context_for(Causal(), "zigzag", RingMesh.single(), Options()).handle
+    assert context_of(handle) is module.context
+    assert torch.equal(compiled(q, k, v), first)
+    with pytest.raises(AssertionError, match="is gone"):
+        context_of(gone)
+    return True
+
+
+def test_the_handle_stays_valid_while_the_module_lives(rank_pool: Pool) -> None:
+    assert all(rank_pool(2).run(handle_lives_on, timeout_s=120))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_opcheck(dtype: torch.dtype) -> None:
+    """torch's own checks of an operator: schema, fake implementation, gradient, compiled with dynamic shapes."""
+    context = context_for(Causal(), "contiguous", RingMesh.single(), Options())
+    q, k, v, _ = (x[:1, :, :7] for x in tensors(Shape(tokens=8), dtype))  # not contiguous, and ragged
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    operator = torch.ops.ds_ring.ring_attention.default
+    torch.library.opcheck(operator, (*leaves, context.handle))
+    out, lse = operator(q, k, v, context.handle)
+    backward = torch.ops.ds_ring.ring_attention_backward.default
+    torch.library.opcheck(backward, (torch.ones_like(out), q, k, v, out, lse, context.handle))
+    swap = torch.ops.ds_ring.swap_heads_tokens.default
+    torch.library.opcheck(swap, (leaves, "Ulysses of q, k, v", context.handle))

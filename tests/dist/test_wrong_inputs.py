@@ -1,0 +1,645 @@
+"""Wrong inputs: a typed error that says what to do, on every rank, in under a second; and the ring goes on.
+
+One row is one mistake. After each the same ring makes a correct pass, held against float64: a refused call
+must leave nothing behind, neither in the process nor on the wire.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_ring.errors
+from ds_ring import (
+    Causal,
+    Full,
+    RingAttention,
+    RingConfig,
+    RingError,
+    RingMesh,
+    RingMeshError,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from tests.cases import Shape, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+Arguments = dict[str, Any]
+SHAPE = Shape(batch=2, query_heads=8, kv_heads=4, tokens=64, head_dim=16)
+SECONDS = 1.0  # from the call to the error, on every rank
+
+
+class Refusal(NamedTuple):
+    """What one rank saw of a wrong call, and of the correct one after it.
+
+    Attributes:
+        error: class name of what was raised; "" for nothing.
+        families: names of all its base classes.
+        text: the message.
+        seconds: from the call to the error.
+        afterwards: largest relative error of output and gradients of the correct pass on the same mesh.
+    """
+
+    error: str
+    families: tuple[str, ...]
+    text: str
+    seconds: float
+    afterwards: float
+
+
+def right_arguments(mesh: RingMesh, shape: Shape = SHAPE) -> Arguments:
+    """A correct call of `ring_attention` on this rank."""
+    layout = make_layout(
+        "zigzag", tokens=shape.tokens, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size
+    )
+    q, k, v, _ = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
+    return {"q": q, "k": k, "v": v, "pattern": Causal(), "layout": layout, "mesh": mesh}
+
+
+def attend(arguments: Arguments) -> Tensor:
+    """`ring_attention` with q, k and v by position, as people call it."""
+    rest = {name: value for name, value in arguments.items() if name not in ("q", "k", "v")}
+    return ring_attention(arguments["q"], arguments["k"], arguments["v"], **rest)
+
+
+def error_of_a_correct_pass(mesh: RingMesh) -> float:
+    """Forward and backward on `mesh`, against dense float64 attention."""
+    arguments = right_arguments(mesh)
+    locals_ = [arguments[name].requires_grad_() for name in ("q", "k", "v")]
+    *_, grad = everything = tensors(SHAPE)
+    out = attend(arguments)
+    out.backward(shard_sequence(grad, arguments["layout"], mesh=mesh, dim=2))
+    want = dense_attention(*everything, Causal())
+    found = (out.detach(), *(x.grad for x in locals_))
+    whole = [gather_sequence(x, arguments["layout"], mesh=mesh, dim=2) for x in found]
+    expected = (want.out, want.dq, want.dk, want.dv)
+    return max(relative_error(a, b) for a, b in zip(whole, expected, strict=True))
+
+
+def refusal(act: Callable[[], object], mesh: RingMesh) -> Refusal:
+    """What `act` raises here, and how a correct pass fares after it."""
+    started = time.perf_counter()
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as raised:
+        error = raised
+    seconds = time.perf_counter() - started
+    families = tuple(cls.__name__ for cls in type(error).__mro__)
+    name = "" if error is None else type(error).__name__
+    return Refusal(name, families, str(error), seconds, error_of_a_correct_pass(mesh))
+
+
+def check_refusal(found: Refusal, error: str, says: tuple[str, ...]) -> None:
+    """The right type, of the user's family, quickly, with these words; and the ring still works."""
+    assert found.error == error, found
+    assert issubclass(getattr(ds_ring.errors, error), RingError) and "ValueError" in found.families
+    missing = [words for words in says if words not in found.text]
+    assert not missing, f"{missing} not in: {found.text}"
+    assert found.seconds < SECONDS, found
+    assert found.afterwards < 1e-5, found
+
+
+def outcomes(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Refusal]:
+    """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack."""
+    found = pool.collect(fn, *args, timeout_s=30)
+    assert all(one.status == "returned" for one in found), [one.report for one in found if one.report]
+    return [one.value for one in found]
+
+
+# --- wrong arguments of ring_attention ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong argument.
+
+    Attributes:
+        change: what is wrong, done to the arguments of a correct call.
+        error: the error of the ranks that are wrong (of all where `ranks` merely differ).
+        says: what its message must contain: what was got, what was expected, what to do.
+        ranks: who is wrong; None for all.
+    """
+
+    change: Callable[[Arguments], Any]
+    error: str
+    says: tuple[str, ...]
+    ranks: tuple[int, ...] | None = (1,)
+
+
+def on(*names: str, do: Callable[[Tensor], Any]) -> Callable[[Arguments], Any]:
+    """Replace some tensors."""
+
+    def change(arguments: Arguments) -> None:
+        arguments.update({name: do(arguments[name]) for name in names})
+
+    return change
+
+
+def put(**values: object) -> Callable[[Arguments], Any]:
+    """Replace or add some arguments."""
+    return lambda arguments: arguments.update(values)
+
+
+def shape(**sizes: int) -> Callable[[Arguments], Any]:
+    """Correct arguments, but for a whole sequence of another shape."""
+
+    def change(arguments: Arguments) -> None:
+        arguments.update(right_arguments(arguments["mesh"], replace(SHAPE, **sizes)))
+
+    return change
+
+
+def layout(name: str = "zigzag", **sizes: int) -> Callable[[Arguments], Any]:
+    """Another layout, the tensors unchanged."""
+
+    def change(arguments: Arguments) -> None:
+        old = arguments["layout"]
+        arguments["layout"] = make_layout(
+            name, **({"tokens": old.tokens, "ring_size": old.ring_size, "multiple_of": 1} | sizes)
+        )
+
+    return change
+
+
+ALL, QKV = None, ("q", "k", "v")
+TYPED, MISMATCH = "RingShapeError", "RingMismatchError"
+WRONG = {
+    # What only a comparison of ranks can find: all of them raise, and name both ranks and the field.
+    "tokens differ": Wrong(
+        shape(tokens=32),
+        MISMATCH,
+        ("local tokens: ring rank 0 has 32, ring rank 1 has 16", "same model"),
+    ),
+    "batch differs": Wrong(shape(batch=3), MISMATCH, ("batch size: ring rank 0 has 2, ring rank 1 has 3",)),
+    "heads differ": Wrong(
+        shape(query_heads=4), MISMATCH, ("query heads: ring rank 0 has 8, ring rank 1 has 4",)
+    ),
+    "K/V heads differ": Wrong(
+        shape(kv_heads=2), MISMATCH, ("K/V heads: ring rank 0 has 4, ring rank 1 has 2",)
+    ),
+    "head_dim differs": Wrong(
+        shape(head_dim=32), MISMATCH, ("head_dim: ring rank 0 has 16, ring rank 1 has 32",)
+    ),
+    "dtype differs": Wrong(
+        on(*QKV, do=Tensor.bfloat16),
+        MISMATCH,
+        ("dtype of q", "ring rank 1 has torch.bfloat16", "ring rank 0 has torch.float32", "same model"),
+    ),
+    "pattern differs": Wrong(
+        put(pattern=Full()),
+        MISMATCH,
+        ("pattern: ring rank 0 has Causal(), ring rank 1 has Full()", "same model"),
+    ),
+    "layout differs": Wrong(
+        layout("striped"),
+        MISMATCH,
+        ("layout: ring rank 0 has zigzag", "ring rank 1 has striped layout of 64 tokens"),
+    ),
+    "scale differs": Wrong(put(scale=0.25), MISMATCH, ("scale: ring rank 0 has None, ring rank 1 has 0.25",)),
+    "transport differs": Wrong(
+        put(transport="all_gather"),
+        MISMATCH,
+        ("transport: ring rank 0 has ring, ring rank 1 has all_gather",),
+    ),
+    "pruning differs": Wrong(
+        put(prune=False), MISMATCH, ("prune: ring rank 0 has True, ring rank 1 has False",)
+    ),
+    "kernel differs": Wrong(
+        put(kernel="reference"), MISMATCH, ("kernel: ring rank 0 has auto, ring rank 1 has reference",)
+    ),
+    # What the rank that is wrong sees by itself: it says what, the others say who.
+    "k in another dtype": Wrong(
+        on("k", do=Tensor.half), TYPED, ("k is torch.float16", "q is torch.float32", "cast")
+    ),
+    "integers": Wrong(
+        on(*QKV, do=Tensor.int), TYPED, ("q: expected a floating dtype", "torch.int32", "cast")
+    ),
+    "complex": Wrong(on(*QKV, do=lambda x: x.to(torch.complex64)), TYPED, ("torch.complex64", "cast")),
+    "three dimensions": Wrong(
+        on(*QKV, do=lambda x: x[0]), TYPED, ("expected 4 dimensions", "(8, 32, 16)", "unsqueeze")
+    ),
+    "five dimensions": Wrong(
+        on("v", do=lambda x: x[None]), TYPED, ("v: expected 4 dimensions", "(1, 2, 4, 32, 16)")
+    ),
+    "k shorter than v": Wrong(
+        on("k", do=lambda x: x[:, :, 1:]), TYPED, ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "one shape")
+    ),
+    "batch of k": Wrong(on("k", "v", do=lambda x: x[:1]), TYPED, ("(1, 4, 32, 16)", "batch (dim 0)")),
+    "head_dim of k": Wrong(
+        on("k", "v", do=lambda x: x[..., :8]), TYPED, ("(2, 4, 32, 8)", "head_dim (dim 3)")
+    ),
+    "heads no multiple": Wrong(
+        on("k", "v", do=lambda x: x[:, :3]), TYPED, ("a multiple of K/V heads: got 8 and 3", "grouped-query")
+    ),
+    "empty": Wrong(on(*QKV, do=lambda x: x[:, :, :0]), TYPED, ("(2, 8, 0, 16)", "at least a slot")),
+    "empty batch, all": Wrong(on(*QKV, do=lambda x: x[:0]), TYPED, ("(0, 8, 32, 16)",), ALL),
+    "q alone too short": Wrong(
+        on("q", do=lambda x: x[:, :, :9]), TYPED, ("32 slots per rank", "q with 9", "shard_sequence")
+    ),
+    "meta": Wrong(
+        on(*QKV, do=lambda x: x.to("meta")), TYPED, ("q: expected a tensor with values", "meta", "to_empty")
+    ),
+    "meta, all": Wrong(on("v", do=lambda x: x.to("meta")), TYPED, ("v:", "(2, 4, 32, 16)"), ALL),
+    "no tensor": Wrong(put(v=None), TYPED, ("v: expected a tensor, got NoneType",)),
+    "sparse": Wrong(on("k", do=Tensor.to_sparse), TYPED, ("k: expected a dense tensor", "to_dense")),
+    "layout of other tokens": Wrong(
+        layout(tokens=128), TYPED, ("the layout has 64 slots per rank, got q with 32", "shard_sequence")
+    ),
+    "layout of other tokens, all": Wrong(layout(tokens=128), TYPED, ("64 slots", "32"), ALL),
+    "layout for another ring": Wrong(
+        layout(ring_size=7),
+        "RingLayoutError",
+        ("for 7 ranks, the mesh's ring has 2", "make_layout(..., ring_size=2)"),
+    ),
+    "layout unknown": Wrong(
+        put(layout="zigzack"), "RingLayoutError", ("unknown layout 'zigzack'", "contiguous, striped, zigzag")
+    ),
+    "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
+    "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),
+    "transport unknown": Wrong(
+        put(transport="pigeon"),
+        "RingConfigError",
+        ("transport: expected one of ring, all_gather, got 'pigeon'",),
+    ),
+    "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError", ("'pigeon'",), ALL),
+    "kernel unknown": Wrong(
+        put(kernel="fast"), "RingConfigError", ("unknown kernel 'fast'", "auto, cpu, reference")
+    ),
+    "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ("'fast'",), ALL),
+    "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got nan", "1 / sqrt(head_dim)")),
+    "scale a text": Wrong(put(scale="big"), "RingConfigError", ("a finite number, got big",)),
+    "no time at all": Wrong(put(hop_timeout_s=0.0), "RingConfigError", ("seconds > 0, got 0.0", "use 60")),
+}
+
+
+def call_wrongly(rank: int, world_size: int, name: str, ulysses_size: int) -> Refusal:
+    """The wrong call of a row of WRONG, then a correct one."""
+    mesh, case = RingMesh.from_world(world_size // ulysses_size, ulysses_size), WRONG[name]
+    arguments = right_arguments(mesh)
+    if case.ranks is None or rank in case.ranks:
+        case.change(arguments)
+    return refusal(lambda: attend(arguments), mesh)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
+    case = WRONG[name]
+    for rank, found in enumerate(outcomes(rank_pool(2), call_wrongly, name, 1)):
+        if case.error == MISMATCH or case.ranks is None or rank in case.ranks:
+            check_refusal(found, case.error, case.says)
+        else:
+            check_refusal(found, MISMATCH, ("ring rank 1 refused its own input: ", *case.says))
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens differ", "dtype differs", "three dimensions", "meta", "kernel unknown"]
+)
+@pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 2), (3, 1), (4, 2), (4, 4)])
+def test_every_rank_of_the_sequence_hears_of_it(
+    rank_pool: Pool, name: str, world_size: int, ulysses_size: int
+) -> None:
+    """Before Ulysses' all-to-all, too, and in rings and Ulysses groups that the wrong rank is not in."""
+    for rank, found in enumerate(outcomes(rank_pool(world_size), call_wrongly, name, ulysses_size)):
+        wrong_itself = rank == 1 and WRONG[name].error != MISMATCH
+        ring_rank, ulysses_rank = divmod(1, ulysses_size)
+        place = f"ring rank {ring_rank}" + (f", Ulysses rank {ulysses_rank}" if ulysses_size > 1 else "")
+        check_refusal(
+            found, WRONG[name].error if wrong_itself else MISMATCH, () if wrong_itself else (place,)
+        )
+
+
+def heads_over_ulysses(rank: int, world_size: int) -> Refusal:
+    """Two K/V heads cannot be split over four Ulysses ranks."""
+    mesh = RingMesh.from_world(1, world_size)
+    arguments = right_arguments(mesh, replace(SHAPE, kv_heads=2))
+    return refusal(lambda: attend(arguments), mesh)
+
+
+def test_heads_that_ulysses_cannot_split(rank_pool: Pool) -> None:
+    says = ("2 K/V heads (of 8 query heads) are not divisible by ulysses_size 4", "use a divisor of 2")
+    for found in outcomes(rank_pool(4), heads_over_ulysses):
+        check_refusal(found, TYPED, says)
+
+
+def one_of_two_rings(rank: int, world_size: int) -> Refusal:
+    """Data parallel: rank 1 is wrong, its ring (0, 1) refuses, the ring (2, 3) has nothing to do with it."""
+    mesh = RingMesh.from_world(2)
+    arguments = right_arguments(mesh)
+    if rank == 1:
+        arguments["k"] = arguments["k"].half()
+    return refusal(lambda: attend(arguments), mesh)
+
+
+def test_another_ring_is_not_disturbed(rank_pool: Pool) -> None:
+    first, wrong, *others = outcomes(rank_pool(4), one_of_two_rings)
+    check_refusal(first, MISMATCH, ("ring rank 1 (rank 1 of the world) refused",))
+    check_refusal(wrong, TYPED, ("k is torch.float16",))
+    assert [found.error for found in others] == ["", ""]
+    assert max(found.afterwards for found in others) < 1e-5
+
+
+# --- wrong calls: the module, the order of calls, shards, meshes, configurations ---------------------------
+
+
+@dataclass(frozen=True)
+class WrongCall:
+    """One wrong call.
+
+    Attributes:
+        act: makes it; gets the rank and the mesh, and the ranks decide by themselves who is wrong.
+        errors: the error of rank 0 and of rank 1.
+        says: what both messages must contain, or those of rank 0 and rank 1 apart.
+    """
+
+    act: Callable[[int, RingMesh], object]
+    errors: tuple[str, str]
+    says: tuple[str, ...] | tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def attention_of(
+    mesh: RingMesh, options: dict[str, object] | None = None, **section: object
+) -> RingAttention:
+    """The module that a JSON with these keys gives."""
+    section = {"ring_size": mesh.ring_size, **section, **({"kernel_options": options} if options else {})}
+    return RingAttention(RingConfig.from_deepspeed({"ring_attention": section}), mesh=mesh)
+
+
+def module_call(who: int | None, *args: object, **kwargs: object) -> Callable[[int, RingMesh], Tensor]:
+    """RingAttention's forward with more than q, k and v, on one rank or (None) on all."""
+
+    def act(rank: int, mesh: RingMesh) -> Tensor:
+        arguments = right_arguments(mesh)
+        tensors_ = (arguments[name] for name in ("q", "k", "v"))
+        if who is None or rank == who:
+            return attention_of(mesh)(*tensors_, *args, **kwargs)
+        return attention_of(mesh)(*tensors_)
+
+    return act
+
+
+def module_of(**section: object) -> Callable[[int, RingMesh], Tensor]:
+    """A JSON that parses, but not for what is installed here; on all ranks."""
+
+    def act(rank: int, mesh: RingMesh) -> Tensor:
+        arguments = right_arguments(mesh)
+        return attention_of(mesh, **section)(arguments["q"], arguments["k"], arguments["v"])
+
+    return act
+
+
+def forward_against_backward(rank: int, mesh: RingMesh) -> None:
+    """Rank 0 goes on with another forward where rank 1 goes back."""
+    arguments = right_arguments(mesh)
+    arguments["q"].requires_grad_()
+    out = attend(arguments)
+    if rank == 0:
+        attend(arguments)
+    else:
+        out.sum().backward()
+
+
+def one_call_more(rank: int, mesh: RingMesh) -> None:
+    """Rank 1 makes two passes with a gradient, rank 0 one: seen at the first that has no partner."""
+    arguments = right_arguments(mesh)
+    arguments["q"].requires_grad_()
+    out = sum((attend(arguments) for _ in range(rank + 1)), torch.zeros(()))
+    out.sum().backward()
+
+
+def attention_against_gather(rank: int, mesh: RingMesh) -> None:
+    """Rank 0 attends where rank 1 gathers."""
+    arguments = right_arguments(mesh)
+    if rank == 0:
+        attend(arguments)
+    else:
+        gather_sequence(arguments["q"], arguments["layout"], mesh=mesh, dim=2)
+
+
+def two_meshes(rank: int, mesh: RingMesh) -> None:
+    """A first call that is refused in different contexts must not leave the ranks out of step."""
+    arguments = right_arguments(mesh)
+    arguments["scale"] = 0.5 if rank == 0 else 0.25
+    attend(arguments)
+
+
+def gather(
+    who: int | None, cut: Callable[[Tensor], Tensor], dim: int = 2
+) -> Callable[[int, RingMesh], Tensor]:
+    """gather_sequence of a changed shard, on one rank or (None) on all."""
+
+    def act(rank: int, mesh: RingMesh) -> Tensor:
+        arguments = right_arguments(mesh)
+        q = cut(arguments["q"]) if who is None or rank == who else arguments["q"]
+        return gather_sequence(q, arguments["layout"], mesh=mesh, dim=dim)
+
+    return act
+
+
+def shard(
+    tokens: int = 64, dim: int = 2, ring: int = 2, rank: int | None = None, whole: bool = True
+) -> Callable[[int, RingMesh], Tensor]:
+    """shard_sequence of `tokens` tokens with a layout for 64."""
+
+    def act(_: int, mesh: RingMesh) -> Tensor:
+        layout_ = make_layout("zigzag", tokens=64, ring_size=ring)
+        return shard_sequence(
+            torch.zeros(2, 8, tokens, 16), layout_, dim=dim, ring_rank=rank, mesh=mesh if whole else None
+        )
+
+    return act
+
+
+def config(**whole: object) -> Callable[[int, RingMesh], RingConfig]:
+    """The whole JSON as a dict."""
+    return lambda rank, mesh: RingConfig.from_deepspeed(whole)
+
+
+def both(error: str) -> tuple[str, str]:
+    return error, error
+
+
+CONFIG, LAYOUT, MESH = both("RingConfigError"), both("RingLayoutError"), both("RingMeshError")
+SHAPES, REFUSED = both(TYPED), ("RingMismatchError", "RingConfigError")
+WHO = ("ring rank 1 refused its own input",)
+CALLS = {
+    "dropout": WrongCall(module_call(None, dropout=0.1), CONFIG, ("dropout: expected 0, got 0.1", "model's")),
+    "dropout on rank 1": WrongCall(module_call(1, dropout_p=0.1), REFUSED, (WHO, ("dropout_p", "0.1"))),
+    "attention mask": WrongCall(
+        module_call(None, attention_mask=torch.ones(2, 64)),
+        CONFIG,
+        ("attention_mask", "express masks as a pattern"),
+    ),
+    "attention mask on rank 1": WrongCall(
+        module_call(1, attention_mask=torch.ones(2, 64)), REFUSED, (WHO, ("attention_mask", "pattern"))
+    ),
+    "mask by position": WrongCall(
+        module_call(None, None, torch.ones(2, 64)), CONFIG, ("'Tensor'", "express masks as a pattern")
+    ),
+    "batch_dim_idx 2": WrongCall(module_call(None, 2), CONFIG, ("got 2", "1 for [S, B, H, D]")),
+    "batch_dim_idx 2 on rank 1": WrongCall(module_call(1, 2), REFUSED, (WHO, ("got 2",))),
+    "no configuration": WrongCall(
+        lambda rank, mesh: RingAttention({"causal": True}, mesh=mesh),  # type: ignore[arg-type]
+        CONFIG,
+        ("expected a RingConfig or a Pattern, got dict", "from_deepspeed"),
+    ),
+    "kernel not there": WrongCall(
+        module_of(kernel="flex"), CONFIG, ("unknown kernel 'flex'", "auto, cpu, reference")
+    ),
+    "kernel option unknown": WrongCall(
+        module_of(options={"blok": 64}), CONFIG, ("'blok': 64", "kernel 'cpu'", "remove")
+    ),
+    "kernel option zero": WrongCall(
+        module_of(options={"block": 0}), CONFIG, ("block: expected a number", "got 0", "leave it out")
+    ),
+    "kernel option a list": WrongCall(
+        module_of(options={"block": [1, 2]}), CONFIG, ("block: expected a number", "leave it out")
+    ),
+    "layout not there": WrongCall(
+        module_of(layout="residue"), LAYOUT, ("unknown layout 'residue'", "contiguous, striped, zigzag")
+    ),
+    "pattern not there": WrongCall(
+        module_of(pattern={"window": 128}), both("RingPatternError"), ("window", "not available", "Remove")
+    ),
+    "forward against backward": WrongCall(
+        forward_against_backward,
+        both(MISMATCH),
+        ("operation: ring rank 0 has attention forward, ring rank 1 has attention backward",),
+    ),
+    "one call more": WrongCall(
+        one_call_more,
+        both(MISMATCH),
+        ("operation: ring rank 0 has attention backward, ring rank 1 has attention forward",),
+    ),
+    "attention against gather": WrongCall(
+        attention_against_gather,
+        both(MISMATCH),
+        ("operation: ring rank 0 has attention forward, ring rank 1 has gather_sequence",),
+    ),
+    "different contexts": WrongCall(
+        two_meshes, both(MISMATCH), ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)
+    ),
+    "gather of a wrong length": WrongCall(
+        gather(None, lambda x: x[:, :, :30]), SHAPES, ("32 slots per rank", "has 30", "its layout")
+    ),
+    "gather of a wrong length on rank 1": WrongCall(
+        gather(1, lambda x: x[:, :, :30]), (MISMATCH, TYPED), (WHO, ("32 slots per rank", "has 30"))
+    ),
+    "gather of different batches": WrongCall(
+        gather(1, lambda x: x[:1]), both(MISMATCH), ("shape: ", "32, 16)", "same model")
+    ),
+    "gather along a dimension that is not there": WrongCall(
+        gather(None, lambda x: x, dim=4), SHAPES, ("dim 4", "(2, 8, 32, 16)")
+    ),
+    "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("for 64 tokens", "has 63", "build")),
+    "shard along a dimension that is not there": WrongCall(shard(dim=-5), SHAPES, ("dim -5", "64, 16)")),
+    "shard for another ring": WrongCall(shard(ring=4), LAYOUT, ("for 4 ranks", "ring has 2", "ring_size=2")),
+    "shard without a rank": WrongCall(shard(whole=False), SHAPES, ("exactly one of ring_rank=... and mesh",)),
+    "shard for a rank and a mesh": WrongCall(
+        shard(rank=0), SHAPES, ("exactly one of ring_rank=... and mesh",)
+    ),
+    "shard of a rank that is not there": WrongCall(
+        shard(rank=2, whole=False), SHAPES, ("ring_rank 2 is not in 0..1",)
+    ),
+    "ring size 3 of 2 ranks": WrongCall(
+        lambda rank, mesh: RingMesh.from_world(3), MESH, ("3", "does not divide world size 2", "use 1 or 2")
+    ),
+    "ring 2 x ulysses 2 of 2 ranks": WrongCall(
+        lambda rank, mesh: RingMesh.from_world(2, 2), MESH, ("ring 2 x ulysses 2", "use 1 or 2")
+    ),
+    "ring size 0": WrongCall(lambda rank, mesh: RingMesh.from_world(0), MESH, ("positive integer, got 0",)),
+    "no mesh": WrongCall(
+        lambda rank, mesh: attend(right_arguments(mesh) | {"mesh": None}), MESH, ("RingMesh.from_world",)
+    ),
+    "layout of no tokens": WrongCall(
+        lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT, ("tokens", "got 0")
+    ),
+    "JSON key misspelt": WrongCall(
+        config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG, ("layuot", "did you mean")
+    ),
+    "JSON section misspelt": WrongCall(config(ring_atention={}), CONFIG, ("ring_atention", "did you mean")),
+    "JSON of a wrong type": WrongCall(
+        config(ring_attention={"ring_size": "two"}), CONFIG, ("ring_size", 'got "two"', "whole number")
+    ),
+    "JSON sizes that do not multiply": WrongCall(
+        config(sequence_parallel_size=8, ring_attention={"ring_size": 3}), CONFIG, ("3", "8", "set ")
+    ),
+    "JSON for another world": WrongCall(
+        lambda rank, mesh: config(sequence_parallel_size=6, ring_attention={})(rank, mesh).validate_world(2),
+        MESH,
+        ("sequence_parallel_size 6 does not divide world size 2", "use 1 or 2"),
+    ),
+    "JSON file that is not there": WrongCall(
+        lambda rank, mesh: RingConfig.from_deepspeed("/nowhere/ds_config.json"),
+        CONFIG,
+        ("/nowhere/ds_config.json", "does not exist", "check the path"),
+    ),
+}
+
+
+def act_wrongly(rank: int, world_size: int, name: str) -> Refusal:
+    """The wrong call of a row of CALLS, then a correct one."""
+    mesh = RingMesh.from_world(world_size)
+    return refusal(lambda: CALLS[name].act(rank, mesh), mesh)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_calls_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
+    case = CALLS[name]
+    for rank, found in enumerate(outcomes(rank_pool(2), act_wrongly, name)):
+        apart = isinstance(case.says[0], tuple)
+        check_refusal(found, case.errors[rank], case.says[rank] if apart else case.says)  # type: ignore[arg-type]
+
+
+def json_of(rank: int, world_size: int, path: str) -> Refusal:
+    mesh = RingMesh.from_world(world_size)
+    return refusal(lambda: RingConfig.from_deepspeed(path), mesh)
+
+
+def test_a_trailing_comma_is_named_with_its_line(rank_pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  "sequence_parallel_size": 2,\n  "ring_attention": {"ring_size": 2,}\n}')
+    for found in outcomes(rank_pool(2), json_of, str(path)):
+        check_refusal(found, "RingConfigError", (str(path), "line 3", "comma"))
+
+
+def test_a_mesh_before_the_process_group() -> None:
+    with pytest.raises(RingMeshError, match=r"not initialised.*init_process_group"):
+        RingMesh.from_world(2)
+
+
+# --- inside torch.compile -----------------------------------------------------------------------------------
+
+
+def compiled_wrongly(rank: int, world_size: int, name: str) -> Refusal:
+    """The same mistakes under torch.compile(fullgraph=True)."""
+    mesh, case = RingMesh.from_world(world_size), WRONG[name]
+    arguments = right_arguments(mesh)
+    if rank == 1:
+        case.change(arguments)
+    rest = {n: value for n, value in arguments.items() if n not in QKV}
+    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, **rest), fullgraph=True)
+    return refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
+
+
+@pytest.mark.parametrize(
+    "name", ["heads no multiple", "layout of other tokens", "batch differs", "kernel unknown"]
+)
+def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: str) -> None:
+    case = WRONG[name]
+    for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name)):
+        wrong = case.error == MISMATCH or rank == 1
+        says = case.says if wrong else ("ring rank 1 refused its own input", *case.says)
+        without_compiling = found._replace(seconds=0.0)
+        check_refusal(without_compiling, case.error if wrong else MISMATCH, says)
