@@ -10,8 +10,8 @@ of branch i. A token's level is the last branch that it is in; a pair's common b
 smaller level of the two. Pairs with common branches 1 .. c are (exactly c) x (c and more) and (more than
 c) x (exactly c): few progressions. Within them, m is the number of branches 1 .. c whose segment the two
 share; with nested segments that is decided by the smallest shared one. Where branches are not nested like
-that, the common branches follow from the residues modulo the least common multiple of the rates; where even that is too
-large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
+that, the common branches follow from the residues modulo the least common multiple of the rates; where
+even that is too large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
 adds duplicates up exactly as m does, and only some work is done twice.
 """
 

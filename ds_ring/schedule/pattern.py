@@ -120,8 +120,8 @@ def _evaluate(function: MaskFunction, q: Any, k: Any) -> Any:
     except (TypeError, IndexError, KeyError, AttributeError) as error:
         raise RingPatternError(
             f"MaskMod: {getattr(function, '__name__', function)} failed: {error}. It is called with tensors"
-            " of global query and key positions, and with None for batch and head: expected a mask that is the"
-            " same for every sample and head; compose one pattern for each instead"
+            " of global query and key positions, and with None for batch and head: expected a mask that is"
+            " the same for every sample and head; compose one pattern for each instead"
         ) from error
 
 

@@ -7,6 +7,7 @@ mesh, pattern or scale of another call.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,14 +99,14 @@ def compiled_block(rank: int, world_size: int, ulysses_size: int, steps: int = 2
     torch._dynamo.reset()
     counters.clear()
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    block = Block(mesh)
+    block = Block(mesh).double()  # so that another order of summation does not matter
     parameters = dict(block.named_parameters())
     graphs = Graphs()
     compiled = torch.compile(block, fullgraph=True, backend=graphs)
     errors: dict[str, float] = {}
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        x = torch.randn(2, TOKENS // world_size, WIDTH, generator=generator)
+        x = torch.randn(2, TOKENS // world_size, WIDTH, generator=generator, dtype=torch.float64)
         got, want = gradients(compiled, parameters, x), gradients(block, parameters, x)
         for name in want:
             errors[name] = max(errors.get(name, 0.0), relative_error(got[name], want[name]))
@@ -119,7 +120,7 @@ def test_a_transformer_block_is_one_graph_with_eager_gradients(
 ) -> None:
     for found in rank_pool(world_size).run(compiled_block, ulysses_size, timeout_s=120):
         assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
-        assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-5, found.errors
+        assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-10, found.errors
 
 
 def test_the_graph_does_not_grow_with_the_ring(rank_pool: Pool) -> None:
@@ -259,6 +260,7 @@ def handle_lives_on(rank: int, world_size: int) -> bool:
     for _ in range(20):  # other meshes come and go
         context_for(Causal(), "zigzag", RingMesh.single(), Options())
     gone = context_for(Causal(), "zigzag", RingMesh.single(), Options()).handle
+    gc.collect()  # a mesh and its contexts hold each other
     assert context_of(handle) is module.context
     assert torch.equal(compiled(q, k, v), first)
     with pytest.raises(AssertionError, match="is gone"):

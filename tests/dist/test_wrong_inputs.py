@@ -264,7 +264,7 @@ WRONG = {
         ("for 7 ranks, the mesh's ring has 2", "make_layout(..., ring_size=2)"),
     ),
     "layout unknown": Wrong(
-        put(layout="zigzack"), "RingLayoutError", ("unknown layout 'zigzack'", "contiguous, striped, zigzag")
+        put(layout="zigzack"), "RingLayoutError", ("unknown layout 'zigzack'", "contiguous, zigzag, striped")
     ),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
     "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),
@@ -507,10 +507,10 @@ CALLS = {
         module_of(options={"block": [1, 2]}), CONFIG, ("block: expected a number", "leave it out")
     ),
     "layout not there": WrongCall(
-        module_of(layout="residue"), LAYOUT, ("unknown layout 'residue'", "contiguous, striped, zigzag")
+        module_of(layout="residue"), LAYOUT, ('layout "residue"', "Dilated(...)", "got Causal()")
     ),
-    "pattern not there": WrongCall(
-        module_of(pattern={"window": 128}), both("RingPatternError"), ("window", "not available", "Remove")
+    "documents without any": WrongCall(
+        module_of(pattern={"documents": True}), both("RingConfigError"), ("documents", "got none", "pass")
     ),
     "forward against backward": WrongCall(
         forward_against_backward,

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, first: int, every: int, length: int, repeats: int) -> Rows:
-        """Of a single progression: `repeats` parts of `length` members, one `every` so many from `first` on."""
+        """Of a single progression: `repeats` parts of `length` members, one every `every` from `first` on."""
         start = self.start + first * self.step
         if repeats == 1:
             return Rows(start, self.step, length)
