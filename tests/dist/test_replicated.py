@@ -370,10 +370,10 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[RingError], messag
 
 
 DIFFERENT: list[tuple[dict[str, Any], str]] = [
-    ({"q": torch.randn(1, 4, 5, 32)}, "local queries: ring rank 0 has 3, ring rank 1 has 5"),
-    ({"q": torch.randn(1, 2, 3, 32)}, "query heads: ring rank 1 has 2, ring rank 0 has 4"),
+    ({"q": torch.randn(1, 4, 5, 32)}, "local tokens: ring rank 0 has 3, ring rank 1 has 5"),
+    ({"q": torch.randn(1, 2, 3, 32)}, "query heads: ring rank 0 has 4, ring rank 1 has 2"),
     ({"q_positions": [1, 2, 3]}, "positions of the queries: ring rank . has checksum"),
-    ({"scale": 2.0}, "pattern, layout, transport or scale"),
+    ({"scale": 2.0}, "scale: ring rank 0 has None, ring rank 1 has 2.0"),
     ({"q_positions": [1, 2, 99]}, "refused its own input"),
 ]
 
