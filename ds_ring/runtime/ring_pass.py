@@ -107,6 +107,7 @@ class RingPass:
                 for part in self.kernel.forward(q, *payload, visit.tiles, self.scale):
                     rows = part.q_slots
                     merge_(out[:, :, rows], lse[:, :, rows], part.out_BHSD, part.lse_BHS)
+                    del part  # or it would live on while the kernel computes the next one
             batch.wait()
             payload = batch.arrived or payload
 
@@ -124,6 +125,7 @@ class RingPass:
                     dq[:, :, part.q_slots] += part.dq_BHSD
                     finished.first[:, :, part.k_slots] += part.dk_BGSD
                     finished.second[:, :, part.k_slots] += part.dv_BGSD
+                    del part
             batch.wait(finished)
             payload = batch.arrived or payload
 

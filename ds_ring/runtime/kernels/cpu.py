@@ -124,16 +124,19 @@ class CpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
         for leaf in leaves(tiles, self.block, self.triangle):
-            out, lse = _forward(
-                q[:, :, leaf.q_slots],
-                k[:, :, leaf.k_slots],
-                v[:, :, leaf.k_slots],
-                0.0,
-                leaf.kind == Kind.CAUSAL,
-                attn_mask=_bias(leaf, q.dtype),
-                scale=scale,
+            # Kept by no name here, or it would live on while the next one is computed.
+            yield PartialOut(
+                leaf.q_slots,
+                *_forward(
+                    q[:, :, leaf.q_slots],
+                    k[:, :, leaf.k_slots],
+                    v[:, :, leaf.k_slots],
+                    0.0,
+                    leaf.kind == Kind.CAUSAL,
+                    attn_mask=_bias(leaf, q.dtype),
+                    scale=scale,
+                ),
             )
-            yield PartialOut(leaf.q_slots, out, lse)
 
     def backward(
         self,
@@ -149,19 +152,22 @@ class CpuKernel:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
         for leaf in leaves(tiles, self.block, self.triangle):
             rows, keys = leaf.q_slots, leaf.k_slots
-            dq, dk, dv = _backward(
-                grad_out[:, :, rows],
-                q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                0.0,
-                leaf.kind == Kind.CAUSAL,
-                attn_mask=_bias(leaf, q.dtype),
-                scale=scale,
+            yield PartialGrads(
+                rows,
+                keys,
+                *_backward(
+                    grad_out[:, :, rows],
+                    q[:, :, rows],
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    0.0,
+                    leaf.kind == Kind.CAUSAL,
+                    attn_mask=_bias(leaf, q.dtype),
+                    scale=scale,
+                ),
             )
-            yield PartialGrads(rows, keys, dq, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return sum(
