@@ -39,7 +39,9 @@ class Branches:
         assert self.rule == "zero"
         return 0
 
-    def members(self, head: int, branch: int, query_heads: int, kv_heads: int, tokens: int) -> list[list[int]]:
+    def members(
+        self, head: int, branch: int, query_heads: int, kv_heads: int, tokens: int
+    ) -> list[list[int]]:
         """For each segment of a branch, the positions that take part."""
         length, rate = self.segment_lengths[branch], self.dilation_rates[branch]
         offset = self.offset(head, branch, query_heads, kv_heads)
@@ -85,7 +87,9 @@ def mixture(q: Tensor, k: Tensor, v: Tensor, branches: Branches) -> tuple[Tensor
     """Microsoft's formulation: a softmax for each branch, mixed by the softmax denominators."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    per_branch = [_one_branch(q, k, v, branches, i, k.shape[1] // group) for i in range(len(branches.segment_lengths))]
+    per_branch = [
+        _one_branch(q, k, v, branches, i, k.shape[1] // group) for i in range(len(branches.segment_lengths))
+    ]
     outs, lses = (torch.stack(parts) for parts in zip(*per_branch, strict=True))
     total = torch.logsumexp(lses, dim=0)
     covered = total > -torch.inf

@@ -120,6 +120,7 @@ class RingPass:
                 for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
                     rows, heads = part.q_rows, part.heads
                     merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+                    del part  # or it would live on while the kernel computes the next one
             batch.wait()
             for journey in journeys:
                 journey.advance()
@@ -138,6 +139,7 @@ class RingPass:
                     part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
                     part.k_rows.of(grads.first).add_(part.dk_BGSD)
                     part.k_rows.of(grads.second).add_(part.dv_BGSD)
+                    del part
             batch.wait()
             for journey in journeys:
                 journey.advance()

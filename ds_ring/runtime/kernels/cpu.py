@@ -102,6 +102,7 @@ class CpuKernel:
             if call.kind == Kind.PARTIAL:
                 out, lse = _empty_rows(out, lse)
             yield PartialOut(heads, rows, _unbatch(rows, out), _unbatch(rows, lse))
+            del out, lse  # or they would live on while the next ones are computed
 
     def backward(
         self,
@@ -133,8 +134,8 @@ class CpuKernel:
                 attn_mask=_bias(call, q.dtype),
                 scale=scale,
             )
-            grads = _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
-            yield PartialGrads(heads, rows, keys, *grads)
+            yield PartialGrads(heads, rows, keys, _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv))
+            del dq, dk, dv
 
     def executed_pairs(self, tiles: Tiles) -> int:
         return sum(

@@ -48,7 +48,9 @@ def bound_tiles(pattern: Dilated, heads: tuple[int, int], q: np.ndarray, k: np.n
     return [table for table in tables if table is not None]
 
 
-def check(branches: Branches, tokens: int, heads: tuple[int, int], q_runs: np.ndarray, k_runs: np.ndarray) -> None:
+def check(
+    branches: Branches, tokens: int, heads: tuple[int, int], q_runs: np.ndarray, k_runs: np.ndarray
+) -> None:
     """The tiles of two shards, and the pattern's own multiplicities, equal the definition for every head."""
     pattern = Dilated(branches.segment_lengths, branches.dilation_rates, branches.causal, branches.rule)
     q, k = expand_runs(q_runs), expand_runs(k_runs)
@@ -117,7 +119,12 @@ def test_tiles_of_random_runs_are_the_definition(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("lengths", "rates"),
-    [((8, 16, 32), (1, 2, 4)), ((15, 30, 60), (1, 3, 5)), ((12, 24, 48, 96, 192), (1, 2, 4, 6, 12)), ((9, 27), (1, 3))],
+    [
+        ((8, 16, 32), (1, 2, 4)),
+        ((15, 30, 60), (1, 3, 5)),
+        ((12, 24, 48, 96, 192), (1, 2, 4, 6, 12)),
+        ((9, 27), (1, 3)),
+    ],
 )
 def test_where_segments_nest_no_pair_is_computed_twice(
     lengths: tuple[int, ...], rates: tuple[int, ...], causal: bool
@@ -175,7 +182,9 @@ def test_longnet_computes_its_pairs_and_no_others(rule: str, causal: bool, share
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_a_sharded_longnet_computes_its_pairs_and_no_others(layout_name: str, rule: str, causal: bool) -> None:
+def test_a_sharded_longnet_computes_its_pairs_and_no_others(
+    layout_name: str, rule: str, causal: bool
+) -> None:
     branches = Branches((256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16), causal, rule)
     pattern = Dilated(branches.segment_lengths, branches.dilation_rates, causal, rule)
     layout = layout_for(layout_name, pattern, tokens=4096, ring_size=4)

@@ -72,7 +72,10 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
         for number, lane in enumerate(walk.lanes):
             lanes = [rank.walks[index].lanes[number] for rank in ranks]
             for rank, hop in itertools.product(range(ring_size), range(ring_size)):
-                visit, following = lanes[rank].visit(hop), lanes[(rank + lane.direction) % ring_size].visit(hop + 1)
+                visit, following = (
+                    lanes[rank].visit(hop),
+                    lanes[(rank + lane.direction) % ring_size].visit(hop + 1),
+                )
                 sent = visit.forward if visit is not None else no_slots()
                 held = following.held if following is not None else no_slots()
                 np.testing.assert_array_equal(sent, held)
@@ -99,7 +102,9 @@ def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf,
     for rank, (index, walk) in itertools.product(range(ring_size), enumerate(plan.walks)):
         for number, lane in enumerate(walk.lanes):
             own = plan.rank(rank).walks[index].lanes[number]
-            came = np.concatenate([no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)])
+            came = np.concatenate(
+                [no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)]
+            )
             assert len(came) == len(set(came.tolist())), "a gradient that comes home twice"
             np.testing.assert_array_equal(np.sort(came), expand_ranges(walk.held(rank, lane, 1)))
             for coming in own.homecomings:
@@ -177,9 +182,7 @@ def test_a_window_sends_what_it_looks_back_and_no_more_however_long_the_sequence
 @pytest.mark.parametrize(("rule", "walks"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
 def test_heads_that_are_read_alike_go_together(rule: str, walks: int) -> None:
     pattern = Dilated((16, 64), (1, 4), True, rule)
-    plan = build_plan(
-        pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8
-    )
+    plan = build_plan(pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8)
     assert len(plan.walks) == walks
     heads = [head for walk in plan.walks for head in range(8)[walk.kv_heads]]
     assert sorted(heads) == list(range(8))

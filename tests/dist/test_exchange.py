@@ -1,0 +1,258 @@
+"""The exchange by itself: deadlines that name the peer and the hop, order, headers, counters, refusals."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ring import Causal, RingMesh, RingPeerError, ring_attention
+from ds_ring.runtime.exchange import Counters, Exchange, Message
+from ds_ring.schedule.grid import Grid
+from tests.dist.harness import RankPool, run_ranks_collect
+
+Pool = Callable[[int], RankPool]
+DEADLINE_S = 0.5
+LATE_S = 2.0  # by then a deadline of half a second must have been heard
+
+
+class Blame(NamedTuple):
+    """A RingPeerError and the seconds after which it came; the ring rank -1 stands for no error."""
+
+    ring_rank: int
+    hop: int | None
+    peer: int | None
+    cause: str
+    seconds: float
+
+
+def blame(act: Callable[[], object]) -> Blame:
+    """Whom `act` blames."""
+    started = time.perf_counter()
+    try:
+        act()
+    except RingPeerError as error:
+        seconds = time.perf_counter() - started
+        return Blame(error.ring_rank, error.hop, error.peer, error.cause, seconds)
+    return Blame(-1, None, None, "nothing raised", time.perf_counter() - started)
+
+
+# --- peers that do not answer ---------------------------------------------------------------------------------
+
+
+def waiting_for(rank: int, world_size: int, what: str, silent: int, exits: bool) -> Blame | None:
+    """Every rank but `silent` waits for it, in one of the ways there are; it sleeps, or exits."""
+    mesh = RingMesh.from_world(world_size)
+    exchange = Exchange(mesh, 30.0 if exits else DEADLINE_S)
+    buffer = torch.zeros(1 << 18)
+    waits: dict[str, Callable[[], object]] = {
+        "hop": lambda: exchange.post(
+            [Message(buffer, rank + 1)], [Message(buffer.clone(), silent)], 5
+        ).wait(),
+        "header": lambda: exchange.spread(torch.tensor([rank])),
+        "collective": lambda: exchange.all_gather(buffer, mesh.ring_group, world_size),
+        "attention": lambda: ring_attention(
+            *torch.zeros(3, 1, 1, 4, 8),
+            pattern=Causal(),
+            layout="zigzag",
+            mesh=mesh,
+            hop_timeout_s=exchange.hop_timeout_s,
+        ),
+    }
+    dist.barrier()
+    if rank != silent:
+        return blame(waits[what])
+    if exits:
+        time.sleep(0.2)  # the others are in the middle of it
+        os._exit(3)
+    time.sleep(2 * DEADLINE_S)  # alive, connected, and not posting
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "hop", "peer"),
+    [("hop", 5, 1), ("header", None, 1), ("collective", None, None), ("attention", None, 1)],
+)
+def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer: int | None) -> None:
+    waiting, silent = run_ranks_collect(waiting_for, 2, what, 1, False, timeout_s=20)
+    assert (waiting.status, silent.status) == ("returned", "returned"), waiting.report
+    found: Blame = waiting.value
+    assert found[:3] == (0, hop, peer), found
+    assert "no answer before the deadline (hop_timeout_seconds)" in found.cause
+    assert DEADLINE_S * 0.9 < found.seconds < LATE_S, found
+
+
+@pytest.mark.parametrize(
+    ("what", "hop", "peer"), [("hop", 5, 2), ("header", None, None), ("attention", None, None)]
+)
+def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None, peer: int | None) -> None:
+    """Long before the deadline of 30 s: its connections close. In a header the wait may be for another rank."""
+    *survivors, dead = run_ranks_collect(waiting_for, 3, what, 2, True, timeout_s=20)
+    assert (dead.status, dead.message) == ("exited", "exit code 3")
+    for one in survivors:
+        assert one.status == "returned", one.report
+        found: Blame = one.value
+        assert (found.ring_rank, found.hop) == (one.rank, hop), found
+        assert found.peer == peer if peer is not None else found.peer in (0, 1, 2), found
+        assert "the connection failed" in found.cause, found
+        assert found.seconds < LATE_S, found
+
+
+# --- headers ----------------------------------------------------------------------------------------------------
+
+
+def spread_over(rank: int, world_size: int) -> list[list[list[int]] | None]:
+    """Least and greatest of some headers, among the first n ranks, for every n."""
+    found: list[list[list[int]] | None] = []
+    for size in range(1, world_size + 1):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            mesh = RingMesh(Grid(size, size), rank, ring_group=group, sequence_group=group, cpu_group=group)
+            found.append(Exchange(mesh).spread(torch.tensor(header(rank, size))).tolist())
+        else:
+            found.append(None)
+    return found
+
+
+def header(rank: int, size: int) -> list[int]:
+    """The greatest is neither the first nor the last, ties are broken by what follows, the sign counts."""
+    return [(7 * rank + size) % 5 - 2, -rank, 1 << 62]
+
+
+def test_every_rank_sees_the_least_and_the_greatest_header(rank_pool: Pool) -> None:
+    by_rank = rank_pool(8).run(spread_over)
+    for size in range(1, 9):
+        headers = [header(rank, size) for rank in range(size)]
+        for found in by_rank[:size]:
+            assert found[size - 1] == [min(headers), max(headers)], size
+
+
+def spread_over_the_sequence(rank: int, world_size: int) -> list[list[int]]:
+    """Two sequences of ring 2 x Ulysses 2: a header is heard in its own sequence, on all four ranks."""
+    return Exchange(RingMesh.from_world(2, 2)).spread(torch.tensor([rank])).tolist()
+
+
+def test_headers_reach_ulysses_ranks_and_stay_in_their_sequence(rank_pool: Pool) -> None:
+    assert rank_pool(8).run(spread_over_the_sequence) == [[[0], [3]]] * 4 + [[[4], [7]]] * 4
+
+
+# --- messages ---------------------------------------------------------------------------------------------------
+
+
+def marked(sender: int, way: int, hop: int, tokens: int = 300) -> Tensor:
+    """A payload that says where it comes from."""
+    return torch.full((2, tokens), 100.0 * sender + 10.0 * hop + way)
+
+
+def both_ways(rank: int, world_size: int) -> bool:
+    """At every hop one message up and one down, the next batch posted before the last one is waited for."""
+    exchange = Exchange(RingMesh.from_world(world_size))
+    up, down = rank + 1, rank - 1
+    flying = []
+    for hop in range(6):
+        arriving = [torch.empty(2, 300), torch.empty(2, 300)]
+        pending = exchange.post(
+            [Message(marked(rank, 1, hop), up), Message(marked(rank, 2, hop), down)],
+            [Message(arriving[0], down), Message(arriving[1], up)],
+            hop,
+        )
+        flying.append((pending, arriving, hop))
+        if len(flying) > 1:
+            check_arrival(*flying.pop(0), rank, world_size)
+    check_arrival(*flying.pop(), rank, world_size)
+    return True
+
+
+def check_arrival(pending: object, arriving: list[Tensor], hop: int, rank: int, size: int) -> None:
+    pending.wait()  # type: ignore[attr-defined]
+    from_below, from_above = (marked((rank + way) % size, -way % 3, hop) for way in (-1, 1))
+    assert torch.equal(arriving[0], from_below) and torch.equal(arriving[1], from_above)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_two_directions_do_not_mix(rank_pool: Pool, world_size: int) -> None:
+    """In a ring of two both neighbours are the same rank, and only the order tells the messages apart."""
+    assert all(rank_pool(world_size).run(both_ways))
+
+
+def collectives(rank: int, world_size: int) -> dict[str, Tensor]:
+    """All-gather, all-to-all and reduce-scatter of strided parts that say where they come from and go to."""
+    mesh = RingMesh.from_world(world_size)
+    exchange = Exchange(mesh)
+    wide = torch.arange(24.0).view(2, 12) + 100 * rank
+    parts = list(wide.chunk(world_size, dim=1))  # not contiguous
+    assert not parts[0].is_contiguous()
+    return {
+        "gathered": torch.stack(exchange.all_gather(wide.mT, mesh.ring_group, world_size)),
+        "swapped": torch.stack(exchange.all_to_all(parts, mesh.ring_group)),
+        "reduced": exchange.reduce_scatter(parts, mesh.ring_group),
+    }
+
+
+def test_collectives_put_everything_where_it_belongs(rank_pool: Pool) -> None:
+    wide = [torch.arange(24.0).view(2, 12) + 100 * rank for rank in range(3)]
+    for rank, found in enumerate(rank_pool(3).run(collectives)):
+        mine = torch.stack([x.chunk(3, dim=1)[rank] for x in wide])
+        assert torch.equal(found["gathered"], torch.stack([x.mT for x in wide]))
+        assert torch.equal(found["swapped"], mine) and torch.equal(found["reduced"], mine.sum(0))
+
+
+# --- counters and refusals ----------------------------------------------------------------------------------------
+
+
+def counted(rank: int, world_size: int) -> list[Counters]:
+    """The counters after a batch of two messages, an empty batch, a header, and an all-gather."""
+    mesh = RingMesh.from_world(world_size)
+    exchange, found = Exchange(mesh), []
+
+    def note() -> None:
+        found.append(Counters(**vars(exchange.counters)))
+
+    sends = [Message(torch.zeros(10), rank + 1), Message(torch.zeros(3, dtype=torch.bfloat16), rank + 1)]
+    receives = [Message(torch.empty_like(tensor), rank - 1) for tensor, _ in sends]
+    exchange.post(sends, receives).wait()
+    note()
+    exchange.post([], []).wait()
+    note()
+    exchange.spread(torch.tensor([1]))
+    note()
+    exchange.all_gather(torch.zeros(5), mesh.ring_group, world_size)
+    note()
+    return found
+
+
+def test_counters_count_payloads_and_nothing_else(rank_pool: Pool) -> None:
+    posted = Counters(bytes_sent=46, messages_sent=2, batches=1)
+    gathered = Counters(bytes_sent=46 + 2 * 20, messages_sent=2, batches=1)
+    for found in rank_pool(3).run(counted):
+        assert found == [posted, posted, posted, gathered]
+
+
+def strided(rank: int, world_size: int, side: str) -> str:
+    """A buffer with gaps, to be sent or to be received into: NCCL would take its raw pointer."""
+    exchange = Exchange(RingMesh.from_world(world_size))
+    messages = {
+        "send": [Message(torch.zeros(4, 4), 1 - rank)],
+        "receive": [Message(torch.zeros(4, 4), 1 - rank)],
+    }
+    messages[side] = [Message(torch.zeros(4, 4).mT, 1 - rank)]
+    try:
+        exchange.post(messages["send"], messages["receive"])
+    except AssertionError as error:
+        exchange.post([Message(torch.zeros(4, 4), 1 - rank)], [Message(torch.zeros(4, 4), 1 - rank)]).wait()
+        return f"{error}; sent {exchange.counters.messages_sent}"
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("side", ["send", "receive"])
+def test_a_buffer_that_is_not_contiguous_is_refused_before_anything_is_sent(
+    rank_pool: Pool, side: str
+) -> None:
+    says = "exchange: a buffer with strides (1, 4); sent 1"
+    assert rank_pool(2).run(strided, side) == [says, says]
