@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, SlidingWindow, make_layout
+from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.schedule.layout import Layout, ResidueLayout
 from ds_ring.schedule.pattern import Pattern
 
@@ -23,16 +24,22 @@ def document_ids(tokens: int, mean: int = 60, seed: int = 0) -> np.ndarray:
     return np.repeat(np.arange(tokens), generator.integers(1, 2 * mean, tokens))[:tokens]
 
 
+def not_one_of_three(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    """A mask function that no other pattern expresses."""
+    return (q - k) % 3 != 1
+
+
 # For a sequence of so many tokens.
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "causal": lambda tokens: Causal(),
     "full": lambda tokens: Full(),
     "window": lambda tokens: SlidingWindow(50),
     "window both ways": lambda tokens: SlidingWindow(20, causal=False),
-    "dilated": lambda tokens: Dilated((64, 128, 256, 2048), (1, 2, 4, 8)),
+    "dilated": lambda tokens: Dilated((64, 128, 2048), (1, 2, 4)),
     "dilated, not nested, not causal": lambda tokens: Dilated((75, 210), (3, 5), False, "torchscale"),
     "documents": lambda tokens: Documents(document_ids(tokens)),
     "documents, causal": lambda tokens: Documents(document_ids(tokens)) & Causal(),
+    "mask function, causal": lambda tokens: MaskMod(not_one_of_three) & Causal(),
 }
 
 
@@ -44,7 +51,7 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
     except RingLayoutError:
         if name != "residue":
             raise
-        return ResidueLayout(**sizes, window=24, moduli=(2, 6), chunks_per_rank=2)
+        return ResidueLayout(**sizes, window=6, moduli=(2, 6), chunks_per_rank=2)
 
 
 @dataclass(frozen=True)

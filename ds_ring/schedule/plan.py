@@ -431,15 +431,17 @@ def sampled_origins(size: int) -> list[int]:
     return sorted({size * i // count for i in range(count)} | {size - 1})
 
 
-def choose_lanes(pattern: Pattern, layout: Layout, prune: bool = True) -> tuple[Lane, ...]:
-    """The lanes that send least; up on a tie, one rather than two."""
+def choose_lanes(
+    pattern: Pattern, layout: Layout, prune: bool = True, reads: dict[int, Reads] | None = None
+) -> tuple[Lane, ...]:
+    """The lanes that send least; up on a tie, one rather than two. `reads` keeps what was looked at."""
     size = layout.ring_size
     one_way = [(Lane(1, size - 1),), (Lane(-1, size - 1),)]
     if size <= 2 or not prune:
         return one_way[0]
     both_ways = (Lane(1, size // 2), Lane(-1, (size - 1) // 2))
     origins = sampled_origins(size)
-    reads: dict[int, Reads] = {}
+    reads = {} if reads is None else reads
     walks = [Walk(pattern, layout, slice(0, 1), lanes, True, reads) for lanes in (*one_way, both_ways)]
     return min(walks, key=lambda walk: sum(map(walk.tokens_sent, origins))).lanes
 
@@ -473,8 +475,9 @@ def build_plan(
         )
     walks = []
     for heads, bound in head_classes(pattern, query_heads, kv_heads):
-        taken = lanes if lanes is not None else choose_lanes(bound, layout, prune)
-        walks.append(Walk(bound, layout, heads, taken, prune))
+        reads: dict[int, Reads] = {}
+        taken = lanes if lanes is not None else choose_lanes(bound, layout, prune, reads)
+        walks.append(Walk(bound, layout, heads, taken, prune, reads))
     return Plan(pattern, layout, query_heads, kv_heads, tuple(walks))
 
 

@@ -24,11 +24,22 @@ def _paint(tiles: Tiles, queries: int, keys: int, member: int, weight: np.ndarra
         q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
         i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
         rules = {Kind.FULL: i >= i - j * 0, Kind.CAUSAL: j <= i, Kind.ANTICAUSAL: j >= i}
-        inside = np.broadcast_to(rules[Kind(tiles.kind[row])], (len(q), len(k)))
-        assert tiles.kind[row] == Kind.FULL or len(q) == len(k), "a triangle is square"
-        assert inside.sum() == tiles.pairs[row]
+        kind = Kind(tiles.kind[row])
+        if kind == Kind.PARTIAL:
+            rules[kind] = _visible(tiles, row, i, j)
+        inside = np.broadcast_to(rules[kind], (len(q), len(k)))
+        assert kind in (Kind.FULL, Kind.PARTIAL) or len(q) == len(k), "a triangle is square"
+        assert kind == Kind.PARTIAL or inside.sum() == tiles.pairs[row]
         canvas[np.ix_(q, k)] += inside * weight[row]
     return canvas
+
+
+def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """What a PARTIAL tile's mask shows of its pairs i, j."""
+    assert tiles.mask is not None
+    q, k = tiles.q, tiles.k
+    q_positions, k_positions = q.position[row] + q.position_step[row] * i, k.position[row] + k.position_step[row] * j
+    return np.asarray(tiles.mask(q_positions, k_positions))
 
 
 def positions_agree(tiles: Tiles, q_positions: np.ndarray, k_positions: np.ndarray) -> bool:
