@@ -30,6 +30,9 @@ from ds_ring.errors import RingPeerError
 from ds_ring.runtime.mesh import RingMesh
 
 
+_ROUNDING_S = 0.01  # torch waits in whole milliseconds, rounded down: a wait may end before its deadline
+
+
 class Message(NamedTuple):
     """A contiguous tensor and the ring rank it goes to or comes from."""
 
@@ -73,7 +76,7 @@ def _wait(work: dist.Work, deadline: float, ring_rank: int, hop: int | None, pee
     try:
         work.wait(datetime.timedelta(seconds=left_s))
     except RuntimeError as error:
-        late = time.monotonic() >= deadline
+        late = time.monotonic() >= deadline - _ROUNDING_S
         cause = "no answer before the deadline (hop_timeout_seconds)" if late else "the connection failed"
         raise RingPeerError(ring_rank, hop, peer, f"{cause}: {str(error).splitlines()[0]}") from error
 

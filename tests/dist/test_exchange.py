@@ -43,7 +43,7 @@ def blame(act: Callable[[], object]) -> Blame:
     return Blame(-1, None, None, "nothing raised", time.perf_counter() - started)
 
 
-# --- peers that do not answer ---------------------------------------------------------------------------------
+# --- peers that do not answer ----------------------------------------------------------------------
 
 
 def waiting_for(rank: int, world_size: int, what: str, silent: int, exits: bool) -> Blame | None:
@@ -92,7 +92,7 @@ def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer:
     ("what", "hop", "peer"), [("hop", 5, 2), ("header", None, None), ("attention", None, None)]
 )
 def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None, peer: int | None) -> None:
-    """Long before the deadline of 30 s: its connections close. In a header the wait may be for another rank."""
+    """Long before the deadline of 30 s. A header may be waited for from a rank that waits for the dead one."""
     *survivors, dead = run_ranks_collect(waiting_for, 3, what, 2, True, timeout_s=20)
     assert (dead.status, dead.message) == ("exited", "exit code 3")
     for one in survivors:
@@ -104,7 +104,7 @@ def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None, peer: 
         assert found.seconds < LATE_S, found
 
 
-# --- headers ----------------------------------------------------------------------------------------------------
+# --- headers ---------------------------------------------------------------------------------------
 
 
 def spread_over(rank: int, world_size: int) -> list[list[list[int]] | None]:
@@ -142,7 +142,7 @@ def test_headers_reach_ulysses_ranks_and_stay_in_their_sequence(rank_pool: Pool)
     assert rank_pool(8).run(spread_over_the_sequence) == [[[0], [3]]] * 4 + [[[4], [7]]] * 4
 
 
-# --- messages ---------------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------
 
 
 def marked(sender: int, way: int, hop: int, tokens: int = 300) -> Tensor:
@@ -203,7 +203,7 @@ def test_collectives_put_everything_where_it_belongs(rank_pool: Pool) -> None:
         assert torch.equal(found["swapped"], mine) and torch.equal(found["reduced"], mine.sum(0))
 
 
-# --- counters and refusals ----------------------------------------------------------------------------------------
+# --- counters and refusals -------------------------------------------------------------------------
 
 
 def counted(rank: int, world_size: int) -> list[Counters]:

@@ -118,7 +118,7 @@ def outcomes(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Refu
     return [one.value for one in found]
 
 
-# --- wrong arguments of ring_attention ------------------------------------------------------------------
+# --- wrong arguments of ring_attention -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def test_another_ring_is_not_disturbed(rank_pool: Pool) -> None:
     assert max(found.afterwards for found in others) < 1e-5
 
 
-# --- wrong calls: the module, the order of calls, shards, meshes, configurations ---------------------------
+# --- wrong calls: the module, the order of calls, shards, meshes, configurations -------------------
 
 
 @dataclass(frozen=True)
@@ -619,7 +619,7 @@ def test_a_mesh_before_the_process_group() -> None:
         RingMesh.from_world(2)
 
 
-# --- inside torch.compile -----------------------------------------------------------------------------------
+# --- inside torch.compile --------------------------------------------------------------------------
 
 
 def compiled_wrongly(rank: int, world_size: int, name: str) -> Refusal:
