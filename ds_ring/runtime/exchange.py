@@ -29,7 +29,6 @@ from torch.distributed import ProcessGroup
 from ds_ring.errors import RingPeerError
 from ds_ring.runtime.mesh import RingMesh
 
-
 _ROUNDING_S = 0.01  # torch waits in whole milliseconds, rounded down: a wait may end before its deadline
 
 

@@ -11,8 +11,8 @@ smaller level of the two. Pairs with common branches 1 .. c are (exactly c) x (c
 c) x (exactly c): few progressions. Within them, m is the number of branches 1 .. c whose segment the two
 share; with nested segments that is decided by the smallest shared one. Where branches are not nested like
 that, the common branches follow from the residues modulo the least common multiple of the rates; where
-even that is too large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
-adds duplicates up exactly as m does, and only some work is done twice.
+even that is too large, or a rate does not divide its segment, each branch is computed by itself: the
+merge of partial results adds duplicates up exactly as m does, and only some work is done twice.
 """
 
 from __future__ import annotations

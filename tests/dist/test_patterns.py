@@ -133,7 +133,9 @@ def dilated_errors(rank: int, world_size: int) -> dict[tuple[object, ...], dict[
 
 
 def differentiate(
-    oracle: Callable[[Tensor, Tensor, Tensor, Branches], tuple[Tensor, Tensor]], branches: Branches, shape: Shape
+    oracle: Callable[[Tensor, Tensor, Tensor, Branches], tuple[Tensor, Tensor]],
+    branches: Branches,
+    shape: Shape,
 ) -> Result:
     q, k, v, grad = (x.double() for x in tensors(shape))
     for x in (q, k, v):
@@ -188,7 +190,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @st.composite
 def parts_of_patterns(draw: st.DrawFn, tokens: int) -> Pattern:
-    kind = draw(st.sampled_from(["dilated", "dilated", "window", "documents", "packed", "causal", "full", "mask"]))
+    kind = draw(
+        st.sampled_from(["dilated", "dilated", "window", "documents", "packed", "causal", "full", "mask"])
+    )
     if kind == "dilated":
         lengths, rates, _ = draw(st.sampled_from(SETS))
         return Dilated(lengths, rates, draw(st.booleans()), draw(st.sampled_from(RULES)))
@@ -219,9 +223,7 @@ def case_errors(rank: int, world_size: int, cases: list[Case]) -> list[dict[str,
     """Errors of every case over its tolerance, on rank 0; below 1 is right."""
     mesh, found = RingMesh.from_world(world_size), []
     for case in cases:
-        got = run_ring(
-            mesh, case.pattern, case.layout_name, case.shape, case.dtype, case.seed, case.options
-        )
+        got = run_ring(mesh, case.pattern, case.layout_name, case.shape, case.dtype, case.seed, case.options)
         if rank == 0:
             want = dense_attention(*tensors(case.shape, case.dtype, case.seed), case.pattern)
             found.append({n: scaled_error(getattr(got, n), getattr(want, n), case.dtype) for n in NAMES})

@@ -1,4 +1,4 @@
-"""Dilated tiles against the definition, painted pair by pair; and nothing computed twice where branches nest."""
+"""Dilated tiles against the definition, painted pair by pair; nothing computed twice where branches nest."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ LONG = 32768
 
 
 def ideal_pairs(branches: Branches, head: int, heads: tuple[int, int], tokens: int) -> int:
-    """Pairs with m > 0. Queries of one smallest segment and one residue of the largest rate see the same keys."""
+    """Pairs with m > 0. Queries of one smallest segment and one residue of the largest rate see the same."""
     small, period = branches.segment_lengths[0], branches.dilation_rates[-1]
     offsets = [branches.offset(head, i, *heads) for i in range(len(branches.segment_lengths))]
     position, total = np.arange(tokens), 0
