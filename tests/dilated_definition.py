@@ -1,4 +1,4 @@
-"""Dilated attention from its definition (project DESIGN, section 10) and from Microsoft's mixture of branches.
+"""Dilated attention: its definition (project DESIGN, section 10), and Microsoft's mixture of branches.
 
 Two oracles in float64, written without ds_ring: loops over segments, nothing clever. The mixture is LongNet's
 (Ding et al. 2023, equations 9 to 11): each branch gathers the tokens of a segment, attends to them by a
@@ -39,7 +39,9 @@ class Branches:
         assert self.rule == "zero"
         return 0
 
-    def members(self, head: int, branch: int, query_heads: int, kv_heads: int, tokens: int) -> list[list[int]]:
+    def members(
+        self, head: int, branch: int, query_heads: int, kv_heads: int, tokens: int
+    ) -> list[list[int]]:
         """For each segment of a branch, the positions that take part."""
         length, rate = self.segment_lengths[branch], self.dilation_rates[branch]
         offset = self.offset(head, branch, query_heads, kv_heads)
@@ -85,7 +87,9 @@ def mixture(q: Tensor, k: Tensor, v: Tensor, branches: Branches) -> tuple[Tensor
     """Microsoft's formulation: a softmax for each branch, mixed by the softmax denominators."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    per_branch = [_one_branch(q, k, v, branches, i, k.shape[1] // group) for i in range(len(branches.segment_lengths))]
+    per_branch = [
+        _one_branch(q, k, v, branches, i, k.shape[1] // group) for i in range(len(branches.segment_lengths))
+    ]
     outs, lses = (torch.stack(parts) for parts in zip(*per_branch, strict=True))
     total = torch.logsumexp(lses, dim=0)
     covered = total > -torch.inf

@@ -194,7 +194,12 @@ def test_low_precision_results_are_partial_sums_in_float32() -> None:
         ("flesh", "cpu", (), "expected one of auto, cpu, reference"),
         ("cpu", "cuda", (), "got cuda tensors"),
         ("cpu", "cpu", (("blok", 3),), "blok"),
-        ("cpu", "cpu", (("block", 64), ("triangle", 128)), "1 <= triangle <= block, got triangle 128, block 64"),
+        (
+            "cpu",
+            "cpu",
+            (("block", 64), ("triangle", 128)),
+            "1 <= triangle <= block, got triangle 128, block 64",
+        ),
         ("cpu", "cpu", (("triangle", 0),), "1 <= triangle <= block, got triangle 0"),
         ("cpu", "cpu", (("block", 64.0),), "integers .* got triangle 128, block 64.0"),
     ],

@@ -1,4 +1,4 @@
-"""Tiles painted pair by pair: what every table of tiles is held against. Shared by the tests of this folder."""
+"""Tiles painted pair by pair: what every table of tiles is held against. Shared by this folder's tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray
     """What a PARTIAL tile's mask shows of its pairs i, j."""
     assert tiles.mask is not None
     q, k = tiles.q, tiles.k
-    q_positions, k_positions = q.position[row] + q.position_step[row] * i, k.position[row] + k.position_step[row] * j
+    q_positions, k_positions = (
+        q.position[row] + q.position_step[row] * i,
+        k.position[row] + k.position_step[row] * j,
+    )
     return np.asarray(tiles.mask(q_positions, k_positions))
 
 

@@ -81,7 +81,13 @@ def test_a_document_in_two_stretches_is_one_and_padding_sees_nothing() -> None:
 
 def test_whatever_the_ids_come_in_equal_documents_are_equal() -> None:
     ids = [0, 0, 1, 1, 1]
-    given_as: list[Any] = [ids, tuple(ids), np.array(ids, dtype=np.int32), torch.tensor(ids), torch.tensor([ids])]
+    given_as: list[Any] = [
+        ids,
+        tuple(ids),
+        np.array(ids, dtype=np.int32),
+        torch.tensor(ids),
+        torch.tensor([ids]),
+    ]
     patterns = {Documents(value) for value in given_as}
     assert len(patterns) == 1 and patterns != {Documents([0, 0, 0, 1, 1])}
     assert next(iter(patterns)).tokens == 5
@@ -116,7 +122,10 @@ def test_documents_that_end_with_the_shard_send_nothing(layout_name: str) -> Non
         ({"document_ids": [0.0, 1.0]}, "expected integers .* got float64"),
         ({"document_ids": []}, "got float64 of shape \\(0,\\)"),
         ({"document_ids": np.empty(0, dtype=np.int64)}, "got int64 of shape \\(0,\\)"),
-        ({"document_ids": np.zeros((2, 4), dtype=int)}, r"of shape \(2, 4\); for a batch .* one Documents for each"),
+        (
+            {"document_ids": np.zeros((2, 4), dtype=int)},
+            r"of shape \(2, 4\); for a batch .* one Documents for each",
+        ),
         ({"position_ids": 3}, r"of shape \(\)"),
         ({"document_ids": [True, False]}, "expected integers .* got bool"),
     ],

@@ -46,7 +46,9 @@ def test_a_dilated_window_is_both(
     window: int, causal: bool, nested: bool, rule: str, turned: bool, q: Runs, k: Runs
 ) -> None:
     """The multiplicities of the one where the other attends, for every head, whichever is written first."""
-    branches = Branches((8, 16, 32), (1, 2, 4), causal, rule) if nested else Branches((7, 20), (2, 3), causal, rule)
+    branches = (
+        Branches((8, 16, 32), (1, 2, 4), causal, rule) if nested else Branches((7, 20), (2, 3), causal, rule)
+    )
     dilated = Dilated(branches.segment_lengths, branches.dilation_rates, causal, rule)
     other = SlidingWindow(window, causal=False)
     pattern: Pattern = other & dilated if turned else dilated & other

@@ -28,7 +28,11 @@ PATTERNS: list[Pattern] = [
 
 @settings(max_examples=200, deadline=None)
 @given(
-    pattern=st.sampled_from(PATTERNS), q=runs, k=runs, more=st.sets(st.integers(0, 47)), head=st.integers(0, 3)
+    pattern=st.sampled_from(PATTERNS),
+    q=runs,
+    k=runs,
+    more=st.sets(st.integers(0, 47)),
+    head=st.integers(0, 3),
 )
 def test_packing_changes_no_pair(
     pattern: Pattern,

@@ -17,6 +17,7 @@ from ds_ring.schedule.slots import expand_ranges, no_slots
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 from tests.unit.schedule.painting import paint
 
+PLACED = [name for name in LAYOUTS if name != "auto"]  # which is one of the others
 HEADS = (4, 2)  # query heads and K/V heads of the plans here
 PatternOf = Callable[[int], Pattern]
 
@@ -31,10 +32,21 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
     return pattern.multiplicity(head, *HEADS, q, k) * (q >= 0) * (k >= 0)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize(("tokens", "ring_size"), [(40, 1), (40, 2), (41, 3), (64, 4), (5, 8), (83, 8)])
-@pytest.mark.parametrize("prune", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "ring_size", "prune"),
+    [
+        (40, 1, True),
+        (40, 2, True),
+        (41, 3, True),
+        (41, 3, False),
+        (64, 4, True),
+        (5, 8, True),
+        (83, 8, True),
+        (83, 8, False),
+    ],
+)
 def test_a_plan_computes_the_mask_and_every_key_is_there(
     layout_name: str, pattern_of: PatternOf, tokens: int, ring_size: int, prune: bool
 ) -> None:
@@ -56,7 +68,7 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
             np.testing.assert_array_equal(seen[head], want)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
 def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
@@ -72,7 +84,10 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
         for number, lane in enumerate(walk.lanes):
             lanes = [rank.walks[index].lanes[number] for rank in ranks]
             for rank, hop in itertools.product(range(ring_size), range(ring_size)):
-                visit, following = lanes[rank].visit(hop), lanes[(rank + lane.direction) % ring_size].visit(hop + 1)
+                visit, following = (
+                    lanes[rank].visit(hop),
+                    lanes[(rank + lane.direction) % ring_size].visit(hop + 1),
+                )
                 sent = visit.forward if visit is not None else no_slots()
                 held = following.held if following is not None else no_slots()
                 np.testing.assert_array_equal(sent, held)
@@ -89,7 +104,7 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
                     assert set(held.tolist()) == read_later, "sent although nobody reads it"
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
 def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
@@ -99,7 +114,9 @@ def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf,
     for rank, (index, walk) in itertools.product(range(ring_size), enumerate(plan.walks)):
         for number, lane in enumerate(walk.lanes):
             own = plan.rank(rank).walks[index].lanes[number]
-            came = np.concatenate([no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)])
+            came = np.concatenate(
+                [no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)]
+            )
             assert len(came) == len(set(came.tolist())), "a gradient that comes home twice"
             np.testing.assert_array_equal(np.sort(came), expand_ranges(walk.held(rank, lane, 1)))
             for coming in own.homecomings:
@@ -108,7 +125,7 @@ def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf,
                 np.testing.assert_array_equal(visit.ends_here, coming.slots)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [3, 4, 8])
 def test_the_lanes_that_send_least_are_taken(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
@@ -177,9 +194,7 @@ def test_a_window_sends_what_it_looks_back_and_no_more_however_long_the_sequence
 @pytest.mark.parametrize(("rule", "walks"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
 def test_heads_that_are_read_alike_go_together(rule: str, walks: int) -> None:
     pattern = Dilated((16, 64), (1, 4), True, rule)
-    plan = build_plan(
-        pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8
-    )
+    plan = build_plan(pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8)
     assert len(plan.walks) == walks
     heads = [head for walk in plan.walks for head in range(8)[walk.kv_heads]]
     assert sorted(heads) == list(range(8))

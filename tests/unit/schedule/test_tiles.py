@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ds_ring.schedule.tiles import UNBOUNDED, Tiles, cut_by_distance
 from tests.unit.schedule.painting import paint
 
-
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
