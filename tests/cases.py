@@ -44,7 +44,7 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
 
 
 def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, multiple_of: int = 1) -> Layout:
-    """The layout of that name for a pattern. Residue orders that no pattern asks for must serve it too."""
+    """The layout of that name for a pattern. Residue orders that a pattern does not ask for serve it, too."""
     sizes = {"tokens": tokens, "ring_size": ring_size, "multiple_of": multiple_of}
     try:
         return make_layout(name, pattern=pattern, **sizes)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,7 +54,7 @@ SETS = [
     ((16, 32, 64, 128), (1, 2, 4, 8), 131),
 ]
 # Of the six layouts each case takes so many, others for the next case: plans cost more than these tensors do.
-LAYOUTS_PER_CASE = {1: 2, 2: 6, 4: 3, 8: 2}
+LAYOUTS_PER_CASE = {1: 2, 2: 4, 4: 2, 8: 1}
 
 
 class Result(NamedTuple):
@@ -234,9 +234,8 @@ def case_errors(rank: int, world_size: int, cases: list[Case]) -> list[dict[str,
 
 
 def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
-    """Over the tolerance. Rounded inputs of size 1 leave what is 0 in theory at the rounding of 1."""
-    floor = 1e-9 if dtype != torch.bfloat16 else 0.5
-    worst = float((got.double() - want).abs().max()) / max(float(want.abs().max()), floor)
+    """Over the tolerance. Inputs are of size 1: what is 0 in theory (one key: dq, dk) is rounded like 1."""
+    worst = float((got.double() - want).abs().max()) / max(float(want.abs().max()), 0.5)
     return float("inf") if worst != worst else worst / TOLERANCE[dtype]
 
 
@@ -245,7 +244,11 @@ def test_any_pattern_on_any_layout_is_the_reference(rank_pool: Pool, ring_size: 
     """Cases are drawn ten at a time, so that ranks are not called for each: 380 together."""
     pool, done = rank_pool(ring_size), []
 
-    @settings(max_examples=batches, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    # No shrinking: the message names the one case of the batch that is wrong, and ranks are slow to ask.
+    phases = (Phase.reuse, Phase.generate)
+    checks = list(HealthCheck)
+
+    @settings(max_examples=batches, deadline=None, suppress_health_check=checks, phases=phases)
     @given(cases=st.lists(any_case(), min_size=10, max_size=10))
     def check(cases: list[Case]) -> None:
         for case, errors in zip(cases, pool.run(case_errors, cases, timeout_s=120)[0], strict=True):

@@ -186,7 +186,7 @@ def test_gather_is_the_inverse_of_shard_and_its_gradient_exact(rank_pool: Pool) 
 
 
 def bytes_on_the_wire(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[str, str, list[int]]]:
-    """For every pattern and layout: bytes that the exchange counted in a pass forward and back, and planned ones."""
+    """For every pattern and layout: bytes counted by the exchange, forward and back, and the planned ones."""
     mesh = RingMesh.from_world(world_size)
     shape = Shape(batch=2, query_heads=4, kv_heads=2, tokens=400)
     token_bytes = 2 * shape.batch * shape.head_dim  # of K and V, times the size of an element

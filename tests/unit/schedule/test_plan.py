@@ -17,6 +17,7 @@ from ds_ring.schedule.slots import expand_ranges, no_slots
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 from tests.unit.schedule.painting import paint
 
+PLACED = [name for name in LAYOUTS if name != "auto"]  # which is one of the others
 HEADS = (4, 2)  # query heads and K/V heads of the plans here
 PatternOf = Callable[[int], Pattern]
 
@@ -31,10 +32,21 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
     return pattern.multiplicity(head, *HEADS, q, k) * (q >= 0) * (k >= 0)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize(("tokens", "ring_size"), [(40, 1), (40, 2), (41, 3), (64, 4), (5, 8), (83, 8)])
-@pytest.mark.parametrize("prune", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "ring_size", "prune"),
+    [
+        (40, 1, True),
+        (40, 2, True),
+        (41, 3, True),
+        (41, 3, False),
+        (64, 4, True),
+        (5, 8, True),
+        (83, 8, True),
+        (83, 8, False),
+    ],
+)
 def test_a_plan_computes_the_mask_and_every_key_is_there(
     layout_name: str, pattern_of: PatternOf, tokens: int, ring_size: int, prune: bool
 ) -> None:
@@ -56,7 +68,7 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
             np.testing.assert_array_equal(seen[head], want)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
 def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
@@ -92,7 +104,7 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
                     assert set(held.tolist()) == read_later, "sent although nobody reads it"
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
 def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
@@ -113,7 +125,7 @@ def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf,
                 np.testing.assert_array_equal(visit.ends_here, coming.slots)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [3, 4, 8])
 def test_the_lanes_that_send_least_are_taken(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
