@@ -106,9 +106,11 @@ def ring_attention(
     # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
     constant = float(scale).hex() if isinstance(scale, (int, float)) else scale
     why = _why_not_these_queries(queries, q_positions is not None, mesh, transport)
-    handle = _handle(pattern, layout, mesh, constant, kernel, transport, overlap, prune, hop_timeout_s, why)
+    settings = (constant, kernel, transport, overlap, prune, hop_timeout_s)
+    handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
     if queries == "replicated":
-        return replicated_attention_op(q, k, v, _as_tensor(q_positions), handle)[0]
+        _check_operands(q, k, v, handle)
+        return replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle)[0]
     return _attend(q, k, v, handle, mesh.ulysses_size).out
 
 
@@ -117,28 +119,33 @@ def _handle(
     pattern: Pattern,
     layout: Layout | str,
     mesh: RingMesh,
-    scale: str | None,
-    kernel: str,
-    transport: str,
-    overlap: bool,
-    prune: bool,
-    hop_timeout_s: float,
+    settings: tuple[Any, ...],
     why_not: str | None,
+    in_a_graph: bool,
 ) -> int:
-    """See [Note: handles in compiled code]; `scale` is the text of float.hex, or what the user gave."""
+    """See [Note: handles in compiled code].
+
+    Args:
+        pattern, layout, mesh: of the call.
+        settings: the first options, in order; the scale as the text of float.hex, or as the user gave it.
+        why_not: why the call cannot be honoured, if it is known already.
+        in_a_graph: a compiled graph will carry the handle.
+    """
     if not isinstance(mesh, RingMesh):
         raise RingMeshError(
             f"mesh: expected a RingMesh, got {mesh!r}; use RingMesh.from_world(ring_size=...) on every rank,"
             " or RingMesh.single()"
         )
+    scale, *others = settings
     number: Any = float.fromhex(scale) if isinstance(scale, str) and "x" in scale else scale
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
-        options = Options(number, kernel, transport, overlap, prune, hop_timeout_s)
-        return context_for(pattern, layout, mesh, options).handle
+        context = context_for(pattern, layout, mesh, Options(number, *others))
     except RingError as error:
-        return refusing_context(mesh, error).handle
+        context = refusing_context(mesh, error)
+    context.in_a_graph |= in_a_graph
+    return context.handle
 
 
 def _why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
@@ -161,18 +168,21 @@ def _why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport
     return None
 
 
-def _as_tensor(q_positions: Sequence[int] | Tensor | None) -> Tensor | None:
+def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
     if q_positions is None or isinstance(q_positions, Tensor):
         return q_positions
     try:
         return torch.as_tensor(q_positions)
-    except (TypeError, ValueError) as error:
-        raise RingShapeError(f"q_positions: expected a 1-D list of integers, got {q_positions!r}") from error
+    except (TypeError, ValueError):
+        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {q_positions!r}; pass a tensor")
+        raise
 
 
 @torch.compiler.assume_constant_result
-def _refusing_handle(mesh: RingMesh, why: str) -> int:
-    return refusing_context(mesh, RingConfigError(why)).handle
+def _refusing_handle(mesh: RingMesh, why: str, in_a_graph: bool) -> int:
+    context = refusing_context(mesh, RingConfigError(why))
+    context.in_a_graph |= in_a_graph
+    return context.handle
 
 
 @torch.compiler.assume_constant_result
@@ -180,11 +190,16 @@ def _refuse(handle: int, why: str) -> None:
     context_of(handle).refuse(RingShapeError(why))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
+    """What the operator's body would not get to see is refused here, for all ranks to hear."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         why = why_not_an_operand(name, x)
         if why is not None:
             _refuse(handle, why)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+    _check_operands(q, k, v, handle)
     if ulysses_size == 1:
         return AttentionResult(*ring_attention_op(q, k, v, handle))
     q, k, v = tokens_to_heads(q, k, v, handle)
@@ -254,7 +269,7 @@ class RingAttention(nn.Module):
         handle = self._handle
         why = why_not_honoured(batch_dim_idx, args, kwargs)
         if why is not None:
-            handle = _refusing_handle(self._mesh, why)
+            handle = _refusing_handle(self._mesh, why, torch.compiler.is_compiling())
         if why is not None or batch_dim_idx is None:
             return _attend(query, key, value, handle, self._ulysses_size).out
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)

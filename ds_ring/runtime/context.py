@@ -97,6 +97,7 @@ class RingContext:
         options: how.
         handle: the integer by which the operator finds this context.
         refused: why no call on this context can be made; each one raises it, after telling the other ranks.
+        in_a_graph: a compiled graph carries the handle: kept for as long as the mesh.
         exchange: moves tensors; None where the sequence has one rank.
     """
 
@@ -105,6 +106,7 @@ class RingContext:
     mesh: RingMesh
     options: Options
     refused: RingError | None = None
+    in_a_graph: bool = False
     handle: int = field(default_factory=itertools.count().__next__)
     exchange: Exchange | None = None
 
@@ -311,7 +313,8 @@ def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext])
     table: OrderedDict[Any, RingContext] = mesh.contexts
     if key not in table:
         table[key] = make()
-        if len(table) > KEPT_CONTEXTS:
-            table.popitem(last=False)
     table.move_to_end(key)
+    passing = [old for old, context in table.items() if not context.in_a_graph]
+    if len(passing) > KEPT_CONTEXTS:
+        del table[passing[0]]
     return table[key]

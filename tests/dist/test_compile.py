@@ -27,7 +27,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.runtime.context import Options, context_for, context_of
+from ds_ring.runtime.context import KEPT_CONTEXTS, Options, context_for, context_of
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -87,7 +87,7 @@ def gradients(block: Callable[[Tensor], Tensor], parameters: dict[str, nn.Parame
     for parameter in parameters.values():
         parameter.grad = None
     out = block(x)
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    (out * torch.linspace(0.5, 1.5, out.numel()).view_as(out)).sum().backward()
     assert x.grad is not None
     found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     assert len(found) == len(parameters)
@@ -272,9 +272,28 @@ def test_the_handle_stays_valid_while_the_module_lives(rank_pool: Pool) -> None:
     assert all(rank_pool(2).run(handle_lives_on, timeout_s=120))
 
 
+def handle_is_not_pushed_out(rank: int, world_size: int) -> bool:
+    """Documents make a context for every batch, and the oldest are dropped: not those of compiled graphs."""
+    torch._dynamo.reset()
+    mesh = RingMesh.single()
+    q, k, v, _ = tensors(Shape(batch=1, tokens=8))
+    compiled = torch.compile(
+        lambda q, k, v: ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh), fullgraph=True
+    )
+    first = compiled(q, k, v)
+    for scale in range(1, KEPT_CONTEXTS + 10):
+        context_for(Causal(), "zigzag", mesh, Options(scale=scale))
+    assert len(mesh.contexts) == KEPT_CONTEXTS + 1
+    return torch.equal(compiled(q, k, v), first)
+
+
+def test_the_handle_of_a_compiled_function_is_not_pushed_out(rank_pool: Pool) -> None:
+    assert rank_pool(1).run(handle_is_not_pushed_out) == [True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_opcheck(dtype: torch.dtype) -> None:
-    """torch's own checks of an operator: schema, fake implementation, gradient, compiled with dynamic shapes."""
+    """torch's own checks of an operator: schema, fake implementation, gradient, dynamic shapes."""
     context = context_for(Causal(), "contiguous", RingMesh.single(), Options())
     q, k, v, _ = (x[:1, :, :7] for x in tensors(Shape(tokens=8), dtype))  # not contiguous, and ragged
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

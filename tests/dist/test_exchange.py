@@ -92,7 +92,7 @@ def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer:
     ("what", "hop", "peer"), [("hop", 5, 2), ("header", None, None), ("attention", None, None)]
 )
 def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None, peer: int | None) -> None:
-    """Long before the deadline of 30 s. A header may be waited for from a rank that waits for the dead one."""
+    """Long before the deadline of 30 s. A header may wait for a rank that waits for the dead one."""
     *survivors, dead = run_ranks_collect(waiting_for, 3, what, 2, True, timeout_s=20)
     assert (dead.status, dead.message) == ("exited", "exit code 3")
     for one in survivors:

@@ -25,6 +25,7 @@ from ds_ring import (
     RingError,
     RingMesh,
     RingMeshError,
+    RingMismatchError,
     gather_sequence,
     make_layout,
     ring_attention,
@@ -280,6 +281,17 @@ WRONG = {
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ("'fast'",), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got nan", "1 / sqrt(head_dim)")),
     "scale a text": Wrong(put(scale="big"), "RingConfigError", ("a finite number, got big",)),
+    "queries unknown": Wrong(
+        put(queries="all"), "RingConfigError", ("queries: expected one of sharded, replicated, got 'all'",)
+    ),
+    "replicated queries, meta": Wrong(
+        lambda arguments: arguments.update(queries="replicated", k=arguments["k"].to("meta")),
+        TYPED,
+        ("k: expected a tensor with values", "to_empty"),
+    ),
+    "replicated queries, positions no numbers": Wrong(
+        put(queries="replicated", q_positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
+    ),
     "no time at all": Wrong(put(hop_timeout_s=0.0), "RingConfigError", ("seconds > 0, got 0.0", "use 60")),
 }
 
@@ -427,11 +439,15 @@ def attention_against_gather(rank: int, mesh: RingMesh) -> None:
         gather_sequence(arguments["q"], arguments["layout"], mesh=mesh, dim=2)
 
 
-def two_meshes(rank: int, mesh: RingMesh) -> None:
-    """A first call that is refused in different contexts must not leave the ranks out of step."""
+def different_contexts(rank: int, mesh: RingMesh) -> None:
+    """A refusal in different contexts leaves the ranks in step: what they have in common still works."""
     arguments = right_arguments(mesh)
-    arguments["scale"] = 0.5 if rank == 0 else 0.25
-    attend(arguments)
+    mine = arguments | {"scale": 0.5 if rank == 0 else 0.25}
+    with pytest.raises(RingMismatchError):
+        attend(mine)
+    attend(arguments | {"scale": 0.5})
+    attend(arguments | {"scale": 0.25})
+    attend(mine)
 
 
 def gather(
@@ -528,7 +544,7 @@ CALLS = {
         ("operation: ring rank 0 has attention forward, ring rank 1 has gather_sequence",),
     ),
     "different contexts": WrongCall(
-        two_meshes, both(MISMATCH), ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)
+        different_contexts, both(MISMATCH), ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)
     ),
     "gather of a wrong length": WrongCall(
         gather(None, lambda x: x[:, :, :30]), SHAPES, ("32 slots per rank", "has 30", "its layout")
