@@ -51,16 +51,23 @@ def find_reach(reads: Reads, hops: IntArray, valid: int) -> tuple[IntArray, IntA
     Returns:
         Edges of slot intervals [n + 1], and the reach on each [n].
     """
-    reach = np.zeros(valid, dtype=np.int64)
     slots, inverse = np.unique(reads.slots, axis=0, return_inverse=True)
     farthest = np.zeros(len(slots), dtype=np.int64)
     np.maximum.at(farthest, inverse.reshape(-1), hops)
+    slot, step, length = slots.T
+    if (step == 1).all():  # ranges: no need to look at every slot, of which a shard may have a million
+        edges = np.unique(np.concatenate([[0, valid], slot, slot + length]))
+    else:
+        edges = np.arange(valid + 1)
+    reach = np.zeros(len(edges) - 1, dtype=np.int64)
+    first, end = np.searchsorted(edges, slot), np.searchsorted(edges, slot + (length - 1) * step + 1)
     for row in np.argsort(farthest, kind="stable"):
-        slot, step, length = slots[row].tolist()
-        reach[slot : slot + (length - 1) * step + 1 : step] = farthest[row]
+        reach[first[row] : end[row] : step[row]] = farthest[row]
+    if not valid:
+        return np.array([0, 0]), np.zeros(1, dtype=np.int64)
     turns = np.flatnonzero(np.diff(reach)) + 1
-    edges = np.concatenate([[0], turns, [valid]]) if valid else np.array([0, 0])
-    return edges, reach[edges[:-1]] if valid else np.zeros(1, dtype=np.int64)
+    starts = np.concatenate([[0], turns])
+    return np.append(edges[starts], valid), reach[starts]
 
 
 def tiles_of_payload(tiles: Tiles, held: SlotRanges, distance: tuple[int, int]) -> Tiles:

@@ -277,8 +277,8 @@ class Walk:
     def reads(self, origin: int) -> Reads:
         """What the other ranks read of a shard."""
         if origin not in self._reads:
-            size = self.layout.ring_size
-            readers = [self.layout.runs((origin + hop) % size) for hop in range(1, size)]
+            runs = _runs_of_all(self.layout)
+            readers = [*runs[origin + 1 :], *runs[:origin]]
             self._reads[origin] = find_reads(self.pattern, readers, self.layout.runs(origin))
         return self._reads[origin]
 
@@ -392,9 +392,15 @@ def _last(runs: IntArray) -> IntArray:
 
 
 @lru_cache(maxsize=16)
+def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
+    """The runs of every rank: asked for by every shard, so built once."""
+    return tuple(layout.runs(rank) for rank in range(layout.ring_size))
+
+
+@lru_cache(maxsize=16)
 def _hulls(layout: Layout) -> tuple[IntArray, IntArray, IntArray]:
     """Ring rank, first and last position of every run of every rank."""
-    runs = [layout.runs(rank) for rank in range(layout.ring_size)]
+    runs = _runs_of_all(layout)
     ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
     together = np.concatenate(runs)
     return ranks, together[:, 0], _last(together)
