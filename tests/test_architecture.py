@@ -6,6 +6,7 @@ A module is judged by its text, not by importing it: an import inside a function
 from __future__ import annotations
 
 import ast
+import fnmatch
 import os
 import re
 import subprocess
@@ -271,6 +272,14 @@ def tracked_files() -> list[Path]:
     if done.returncode != 0:
         pytest.skip("not a git checkout")
     return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_folder_of_tests_is_skipped(pytestconfig: pytest.Config) -> None:
+    patterns = pytestconfig.getini("norecursedirs")  # pytest's default has "dist"
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    for folder in folders:
+        parts = folder.relative_to(ROOT).parts
+        assert not any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in patterns), folder
 
 
 def test_no_machine_paths_in_tracked_files() -> None:
