@@ -28,7 +28,8 @@ from torch import Tensor
 from ds_ring.runtime.exchange import Exchange, Message
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import LanePlan, RankPlan, Visit, WalkPlan, query_heads_of
+from ds_ring.schedule.plan import query_heads_of
+from ds_ring.schedule.rank_plan import LanePlan, RankPlan, Visit, WalkPlan
 from ds_ring.schedule.slots import SlotRanges, count_slots, expand_ranges
 from ds_ring.schedule.tiles import Tiles
 
@@ -186,16 +187,17 @@ class _Journey:
 
     Attributes:
         plan: the lane on this rank.
+        own: K and V of the own shard, which departures leave from.
         payload: K and V of the present hop.
         home: accumulators of the own shard (backward only).
         finished: accumulators of the present hop.
     """
 
     def __init__(self, plan: LanePlan, own: Pair, home: Pair | None = None) -> None:
-        self.plan, self.payload, self.home = plan, own, home
+        self.plan, self.own, self.payload, self.home = plan, own, own, home
         self.finished: Pair | None = None
-        self._arrived: Pair | None = None
-        self._partial: Pair | None = None
+        self._arriving: list[tuple[SlotRanges, Pair]] = []
+        self._partial: tuple[SlotRanges, Pair] | None = None
         self._homecomings: list[tuple[SlotRanges, Pair]] = []
 
     def tiles(self, hop: int) -> Tiles:
@@ -215,17 +217,23 @@ class _Journey:
     def messages(self, hop: int) -> tuple[list[Message], list[Message]]:
         """Sends and receives of the batch posted before hop - 1 is computed.
 
-        The order (payload, accumulators to the next rank, accumulators home) is the same on both sides of
-        every connection; [Note: rules of the exchange].
+        The order (payload handed on, payload that departs, accumulators to the next rank, accumulators home)
+        is the same on both sides of every connection; [Note: rules of the exchange].
         """
         sends: list[Message] = []
         receives: list[Message] = []
         here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
         if here is not None and len(here.forward):
-            sends += _to(here.goes_to, _pack(self.payload, _in_payload(here)))
+            sends += _to(here.goes_to, _pack(self.payload, _in_payload(here, here.forward)))
+        for departure in self.plan.departures:
+            if departure.hop == hop:
+                sends += _to(departure.receiver, _pack(self.own, departure.slots))
         if coming is not None:
-            self._arrived = _empty(self.payload, count_slots(coming.held), self.payload.first.dtype)
-            receives += _to(coming.came_from, self._arrived)
+            for sender, slots in ((coming.came_from, coming.relayed), (coming.origin, coming.from_origin)):
+                if len(slots):
+                    arriving = _empty(self.own, count_slots(slots), self.own.first.dtype)
+                    self._arriving.append((coming.in_payload(slots), arriving))
+                    receives += _to(sender, arriving)
         if self.home is not None:
             self._add_accumulators(hop, sends, receives)
         return sends, receives
@@ -237,13 +245,14 @@ class _Journey:
         done, here = self.plan.visit(hop - 2), self.plan.visit(hop - 1)
         if done is not None and done.hop > 0 and len(done.forward):
             assert self.finished is not None
-            sends += _to(done.goes_to, _pack(self.finished, done.forward_in_payload))
-        if here is not None and here.hop > 1:
-            self._partial = _empty(self.home, count_slots(here.held), dtype)
-            receives += _to(here.came_from, self._partial)
+            sends += _to(done.goes_to, _pack(self.finished, done.in_payload(done.forward)))
+        if here is not None and here.hop > 1 and len(here.relayed):
+            partial = _empty(self.home, count_slots(here.relayed), dtype)
+            self._partial = here.in_payload(here.relayed), partial
+            receives += _to(here.came_from, partial)
         if done is not None and done.hop > 0 and len(done.ends_here):
             assert self.finished is not None
-            sends += _to(done.origin, _pack(self.finished, done.ends_here_in_payload))
+            sends += _to(done.origin, _pack(self.finished, done.in_payload(done.ends_here)))
         for coming in self.plan.homecomings:
             if coming.hop == hop - 2:
                 arrived = _empty(self.home, count_slots(coming.slots), dtype)
@@ -252,11 +261,12 @@ class _Journey:
 
     def advance(self) -> None:
         """After the wait: take the next payload, and add up the gradients that arrived."""
-        self.payload, self._arrived = self._arrived or self.payload, None
+        if self._arriving:
+            self.payload = self.own  # lets go of the last one before parts are put together
+            self.payload, self._arriving = _together(self._arriving), []
         if self._partial is not None:
             assert self.finished is not None
-            self.finished.first.add_(self._partial.first)
-            self.finished.second.add_(self._partial.second)
+            _add_at(self.finished, *self._partial)
         for slots, arrived in self._homecomings:
             assert self.home is not None
             _add_at(self.home, slots, arrived)
@@ -294,9 +304,20 @@ def _empty(like: Pair, slots: int, dtype: torch.dtype) -> Pair:
     return Pair(*(x.new_empty((*x.shape[:2], slots, x.shape[3]), dtype=dtype) for x in like))
 
 
-def _in_payload(visit: Visit) -> SlotRanges:
-    """Where the slots that travel on lie in what is here; at hop 0 the shard itself is here, in place."""
-    return visit.forward if visit.hop == 0 else visit.forward_in_payload
+def _in_payload(visit: Visit, slots: SlotRanges) -> SlotRanges:
+    """Where slots lie in what is here; at hop 0 the shard itself is here, in place."""
+    return slots if visit.hop == 0 else visit.in_payload(slots)
+
+
+def _together(parts: list[tuple[SlotRanges, Pair]]) -> Pair:
+    """A payload of its parts: what the neighbour handed on and what came from the origin."""
+    if len(parts) == 1:
+        return parts[0][1]
+    slots = sum(count_slots(ranges) for ranges, _ in parts)
+    payload = _zeros_like_pair(parts[0][1], slots)
+    for ranges, part in parts:
+        _add_at(payload, ranges, part)
+    return payload
 
 
 def _pack(pair: Pair, ranges: SlotRanges) -> Pair:
