@@ -128,7 +128,7 @@ class Pending:
                 " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
                 " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
             )
-        self.works, self.peers, self.sent, self.received = [], [], [], []
+        self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
 
     @property
     def _on_device(self) -> bool:

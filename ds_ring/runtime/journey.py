@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.exchange import Message
-from ds_ring.schedule.plan import LanePlan, Visit
+from ds_ring.schedule.rank_plan import LanePlan, Visit
 from ds_ring.schedule.slots import SlotRanges, count_slots, expand_ranges
 from ds_ring.schedule.tiles import Tiles
 
@@ -34,7 +34,7 @@ class Journey:
     Attributes:
         plan: the lane on this rank.
         buffers: where the memory of messages comes from.
-        own: K and V of this rank.
+        own: K and V of this rank, which departures leave from.
         home: accumulators of the own shard (backward only).
         payload: K and V of the present hop.
         finished: accumulators of the present hop.
@@ -44,8 +44,8 @@ class Journey:
         self.plan, self.buffers, self.own, self.home = plan, buffers, own, home
         self.payload = own
         self.finished: Pair | None = None
-        self._arrived: Pair | None = None
-        self._partial: Pair | None = None
+        self._arriving: list[tuple[SlotRanges, Pair]] = []
+        self._partial: tuple[SlotRanges, Pair] | None = None
         self._homecomings: list[tuple[SlotRanges, Pair]] = []
         self._in_flight: list[Tensor] = []  # packed for sending, or sent as they were: free after the wait
 
@@ -70,17 +70,23 @@ class Journey:
     def messages(self, hop: int) -> tuple[list[Message], list[Message]]:
         """Sends and receives of the batch posted before hop - 1 is computed.
 
-        The order (payload, accumulators to the next rank, accumulators home) is the same on both sides of
-        every connection; [Note: rules of the exchange].
+        The order (payload handed on, payload that departs, accumulators to the next rank, accumulators home)
+        is the same on both sides of every connection; [Note: rules of the exchange].
         """
         sends: list[Message] = []
         receives: list[Message] = []
         here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
         if here is not None and len(here.forward):
-            sends += self._packed(here.goes_to, self.payload, _in_payload(here), KEYS)
+            sends += self._packed(here.goes_to, self.payload, _in_payload(here, here.forward), KEYS)
+        for departure in self.plan.departures:
+            if departure.hop == hop:
+                sends += self._packed(departure.receiver, self.own, departure.slots, KEYS)
         if coming is not None:
-            self._arrived = self._take(self.own, coming.held)
-            receives += _messages(coming.came_from, self._arrived, coming.held, KEYS, self.own)
+            for sender, slots in ((coming.came_from, coming.relayed), (coming.origin, coming.from_origin)):
+                if len(slots):
+                    arriving = self._take(self.own, slots)
+                    self._arriving.append((coming.in_payload(slots), arriving))
+                    receives += _messages(sender, arriving, slots, KEYS, self.own)
         if self.home is not None:
             self._add_accumulators(hop, sends, receives)
         return sends, receives
@@ -92,14 +98,15 @@ class Journey:
         if done is not None and done.hop > 0:
             assert self.finished is not None
             if len(done.forward):
-                sends += self._packed(done.goes_to, self.finished, done.forward_in_payload, GRADIENTS)
-        if here is not None and here.hop > 1:
-            self._partial = self._take(self.home, here.held)
-            receives += _messages(here.came_from, self._partial, here.held, GRADIENTS, self.home)
+                sends += self._packed(done.goes_to, self.finished, done.in_payload(done.forward), GRADIENTS)
+        if here is not None and here.hop > 1 and len(here.relayed):
+            partial = self._take(self.home, here.relayed)
+            self._partial = here.in_payload(here.relayed), partial
+            receives += _messages(here.came_from, partial, here.relayed, GRADIENTS, self.home)
         if done is not None and done.hop > 0:
             assert self.finished is not None
             if len(done.ends_here):
-                sends += self._packed(done.origin, self.finished, done.ends_here_in_payload, GRADIENTS)
+                sends += self._packed(done.origin, self.finished, done.in_payload(done.ends_here), GRADIENTS)
             self._in_flight += self.finished
         for coming in self.plan.homecomings:
             if coming.hop == hop - 2:
@@ -109,14 +116,13 @@ class Journey:
 
     def advance(self) -> None:
         """After the wait: take the next payload, add up the gradients that arrived, give back the rest."""
-        if self._arrived is not None:
-            self._give(self.payload if self.payload is not self.own else ())
-            self.payload, self._arrived = self._arrived, None
+        if self._arriving:
+            self.end()  # lets go of the last payload before parts are put together
+            self.payload, self._arriving = self._together(self._arriving), []
         if self._partial is not None:
             assert self.finished is not None
-            self.finished.first.add_(self._partial.first)
-            self.finished.second.add_(self._partial.second)
-            self._give(self._partial)
+            _add_at(self.finished, *self._partial)
+            self._give(self._partial[1])
         for slots, arrived in self._homecomings:
             assert self.home is not None
             _add_at(self.home, slots, arrived)
@@ -124,8 +130,19 @@ class Journey:
         self._give(self._in_flight)
         self._partial, self._homecomings, self._in_flight = None, [], []
 
+    def _together(self, parts: list[tuple[SlotRanges, Pair]]) -> Pair:
+        """A payload of its parts: what the neighbour handed on and what came from the origin."""
+        if len(parts) == 1:
+            return parts[0][1]
+        slots = sum(count_slots(ranges) for ranges, _ in parts)
+        payload = Pair(*(self.buffers.take(x, slots, x.dtype).zero_() for x in self.own))
+        for ranges, part in parts:
+            _add_at(payload, ranges, part)
+            self._give(part)
+        return payload
+
     def end(self) -> None:
-        """The last payload is not needed any more."""
+        """The payload is not needed any more."""
         if self.payload is not self.own:
             self._give(self.payload)
             self.payload = self.own
@@ -168,9 +185,9 @@ def _messages(
     return [Message(tensor, peer, name, count_slots(slots), like.dtype) for tensor, name, like in parts]
 
 
-def _in_payload(visit: Visit) -> SlotRanges:
-    """Where the slots that travel on lie in what is here; at hop 0 the shard itself is here, in place."""
-    return visit.forward if visit.hop == 0 else visit.forward_in_payload
+def _in_payload(visit: Visit, slots: SlotRanges) -> SlotRanges:
+    """Where slots lie in what is here; at hop 0 the shard itself is here, in place."""
+    return slots if visit.hop == 0 else visit.in_payload(slots)
 
 
 def _add_at(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:

@@ -30,7 +30,8 @@ from ds_ring.runtime.exchange import Exchange, Message
 from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import RankPlan, WalkPlan, query_heads_of
+from ds_ring.schedule.plan import query_heads_of
+from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
 
 
 @dataclass(frozen=True)
