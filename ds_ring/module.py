@@ -61,6 +61,7 @@ def ring_attention(
     overlap: bool = True,
     prune: bool = True,
     hop_timeout_s: float = 60.0,
+    check_finite: bool = False,
     queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
@@ -88,6 +89,8 @@ def ring_attention(
         transport: "ring", or "all_gather" as the yardstick to measure it against.
         overlap, prune: compute while sending; send only what is read. For comparison, not for use.
         hop_timeout_s: seconds after which a hop that has not arrived raises.
+        check_finite: raise RingFiniteError on NaN and infinities, naming rank, tensor and hop. They pass
+            through otherwise, as in PyTorch's own attention.
         queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
         q_positions: of replicated queries, [Q] integers from 0 to T - 1 in any order; a tensor is best on the
             CPU. None: for `Full` positions have no meaning and Q is any number; for every other pattern the
@@ -102,11 +105,12 @@ def ring_attention(
         RingShapeError: tensors that do not fit each other or the layout.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
+        RingFiniteError: with `check_finite`, on the rank that has such values.
     """
     # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
     constant = float(scale).hex() if isinstance(scale, (int, float)) else scale
     why = _why_not_these_queries(queries, q_positions is not None, mesh, transport)
-    settings = (constant, kernel, transport, overlap, prune, hop_timeout_s)
+    settings = (constant, kernel, transport, overlap, prune, hop_timeout_s, check_finite)
     handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
     if queries == "replicated":
         _check_operands(q, k, v, handle)
@@ -323,6 +327,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         overlap=config.overlap,
         prune=config.prune,
         hop_timeout_s=float(config.hop_timeout_seconds),
+        check_finite=config.check_finite,
         kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
     )
 

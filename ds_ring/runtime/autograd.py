@@ -22,16 +22,26 @@ from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
 
 
-def _walk(q: Tensor, k: Tensor, v: Tensor, handle: int, direction: str) -> RingPass | GatherPass:
-    """The pass of a context, after every rank has agreed to it."""
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None
+) -> RingPass | GatherPass:
+    """The pass of a context (back, if there is a gradient), after every rank has agreed to it."""
     context = context_of(handle)
-    plan, kernel, scale = context.prepare(q, k, v, direction)
+    plan, kernel, scale = context.prepare(q, k, v, grad_out)
     ring_rank, options = context.mesh.ring_rank, context.options
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     chunk_bytes = options.chunk_bytes_on(q.device.type)
-    rank_plan, buffers = plan.rank(ring_rank), context.mesh.buffers
-    return RingPass(rank_plan, kernel, context.exchange, scale, options.overlap, chunk_bytes, buffers)
+    return RingPass(
+        plan.rank(ring_rank),
+        kernel,
+        context.exchange,
+        scale,
+        options.overlap,
+        chunk_bytes,
+        context.mesh.buffers,
+        context.check_finite if options.check_finite else None,
+    )
 
 
 def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
@@ -42,7 +52,7 @@ def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextMan
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
 def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
-    walk = _walk(q, k, v, handle, "forward")
+    walk = _walk(q, k, v, handle)
     with _guarded(walk):
         return walk.forward(q, k, v)
 
@@ -57,7 +67,7 @@ def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `RingPass.backward`."""
-    walk = _walk(q, k, v, handle, "backward")
+    walk = _walk(q, k, v, handle, grad_out)
     with _guarded(walk):
         return walk.backward(grad_out, q, k, v, out, lse)
 
@@ -90,11 +100,11 @@ ring_attention_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _replicated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, direction: str
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None
 ) -> ReplicatedPass:
     """The pass of a context for replicated queries, after every rank has agreed to it."""
     context = context_of(handle)
-    walks, kernel, scale = context.prepare_replicated(q, k, v, positions, direction)
+    walks, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out)
     return ReplicatedPass(walks, kernel, context.exchange, scale)
 
 
@@ -106,7 +116,7 @@ def replicated_attention_op(
 
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
-    walk = _replicated(q, k, v, positions, handle, "forward")
+    walk = _replicated(q, k, v, positions, handle)
     with _guarded(walk):
         return walk.forward(q, k, v)
 
@@ -128,7 +138,7 @@ def replicated_attention_backward_op(
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `ReplicatedPass.backward`."""
-    walk = _replicated(q, k, v, positions, handle, "backward")
+    walk = _replicated(q, k, v, positions, handle, grad_out)
     with _guarded(walk):
         return walk.backward(grad_out, q, k, v, out, lse)
 

@@ -23,6 +23,7 @@ from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatt
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import is_fake
@@ -47,6 +48,7 @@ class Options:
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
+        check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
         chunk_bytes: see [Note: heads in groups]; None takes 1 MiB on the CPU and 64 MiB elsewhere, where few
             heads would not fill the device.
@@ -58,6 +60,7 @@ class Options:
     overlap: bool = True
     prune: bool = True
     hop_timeout_s: float = 60.0
+    check_finite: bool = False
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
 
@@ -202,7 +205,7 @@ class RingContext:
         raise error
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, direction: str = "forward"
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None
     ) -> tuple[Plan, Kernel, float]:
         """Check the tensors, agree with the other ranks, and say what to walk: plan, kernel and scale.
 
@@ -214,16 +217,22 @@ class RingContext:
         options = self.options
         try:
             layout, kernel = self.check(q, k, v)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
         except RingError as error:
             refused = error
-        self.agree(f"attention {direction}", q, k, refused)
+        self.agree("attention forward" if grad_out is None else "attention backward", q, k, refused)
         plan = build_plan(
             self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
         )
         return plan, kernel, self._scale(q)
 
+    def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
+        """`runtime/finite.py`'s, if the options ask for it."""
+        if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
+            check_finite(self.mesh.ring_rank, hop, **tensors)
+
     def prepare_replicated(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, direction: str = "forward"
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None
     ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:
         """`prepare` for queries that are on every rank: tiles with this rank's keys, kernel and scale.
 
@@ -239,6 +248,7 @@ class RingContext:
             check_heads(q.shape[1], k.shape[1], 1)
             layout = self.layout_for(k.shape[2])
             check_keys(k.shape[2], layout.local_tokens)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
             kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
             fields = {
@@ -247,6 +257,7 @@ class RingContext:
             }
         except RingError as error:
             refused = error
+        direction = "forward" if grad_out is None else "backward"
         self.agree(f"replicated attention {direction}", q, k, refused, fields)
         tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
         return tiles, kernel, self._scale(q)

@@ -17,7 +17,7 @@ shrink by the number of groups, as long as a group's messages stay large enough 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class RingPass:
         chunk_bytes: heads go round in groups whose K and V are each at least this large; see
             [Note: heads in groups].
         buffers: memory for what travels.
+        check: told the hop and, by name, what was computed up to it; None if nobody wants to look.
     """
 
     plan: RankPlan
@@ -56,6 +57,7 @@ class RingPass:
     overlap: bool = True
     chunk_bytes: int = 1 << 20
     buffers: Buffers = field(default_factory=Buffers)
+    check: Callable[..., None] | None = None
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,6 +120,8 @@ class RingPass:
                     rows, heads = part.q_rows, part.heads
                     merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
                     del part  # or it would live on while the kernel computes the next one
+            if self.check is not None:
+                self.check(hop, out=out, lse=lse)
             batch.wait()
             for journey in journeys:
                 journey.advance()
@@ -139,6 +143,8 @@ class RingPass:
                     part.k_rows.of(grads.first).add_(part.dk_BGSD)
                     part.k_rows.of(grads.second).add_(part.dv_BGSD)
                     del part
+                if self.check is not None:
+                    self.check(hop, dq=dq, dk=grads.first, dv=grads.second)
             batch.wait()
             for journey in journeys:
                 journey.advance()

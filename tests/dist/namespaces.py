@@ -1,0 +1,114 @@
+"""Two hosts on one machine: network namespaces joined by a virtual cable, whose rate and life a test controls.
+
+Owns the namespaces; what runs in them is started with `Hosts.start`. All traffic stays between the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from tests.dist.rank_process import RANK_ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 29400  # free: the namespaces are new
+_numbers = itertools.count()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: exit code {done.returncode}, {done.stderr.strip()}")
+
+
+@cache
+def why_not() -> str:
+    """Why there can be no namespaces here; empty if there can."""
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "needs ip and tc (Debian's iproute2)"
+    try:
+        with two_hosts():
+            return ""
+    except OSError as error:
+        return f"network namespaces are not allowed here: {error}"
+
+
+class Hosts:
+    """Two namespaces; host 0 and host 1 have the addresses 10.231.0.1 and 10.231.0.2."""
+
+    def __init__(self) -> None:
+        serial = f"{os.getpid()}x{next(_numbers)}"
+        self.names = [f"ring{serial}a", f"ring{serial}b"]
+        self.devices = ["ring0", "ring1"]
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            for name in self.names:
+                _run("ip", "netns", "add", name)
+            pair = ["type", "veth", "peer", "name", self.devices[1], "netns", self.names[1]]
+            _run("ip", "-n", self.names[0], "link", "add", self.devices[0], *pair)
+            for number, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
+                _run("ip", "-n", name, "addr", "add", f"10.231.0.{number + 1}/24", "dev", device)
+                _run("ip", "-n", name, "link", "set", device, "up")
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def limit(self, mbit: float) -> None:
+        """The rate of the cable, in both directions, Mbit/s."""
+        for name, device in zip(self.names, self.devices, strict=True):
+            shape = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "400ms"]
+            _run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape)
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        _run("ip", "-n", self.names[0], "link", "set", self.devices[0], "down")
+
+    def mend(self) -> None:
+        """Put it back."""
+        _run("ip", "-n", self.names[0], "link", "set", self.devices[0], "up")
+
+    def start(self, host: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
+        """A Python process on a host; its output goes to a file."""
+        environment = os.environ | RANK_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        environment |= {"GLOO_SOCKET_IFNAME": self.devices[host], "RANK": str(host), "WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "10.231.0.1", "MASTER_PORT": str(PORT), "LOCAL_RANK": "0"}
+        command = ["ip", "netns", "exec", self.names[host], sys.executable, *arguments]
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what was started here, and remove the namespaces."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Two hosts, removed at the end."""
+    with Hosts() as hosts:
+        yield hosts
