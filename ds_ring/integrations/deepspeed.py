@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from ds_ring.config import RingConfig, differing_keys, strip_section
 from ds_ring.errors import RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint import guard_checkpoints
 from ds_ring.integrations.loader import RingLoader, check_dataset
 from ds_ring.integrations.session import RingSession
 from ds_ring.runtime.mesh import RingMesh
@@ -60,6 +61,8 @@ def initialize(
             engine.step()
 
     `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
+    `engine.save_checkpoint` and `engine.load_checkpoint` have DeepSpeed's arguments and results, and use no
+    checkpoint that is not whole (checkpoint.py).
 
     Raises:
         RingConfigError: the JSON, an argument or the model does not go with a ring. On every rank.
@@ -102,6 +105,7 @@ def initialize(
         config=deepspeed_config,
     )
     _equip(engine, session)
+    guard_checkpoints(engine)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
 
