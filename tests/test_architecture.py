@@ -58,6 +58,7 @@ PUBLIC_NAMES = {
     "Full",
     "MaskMod",
     "RingAttention",
+    "RingBufferError",
     "RingCheckpointError",
     "RingConfig",
     "RingConfigError",
