@@ -587,16 +587,16 @@ CALLS = {
         lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT, ("tokens", "got 0")
     ),
     "segments and dilations of different length": WrongCall(
-        lambda rank, mesh: Dilated((8, 16), (1,)), PATTERN, ("segment_lengths", "dilation_rates")
+        lambda rank, mesh: Dilated((8, 16), (1,)), PATTERN, ("got 2 lengths and 1 rates",)
     ),
     "a segment of no length": WrongCall(
-        lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN, ("segment_lengths", "got 0")
+        lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN, ("segment_lengths", "got [0, 16]")
     ),
     "a dilation below one": WrongCall(
-        lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN, ("dilation_rates", "got -2")
+        lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN, ("dilation_rates", "got [1, -2]")
     ),
     "segments that do not increase": WrongCall(
-        lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN, ("segment_lengths", "(16, 16)")
+        lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN, ("segment_lengths", "increasing", "[16, 16]")
     ),
     "no branch at all": WrongCall(lambda rank, mesh: Dilated((), ()), PATTERN, ("segment_lengths",)),
     "head offsets unknown": WrongCall(
@@ -610,7 +610,12 @@ CALLS = {
     "documents of another length": WrongCall(
         lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * 63)}),
         PATTERN,
-        ("63", "64"),
+        ("expected a pattern of 64 tokens", "got one of 63", "tokens=63"),
+    ),
+    "documents of another length on rank 1": WrongCall(
+        lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * (64 + rank))}),
+        (MISMATCH, "RingPatternError"),
+        (WHO, ("got one of 65",)),
     ),
     "JSON key misspelt": WrongCall(
         config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG, ("layuot", "did you mean")

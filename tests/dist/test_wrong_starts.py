@@ -53,7 +53,7 @@ def refused(act: Callable[[], object]) -> Refusal:
 def initialize(config: Any = None, implementation: str = "ds_ring", **arguments: Any) -> Callable[[], Any]:
     """A call of `ds_ring.initialize` with everything ready, so that its time is its own."""
     start_deepspeed()
-    import ds_ring
+    import ds_ring.integrations.deepspeed
     import ds_ring.integrations.transformers
 
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
