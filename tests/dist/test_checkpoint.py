@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ds_ring.integrations.manifest import accept_checkpoint
 from tests.dist.checkpoint_ranks import (
     SIZE,
     background_writer,
@@ -285,3 +286,12 @@ def test_a_universal_checkpoint_is_made_and_loaded(whole, copied, rank_pool):
     for resumed in results:
         assert resumed.losses == pytest.approx(whole.losses[4:], rel=1e-6)
     assert "loaded unverified" in results[0].logged
+
+    accept_checkpoint(copied, "universal")
+    assert rank_pool(2).run(load_and_train, config, str(copied), 4)[0].logged == ""
+    weights = sorted((copied / "universal" / "zero").rglob("fp32.pt"))[0]
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 4
+    weights.write_bytes(data)
+    found = rank_pool(2).run(load_refused, config, str(copied), [None, None])
+    check_refusals(found, "RingCheckpointError", "fp32.pt: expected sha256")
