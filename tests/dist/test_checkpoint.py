@@ -150,6 +150,19 @@ def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_p
     assert f"trying {OLDER} instead" in results[0].logged
 
 
+def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
+    """The shard of the last rank is spoilt; the ranks that did not read it go back as well."""
+    config = json_config(2, SIZE.samples, 2)
+    losses = rank_pool(4).run(train_and_save, config, str(tmp_path), STEPS, (2, 4))[0]
+    path = one(tmp_path / NEWER, "*zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 128
+    path.write_bytes(data)
+    for resumed in rank_pool(4).run(load_and_train, config, str(tmp_path), STEPS):
+        assert resumed.folder == OLDER
+        assert resumed.losses == losses[2:]
+
+
 @pytest.mark.parametrize("pattern", [MODEL, SHARD], ids=["model", "optimizer"])
 def test_deepspeed_itself_loads_a_flipped_bit(whole, copied, rank_pool, pattern):
     """Why all this: the same damage, without our checks, is loaded without a word."""

@@ -257,6 +257,15 @@ def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path
         assert rank == wrong_rank or found.text.startswith(f"rank {wrong_rank} refused to start: ")
 
 
+def test_before_there_is_a_process_group_a_rank_raises_alone():
+    """The launcher ends those that wait for it; looking for them would hide the error behind a time-out."""
+    import ds_ring
+
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ds_ring.RingConfigError, match="did you mean 'ring_size'"):
+        ds_ring.initialize(model=torch.nn.Linear(2, 2), config={"ring_attention": {"ring_sice": 2}})
+
+
 def own_paths(rank: int, world_size: int) -> Refusal:
     logs = {"tensorboard": {"enabled": False, "output_path": f"host{rank}", "job_name": str(rank)}}
     return refused(initialize(GOOD | logs))
