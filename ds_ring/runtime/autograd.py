@@ -30,7 +30,8 @@ def _walk(q: Tensor, k: Tensor, v: Tensor, handle: int, direction: str) -> RingP
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     chunk_bytes = options.chunk_bytes_on(q.device.type)
-    return RingPass(plan.rank(ring_rank), kernel, context.exchange, scale, options.overlap, chunk_bytes)
+    rank_plan, buffers = plan.rank(ring_rank), context.mesh.buffers
+    return RingPass(rank_plan, kernel, context.exchange, scale, options.overlap, chunk_bytes, buffers)
 
 
 def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:

@@ -19,24 +19,67 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
 from ds_ring.runtime.watch import keep_for_ever
 
 
 class Message(NamedTuple):
-    """A contiguous tensor and the ring rank it goes to or comes from."""
+    """A contiguous tensor and the ring rank it goes to or comes from, and what the plan says of it.
+
+    Attributes:
+        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
+        peer: ring rank.
+        what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
+        slots: as planned; None outside a pass.
+        dtype: as agreed; None outside a pass.
+    """
 
     tensor: Tensor
     peer: int
+    what: str = ""
+    slots: int | None = None
+    dtype: torch.dtype | None = None
+
+
+BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
+SECOND_OF = {"K": "V", "dK": "dV"}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Bare point-to-point would send any of these, and the receiver would not notice (or abort).
+
+    Raises:
+        RingMismatchError: another size, dtype or order than planned, or a tensor with gaps.
+    """
+    due = None  # what must follow now, and to whom
+    for tensor, peer, what, slots, dtype in messages:
+        if not tensor.is_contiguous():
+            _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
+        if slots is not None and tensor.shape[2] != slots:
+            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
+        if dtype is not None and tensor.dtype != dtype:
+            _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
+        if due != ((what, peer) if what in SECOND_OF.values() else None):
+            _refuse(what, peer, "K before V and dK before dV to each peer", "another order")
+        due = (SECOND_OF[what], peer) if what in SECOND_OF else None
+    if due is not None:
+        _refuse(*due, "it as the last message", "none")
+
+
+def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
+    raise RingMismatchError(
+        f"message {what or 'tensor'} to or from ring rank {peer}: expected {expected}, got {got}; nothing of"
+        " this hop was sent. This is a fault of ds_ring, or of code that changes it: please report it"
+    )
 
 
 @dataclass
@@ -111,11 +154,16 @@ class Exchange:
         self.call = 0  # number of the call that this rank is in, for messages
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
-        """Start all messages of a hop at once; returns at once. Tensors must be contiguous."""
+        """Start all messages of a hop at once; returns at once.
+
+        Raises:
+            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
+        """
+        check_messages(sends)
+        check_messages(receives)
         operations = []
         for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
-            for tensor, peer in messages:
-                assert tensor.is_contiguous(), f"exchange: a buffer with strides {tensor.stride()}"
+            for tensor, peer, *_ in messages:
                 to = self.mesh.global_rank_of(peer)
                 operations.append(dist.P2POp(function, tensor, to, group=self.mesh.ring_group))
         self.counters.batches += bool(operations)
@@ -205,6 +253,12 @@ class Exchange:
         self._finish(dist.all_gather(parts, own, group=group, async_op=True), group, [own], parts)
         self.counters.bytes_sent += tensor.nbytes * (size - 1)
         return parts
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
+        """The sum over the ranks of a group, in place."""
+        self._check_alive(None)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        self._finish(work, group, [], [tensor])
 
     def all_to_all(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
         """Part i of this rank goes to rank i of the group; all parts have one shape."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingMeshError
+from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.watch import Watch, meet
 from ds_ring.schedule.grid import Grid
 
@@ -39,6 +40,7 @@ class RingMesh:
         serial: number of the mesh in this process, for messages.
         calls: counts the headers of this mesh; equal on all ranks as long as none was missed.
         watch: hears who failed; None where the sequence has one rank, or the process group is fake.
+        buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
     """
 
@@ -50,6 +52,7 @@ class RingMesh:
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
     watch: Watch | None = field(default=None, repr=False)
+    buffers: Buffers = field(default_factory=Buffers, repr=False)
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
@@ -67,6 +70,7 @@ class RingMesh:
         *,
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 10.0,
+        exit_after_fault_s: float | None = None,
     ) -> RingMesh:
         """Cut the initialised world into data x ring x ulysses; every rank must call it, in the same order.
 
@@ -76,6 +80,8 @@ class RingMesh:
             timeout_s: seconds until torch gives up on a collective of these groups. (Deadlines of hops
                 are the exchange's and shorter.)
             heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `watch_board.py`.
+            exit_after_fault_s: end this process, with its stacks, if a rank has failed and no error was
+                raised here for so long (it is stuck in a collective outside ds_ring); None leaves it alone.
 
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
@@ -94,7 +100,8 @@ class RingMesh:
         watch = None
         if sequence is not None and not fake:
             store = dist.distributed_c10d._get_default_store()
-            watch = meet(store, dist.get_rank(), grid.world_size, heartbeat_timeout_s)
+            size = grid.world_size
+            watch = meet(store, dist.get_rank(), size, heartbeat_timeout_s, exit_after_fault_s)
         mesh = cls(
             grid,
             dist.get_rank(),

@@ -212,6 +212,8 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """The board's verdict, as this rank's error."""
+    if mesh.watch is not None:
+        mesh.watch.noticed = True
     peer = mesh.ring_rank_of(fault.rank)
     who = (
         ""

@@ -14,6 +14,7 @@ then the process ends without that, with exit code 1.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
@@ -70,13 +71,16 @@ def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Addre
     return Address(int(done.stdout), hosts, token, rank)
 
 
-def meet(store: Store, rank: int, world_size: int, heartbeat_timeout_s: float) -> Watch:
+def meet(
+    store: Store, rank: int, world_size: int, heartbeat_timeout_s: float, exit_after_s: float | None = None
+) -> Watch:
     """Start the board on rank 0 and join it on every rank. All ranks must call it in the same order.
 
     Args:
         store: of the process group; used for the address alone.
         rank, world_size: of the world.
         heartbeat_timeout_s: a rank that is silent for so long has failed.
+        exit_after_s: of `Watch`.
 
     Raises:
         RingMeshError: the board did not start, or cannot be reached from here.
@@ -87,7 +91,7 @@ def meet(store: Store, rank: int, world_size: int, heartbeat_timeout_s: float) -
         store.set(name, json.dumps(address))
     else:
         address = Address(*json.loads(store.get(name)))
-    return Watch(rank, address, heartbeat_timeout_s)
+    return Watch(rank, address, heartbeat_timeout_s, exit_after_s)
 
 
 def _connect(address: Address, hello: bytes) -> socket.socket:
@@ -130,11 +134,17 @@ class Watch:
 
     Attributes:
         fault: who failed first, once that is known; it stays.
+        noticed: an error about it was raised here.
+        exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
+            leaves the process alone.
     """
 
-    def __init__(self, rank: int, address: Address, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, address: Address, heartbeat_timeout_s: float, exit_after_s: float | None = None
+    ) -> None:
         self.rank, self.heartbeat_timeout_s = rank, heartbeat_timeout_s
         self.fault: Fault | None = None
+        self.noticed, self.exit_after_s = False, exit_after_s
         self._host = address.started_by
         self._since = 0.0  # when the fault was known here
         self._lock, self._sending = threading.Lock(), threading.Lock()
@@ -190,9 +200,28 @@ class Watch:
         with self._lock:
             if self.fault is None:
                 self.fault, self._since = fault, time.monotonic()
+                self._start_last_resort()
             waiting = list(self._waiting)
         for wake in waiting:
             wake.set()
+
+    def _start_last_resort(self) -> None:
+        if self.exit_after_s is not None:
+            timer = threading.Timer(self.exit_after_s, self._last_resort)
+            timer.daemon = True
+            timer.start()
+
+    def _last_resort(self) -> None:
+        """End a process that is stuck where no error can be raised: in a collective of somebody else."""
+        if self._open and not self.noticed and self.fault is not None:
+            log.critical(
+                "rank %d ends: rank %d has failed (%s), and this rank has not noticed for %.0f s, in a"
+                " collective outside ds_ring perhaps; its stacks follow",
+                self.rank, self.fault.rank, self.fault.cause, self.exit_after_s,
+            )  # fmt: skip
+            faulthandler.dump_traceback(all_threads=True)
+            logging.shutdown()
+            os._exit(1)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
