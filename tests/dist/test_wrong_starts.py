@@ -51,11 +51,15 @@ def refused(act: Callable[[], object]) -> Refusal:
 
 
 def initialize(config: Any = None, implementation: str = "ds_ring", **arguments: Any) -> Callable[[], Any]:
-    """A call of `ds_ring.initialize` with everything ready, so that its time is its own."""
+    """A call of `ds_ring.initialize` with everything ready, so that its time is its own.
+
+    DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
+    """
     start_deepspeed()
     import ds_ring.integrations.deepspeed
     import ds_ring.integrations.transformers
 
+    ds_ring.integrations.deepspeed._init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
     if "args" not in arguments:
