@@ -260,11 +260,12 @@ def strip_section(source: Source) -> Json:
 
 def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
     """The dotted JSON keys in which two configurations differ; empty exactly if the fingerprints agree."""
-    left, right = _by_json_key(a), _by_json_key(b)
+    left, right = by_json_key(a), by_json_key(b)
     return [key for key in left if left[key] != right[key]]
 
 
-def _by_json_key(config: RingConfig) -> Json:
+def by_json_key(config: RingConfig) -> Json:
+    """The values by their dotted JSON keys, with everything that was left out filled in."""
     values = config.model_dump(mode="json")
     whole, pattern = values.pop(SP_KEY), values.pop("pattern")
     flat = {f"{SECTION}.{name}": value for name, value in values.items()}

@@ -7,6 +7,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     yaml_file.py     reads YAML strictly; knows no key
     cluster.py       the YAML's keys, as a frozen model
     cluster_file.py  YAML -> model, every problem in one error
+    hostfile.py      DeepSpeed's hostfile -> the hosts of a YAML
     checks.py        what must hold on this machine before anything is started
     ports.py         free ports
     job.py           what goes into an engine and what comes out

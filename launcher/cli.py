@@ -14,6 +14,7 @@ examples:
   ds-ring launch configs/quickstart.yaml --dry-run         print the command as a shell script, start nothing
   ds-ring launch configs/quickstart.yaml -- --steps 300    more arguments for the script
   ds-ring launch cluster.yaml --node-rank 1                this is host 1 of a YAML with ssh: false
+  ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
 """
 
 
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     from ds_ring.errors import RingError  # imports torch, and `--help` should not wait for it
 
     try:
-        return _launch(options, extra)
+        return int(options.run(options, extra))
     except RingError as error:
         print(f"ds-ring: error: {error}", file=sys.stderr)
         return 2
@@ -39,7 +40,7 @@ def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-ring",
-        description="Ring attention for DeepSpeed: start a training run.",
+        description="Ring attention for DeepSpeed: start a training run, check what it saved.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,7 +58,37 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--node-rank", type=int, metavar="N", help="with ssh: false: which host this is, from 0"
     )
+    launch.set_defaults(run=_launch)
+    verify = commands.add_parser(
+        "verify-checkpoint",
+        help="compare a checkpoint with its manifest",
+        description="Read every file of a checkpoint and compare sizes and sha256 with its manifest.",
+    )
+    verify.add_argument("folder", metavar="DIR", type=Path, help="what save_checkpoint was given")
+    verify.add_argument("--tag", help="which checkpoint; by default the one that DIR/latest names")
+    verify.add_argument(
+        "--accept",
+        action="store_true",
+        help="write the manifest of a checkpoint that has none and that you know to be whole; needs --tag",
+    )
+    verify.set_defaults(run=_verify_checkpoint)
     return parser
+
+
+def _verify_checkpoint(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    from ds_ring.errors import RingConfigError
+    from ds_ring.integrations.manifest import accept_checkpoint, verify_checkpoint
+
+    if extra_args:
+        raise RingConfigError(f"verify-checkpoint: expected nothing after --, got {' '.join(extra_args)}")
+    if options.accept and options.tag is None:
+        raise RingConfigError("--accept: expected --tag with it, got none; name the checkpoint to accept")
+    if options.accept:
+        accept_checkpoint(options.folder, options.tag)
+    manifest = verify_checkpoint(options.folder, options.tag)
+    total_bytes = sum(record.bytes for record in manifest.files)
+    print(f"whole: {len(manifest.files)} files, {total_bytes:,} bytes, after step {manifest.global_steps}")
+    return 0
 
 
 def _launch(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

@@ -5,6 +5,7 @@ What a single key takes is cluster.py's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from ds_ring.config_errors import Problem, config_error, problems_of, sentence, shown
 
 from .cluster import LOCAL_NAME, LOOPBACK, Cluster, Host
+from .hostfile import read_hostfile
 from .yaml_file import read_mapping
 
 _Raw = dict[str, Any]
@@ -20,7 +22,9 @@ _Raw = dict[str, Any]
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that the YAML at `path` describes, or one RingConfigError that lists all its problems."""
-    raw, problems = _with_hosts(read_mapping(path))
+    raw, from_file = _with_hostfile(read_mapping(path), path.absolute().parent)
+    raw, problems = _with_hosts(raw)
+    problems = from_file or problems
     # A key that is missing is treated as null, so that its error is that key's own.
     required = [name for name, field in Cluster.model_fields.items() if field.is_required()]
     try:
@@ -35,6 +39,21 @@ def read_cluster(path: Path) -> Cluster:
     if problems:
         raise config_error(str(path), *problems)
     return cluster
+
+
+def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
+    """`raw` with the hosts that its `hostfile` lists, if it names one, and what is wrong with that file."""
+    if "hostfile" not in raw:
+        return raw, []
+    rest = {key: value for key, value in raw.items() if key != "hostfile"}
+    if raw.get("hosts") is not None:
+        return rest, [Problem("hostfile", sentence("none beside hosts", "both", "keep one of them"))]
+    named = raw["hostfile"]
+    if not isinstance(named, str) or not named.strip():
+        wrong = sentence("the path of a file", shown(named), "write it relative to the folder of this YAML")
+        return rest | {"hosts": []}, [Problem("hostfile", wrong)]
+    hosts, problems = read_hostfile((folder / named).resolve())
+    return rest | {"hosts": hosts}, problems
 
 
 def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
@@ -87,4 +106,7 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     if cluster.ssh_port is not None and not cluster.reaches_out:
         wrong = sentence("none, as nothing is started by ssh", str(cluster.ssh_port), "remove it")
         problems.append(Problem("ssh_port", wrong))
+    if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
+        wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
+        problems.append(Problem("engine_args", wrong))
     return problems

@@ -57,7 +57,7 @@ def parse_options() -> argparse.Namespace:
         "--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the latest checkpoint in --output"
+        "--resume", action="store_true", help="continue from the newest whole checkpoint in --output"
     )
     parser.add_argument("--verbose", action="store_true", help="DeepSpeed's own log lines, too")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
@@ -126,6 +126,7 @@ def memory_of_all_ranks() -> tuple[list[float], list[float]]:
 
 
 def resume(engine: Any, report: Report, folder: Path) -> None:
+    """Weights, optimizer, step and log of the newest checkpoint that is whole; the step orders the data."""
     path, state = engine.load_checkpoint(str(folder))
     if path is None:
         raise SystemExit(

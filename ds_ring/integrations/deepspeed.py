@@ -21,8 +21,10 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
-from ds_ring.config import RingConfig, differing_keys, strip_section
-from ds_ring.errors import RingConfigError, RingMismatchError
+from ds_ring.config import RingConfig, strip_section
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.integrations.checkpoint import guard_checkpoints
+from ds_ring.integrations.config_agreement import agree_on_config
 from ds_ring.integrations.loader import RingLoader, check_dataset
 from ds_ring.integrations.session import RingSession
 from ds_ring.runtime.mesh import RingMesh
@@ -60,25 +62,29 @@ def initialize(
             engine.step()
 
     `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
+    `engine.save_checkpoint` and `engine.load_checkpoint` have DeepSpeed's arguments and results, and use no
+    checkpoint that is not whole (checkpoint.py).
 
     Raises:
-        RingConfigError: the JSON, an argument or the model does not go with a ring. On every rank.
+        RingConfigError: the JSON, an argument or the model does not go with a ring.
+        RingMismatchError: another rank refused to start, or has another configuration; names rank and key.
     """
-    source = _config_source(args, config, config_params)
-    _refuse_arguments(model, mpu, mesh_param)
-    if training_data is not None:
-        check_dataset(training_data)
-    assert model is not None
-    ring_config = RingConfig.from_deepspeed(source)
-    deepspeed_config = strip_section(source)
-    _refuse_inexact_gradients(deepspeed_config)
-    if _uses_transformers():
-        from ds_ring.integrations.transformers import check_model
-
-        check_model(model, ring_config)
+    ring_config, deepspeed_config, fault = None, {}, None
+    try:
+        source = _config_source(args, config, config_params)
+        _refuse_arguments(model, mpu, mesh_param, training_data)
+        ring_config = RingConfig.from_deepspeed(source)
+        deepspeed_config = strip_section(source)
+        _refuse_inexact_gradients(deepspeed_config)
+        _refuse_model(model, ring_config)
+    except RingError as error:
+        if not dist.is_initialized():
+            raise  # nobody hears of it: the launcher ends the ranks that wait for this one
+        fault = error
     device = _init_distributed(distributed_port, dist_init_required)
+    agree_on_config(ring_config, deepspeed_config, fault)
+    assert model is not None and ring_config is not None
     ring_config.validate_world(dist.get_world_size())
-    _check_same_config(ring_config)
     session = RingSession(
         config=ring_config,
         mesh=RingMesh.from_world(
@@ -107,6 +113,7 @@ def initialize(
         config=deepspeed_config,
     )
     _equip(engine, session)
+    guard_checkpoints(engine)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
 
@@ -142,7 +149,14 @@ def _without_config(args: Any) -> Any:
     return args
 
 
-def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any) -> None:
+def _refuse_model(model: torch.nn.Module | None, ring_config: RingConfig) -> None:
+    if model is not None and _uses_transformers():
+        from ds_ring.integrations.transformers import check_model
+
+        check_model(model, ring_config)
+
+
+def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, training_data: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise RingConfigError(
             f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=..."
@@ -163,6 +177,8 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any) 
             f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs"
             " between ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
         )
+    if training_data is not None:
+        check_dataset(training_data)
 
 
 def _refuse_inexact_gradients(config: dict[str, Any]) -> None:
@@ -201,21 +217,6 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)
     return torch.device(get_accelerator().device_name(local_rank))
-
-
-def _check_same_config(mine: RingConfig) -> None:
-    """One collective at start: a key that differs between ranks is named, on every rank."""
-    everyones: list[RingConfig | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    first = everyones[0]
-    assert first is not None
-    for rank, other in enumerate(everyones):
-        keys = differing_keys(first, other) if other is not None else []
-        if keys:
-            raise RingMismatchError(
-                f"{', '.join(keys)}: expected the same on all ranks, got another value on rank {rank} than on"
-                " rank 0; start every host with the same DeepSpeed JSON"
-            )
 
 
 def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:

@@ -30,7 +30,7 @@ from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 from ds_ring.schedule.pattern import Causal, Pattern
-from ds_ring.schedule.plan import Plan, build_plan
+from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.queries import HeadTiles, query_positions, replicated_tiles
 
 KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
@@ -155,6 +155,7 @@ class RingContext:
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
+        check_length(self.pattern, layout)
         return layout, get_kernel(self.options.kernel, q.device.type, self.options.kernel_options)
 
     def agree(

@@ -31,6 +31,7 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
             first = tuple(torch.nonzero(bad)[0].tolist())
             raise RingFiniteError(
                 f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
-                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes {name} there"
-                " (learning rate, loss scale, a mask of -inf), or turn check_finite off to let them pass"
+                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
+                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
+                " them pass"
             )

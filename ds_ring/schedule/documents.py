@@ -57,6 +57,10 @@ class Documents(Pattern):
         count = np.where(ids < 0, 0, np.searchsorted(ids[order], ids, side="right") - first)
         return starts, order, first, count
 
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        return (self.tokens,)
+
     def refine(self, tiles: Tiles) -> Tiles:
         starts, order, first, count = self._stretches
         ends = np.append(starts[1:], self.tokens)

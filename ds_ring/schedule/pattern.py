@@ -45,6 +45,11 @@ class Pattern:
         """Functions of single pairs, which only a kernel can evaluate."""
         return ()
 
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """The lengths of sequence that it was made from; empty where it goes with any."""
+        return ()
+
     def refine(self, tiles: Tiles) -> Tiles:
         """What is left of (FULL) rectangles, the band of distances not yet cut."""
         return tiles
@@ -142,6 +147,13 @@ class MaskMod(Pattern):
     function: MaskFunction
     is_known_causal: bool = False
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise RingPatternError(
+                f"MaskMod: expected a mask_mod(batch, head, q_position, k_position), got {self.function!r};"
+                " pass a function"
+            )
+
     @property
     def is_causal(self) -> bool:
         return self.is_known_causal
@@ -218,6 +230,10 @@ class Both(Pattern):
     @property
     def masks(self) -> tuple[MaskFunction, ...]:
         return self.first.masks + self.second.masks
+
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        return self.first.known_tokens + self.second.known_tokens
 
     def refine(self, tiles: Tiles) -> Tiles:
         return self.second.refine(self.first.refine(tiles))

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError
+from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.rank_plan import Lane, RankPlan
@@ -145,6 +145,20 @@ def choose_lanes(reads: ReadsOfShards) -> tuple[Lane, ...]:
     return min(ways, key=lambda way: sum(map(Walk(reads, slice(0, 1), way).links, origins)))
 
 
+def check_length(pattern: Pattern, layout: Layout) -> None:
+    """RingPatternError unless the pattern is one for the layout's sequence.
+
+    Queries that are on every rank may know less of a cache than it has room for: those are not checked.
+    """
+    for tokens in pattern.known_tokens:
+        if tokens != layout.tokens:
+            raise RingPatternError(
+                f"{pattern}: expected a pattern of {layout.tokens} tokens, as the layout, got one of"
+                f" {tokens}; give document ids for every token, negative for padding, or make the layout with"
+                f" tokens={tokens}"
+            )
+
+
 @lru_cache(maxsize=64)
 def build_plan(
     pattern: Pattern,
@@ -166,7 +180,9 @@ def build_plan(
 
     Raises:
         RingLayoutError: H is not a multiple of G.
+        RingPatternError: the pattern is for sequences of another length.
     """
+    check_length(pattern, layout)
     if kv_heads < 1 or query_heads % kv_heads:
         raise RingLayoutError(
             f"query heads must be a multiple of K/V heads: got {query_heads} and {kv_heads};"

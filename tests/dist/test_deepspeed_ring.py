@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import types
 from typing import Any
@@ -27,12 +26,6 @@ class Numbered(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.full((9,), index + 1)
         return {"input_ids": ids, "labels": ids}
-
-
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Any:
-        while True:
-            yield {"input_ids": torch.ones(9, dtype=torch.int64)}
 
 
 def start(config: dict[str, Any] | None = None, implementation: str = "ds_ring", **arguments: Any) -> Any:
@@ -185,57 +178,3 @@ def test_a_batch_refused_on_one_rank_stops_all(rank_pool):
     assert (first.error_type, second.error_type) == ("RingMismatchError", "RingPatternError")
     assert "rank 1 refused its batch" in first.message
     assert "padding_side" in second.message
-
-
-def named_file(path: str) -> types.SimpleNamespace:
-    return types.SimpleNamespace(deepspeed_config=path)
-
-
-def wrong_start(rank: int, world_size: int, what: str) -> None:
-    good = json_config(2, 2, 1)
-    pipeline = types.SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-    zero3 = {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2.0}
-    different = {"ring_attention": {"transport": "ring" if rank == 0 else "all_gather"}}
-    arguments: dict[str, Any] = {
-        "no model": {"model": None},
-        "no configuration": {"args": None},
-        "two configurations": {"args": named_file("a.json"), "config_params": good},
-        "missing file": {"args": named_file("nowhere/a.json")},
-        "an mpu": {"mpu": pipeline},
-        "mesh_param": {"mesh_param": (1, 2)},
-        "sizes": {"config": json_config(3, 2, 1)},
-        "another attention": {"implementation": "sdpa"},
-        "inexact scale": {"config": good | zero3},
-        "own sampler": {"config": good | {"curriculum_learning": {"enabled": True}}},
-        "a stream": {"training_data": Endless()},
-        "configurations that differ": {"config": good | different},
-        "an unknown key": {"config": good | {"ring_attention": {"ring_sice": 2}}},
-        "no section": {"config": {key: value for key, value in good.items() if key != "ring_attention"}},
-    }[what]
-    start(**copy.copy(arguments))
-
-
-WRONG_STARTS = {
-    "no model": ("RingConfigError", "expected a torch.nn.Module, got NoneType"),
-    "no configuration": ("RingConfigError", "expected one DeepSpeed configuration, got none"),
-    "two configurations": ("RingConfigError", "got config_params and args.deepspeed_config"),
-    "missing file": ("RingConfigError", "nowhere"),
-    "an mpu": ("RingConfigError", "mpu: expected None"),
-    "mesh_param": ("RingConfigError", "the ranks of a ring drift apart"),
-    "sizes": ("RingMeshError", "sequence_parallel_size 3 does not divide world size 2"),
-    "another attention": ("RingConfigError", "got 'sdpa', which would attend to this rank's tokens only"),
-    "inexact scale": ("RingConfigError", "gradient_predivide_factor: expected 1.0 at ZeRO 3, got 2.0"),
-    "own sampler": ("RingConfigError", "curriculum_learning"),
-    "a stream": ("RingConfigError", "got the iterable Endless"),
-    "configurations that differ": ("RingMismatchError", "ring_attention.transport.*on rank 1 than on rank 0"),
-    "an unknown key": ("RingConfigError", "did you mean 'ring_size'"),
-    "no section": ("RingConfigError", "ring_attention"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG_STARTS)
-def test_wrong_starts_are_errors_on_every_rank(rank_pool, what):
-    kind, words = WRONG_STARTS[what]
-    for outcome in rank_pool(2).collect(wrong_start, what, timeout_s=30):
-        assert outcome.error_type == kind, outcome.report
-        assert re.search(words, outcome.message), outcome.message

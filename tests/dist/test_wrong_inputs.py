@@ -19,13 +19,17 @@ from torch import Tensor
 import ds_ring.errors
 from ds_ring import (
     Causal,
+    Dilated,
+    Documents,
     Full,
+    MaskMod,
     RingAttention,
     RingConfig,
     RingError,
     RingMesh,
     RingMeshError,
     RingMismatchError,
+    SlidingWindow,
     gather_sequence,
     make_layout,
     ring_attention,
@@ -486,6 +490,7 @@ def both(error: str) -> tuple[str, str]:
     return error, error
 
 
+PATTERN = both("RingPatternError")
 CONFIG, LAYOUT, MESH = both("RingConfigError"), both("RingLayoutError"), both("RingMeshError")
 SHAPES, REFUSED = both(TYPED), ("RingMismatchError", "RingConfigError")
 WHO = ("ring rank 1 refused its own input",)
@@ -580,6 +585,37 @@ CALLS = {
     ),
     "layout of no tokens": WrongCall(
         lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT, ("tokens", "got 0")
+    ),
+    "segments and dilations of different length": WrongCall(
+        lambda rank, mesh: Dilated((8, 16), (1,)), PATTERN, ("got 2 lengths and 1 rates",)
+    ),
+    "a segment of no length": WrongCall(
+        lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN, ("segment_lengths", "got [0, 16]")
+    ),
+    "a dilation below one": WrongCall(
+        lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN, ("dilation_rates", "got [1, -2]")
+    ),
+    "segments that do not increase": WrongCall(
+        lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN, ("segment_lengths", "increasing", "[16, 16]")
+    ),
+    "no branch at all": WrongCall(lambda rank, mesh: Dilated((), ()), PATTERN, ("segment_lengths",)),
+    "head offsets unknown": WrongCall(
+        lambda rank, mesh: Dilated((8,), (1,), head_offsets="papre"), PATTERN, ("head_offsets", "papre")
+    ),
+    "a window of nothing": WrongCall(lambda rank, mesh: SlidingWindow(0), PATTERN, ("window", "got 0")),
+    "a mask that is no function": WrongCall(lambda rank, mesh: MaskMod(3), PATTERN, ("mask_mod", "3")),
+    "document ids of two dimensions": WrongCall(
+        lambda rank, mesh: Documents(torch.zeros(2, 64, dtype=torch.int64).numpy()), PATTERN, ("(2, 64)",)
+    ),
+    "documents of another length": WrongCall(
+        lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * 63)}),
+        PATTERN,
+        ("expected a pattern of 64 tokens", "got one of 63", "tokens=63"),
+    ),
+    "documents of another length on rank 1": WrongCall(
+        lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * (64 + rank))}),
+        (MISMATCH, "RingPatternError"),
+        (WHO, ("got one of 65",)),
     ),
     "JSON key misspelt": WrongCall(
         config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG, ("layuot", "did you mean")

@@ -53,9 +53,14 @@ def test_a_resumed_run_has_the_losses_of_the_whole_run(tmp_path):
     assert [step for step, _ in log["held_out"]] == [2, 4]
 
     shutil.copytree(whole / "checkpoints", resumed / "checkpoints")
-    (resumed / "checkpoints" / "latest").write_text("global_step2")
+    shard = next((resumed / "checkpoints" / "global_step4").glob("*pp_rank_1*_optim_states.pt"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1  # one bit of the newest checkpoint: the one before is taken
+    shard.write_bytes(data)
     run = train(resumed, config, "--steps", "4", "--resume")
     assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{shard.name}: expected sha256" in run.stderr
+    assert "checkpoint global_step4 is damaged, trying global_step2 instead" in run.stderr
     again = log_of(resumed)
     assert again["losses"] == log["losses"]
     assert again["held_out"] == log["held_out"]

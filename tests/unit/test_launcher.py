@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -154,6 +155,60 @@ def test_paths_are_relative_to_the_yaml(folder: Path, monkeypatch: pytest.Monkey
     cluster = read_cluster(path)
     assert cluster.script == folder / "train.py"
     assert cluster.deepspeed_config == folder / "ds.json"
+
+
+BAD_HOSTFILES = {
+    "missing": (None, "expected a hostfile, but there is no 'hosts.txt'"),
+    "empty": ("", "expected a line 'node-0 slots=8' for each host, got no host"),
+    "comments only": ("# node-0 slots=8\n\n", "got no host"),
+    "doubled": (
+        "node-0 slots=2\nnode-1 slots=2\nnode-0 slots=4\n",
+        "line 3: expected every host once, got node-0 on line 1",
+    ),
+    "slots=0": ("node-0 slots=0\n", "line 1: expected at least one slot, got node-0 slots=0"),
+    "no slots": ("node-0\n", "line 1: expected 'node-0 slots=8', got 'node-0'"),
+    "slots a word": ("node-0 slots=two\n", "line 1: expected 'node-0 slots=8'"),
+    "slots negative": ("node-0 slots=-1\n", "line 1: expected 'node-0 slots=8'"),
+    "a name that is none": ("node-0;rm slots=2\n", "hosts[0].name: expected a host name or address"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_HOSTFILES.values(), ids=BAD_HOSTFILES)
+def test_bad_hostfile_ends_with_status_2_within_a_second(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    if text is not None:
+        (folder / "hosts.txt").write_text(text)
+    path = write(folder, "hostfile: hosts.txt\nssh: false\nmaster_port: 23456\n" + SCRIPT)
+    started = time.perf_counter()
+    assert cli.main(["launch", str(path), "--node-rank", "0"]) == 2
+    assert time.perf_counter() - started < 1.0
+    assert message in capsys.readouterr().err
+
+
+def test_a_hostfile_is_the_hosts(folder: Path) -> None:
+    (folder / "hosts.txt").write_text("# ours\nnode-0 slots=4  # the fast one\n\nnode-1   slots = 2\n")
+    cluster = read_cluster(write(folder, "hostfile: hosts.txt\n" + SCRIPT))
+    assert cluster == read_cluster(write(folder, HOSTS + SCRIPT))
+
+
+@pytest.mark.parametrize("argument", ["-H", "--hostfile=other", "--hostfile"])
+def test_a_second_hostfile_is_refused(folder: Path, argument: str) -> None:
+    with pytest.raises(RingConfigError, match="engine_args: expected no hostfile"):
+        read_cluster(write(folder, LOCAL + f"engine_args: ['{argument}']\n"))
+    with pytest.raises(RingConfigError, match="hostfile: expected none beside hosts"):
+        read_cluster(write(folder, LOCAL + "hostfile: hosts.txt\n"))
+    with pytest.raises(RingConfigError, match="hostfile: expected the path of a file, got 3"):
+        read_cluster(write(folder, "hostfile: 3\n" + SCRIPT))
+
+
+def test_a_port_in_use_ends_with_status_2_within_a_second(
+    folder: Path, capsys: pytest.CaptureFixture[str], busy_port: int
+) -> None:
+    started = time.perf_counter()
+    assert cli.main(["launch", str(write(folder, LOCAL + f"master_port: {busy_port}\n"))]) == 2
+    assert time.perf_counter() - started < 1.0
+    assert f"master_port {busy_port} to be free, got a port in use" in capsys.readouterr().err
 
 
 BAD_LAUNCHES = {

@@ -33,8 +33,13 @@ def _hidden_below(side: int, dtype: torch.dtype) -> Tensor:
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
-    """float64 and float32 as they are, anything lower in float32."""
-    return [x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors]
+    """float64 and float32 as they are, anything lower in float32; with the last dimension dense.
+
+    The aten operators take any strides but for the last dimension, where they read neighbours in memory
+    whatever the stride says (it is 0 in the gradient of a sum).
+    """
+    wide = (x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors)
+    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in wide]
 
 
 def _bias(call: Tile, dtype: torch.dtype) -> Tensor | None:

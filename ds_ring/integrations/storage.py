@@ -1,0 +1,63 @@
+"""Which ranks see one folder alike, and doing a thing on all ranks so that they succeed or fail together.
+
+Owns the collectives of saving and loading. Knows neither DeepSpeed nor what a checkpoint's files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ds_ring.errors import RingCheckpointError
+
+T = TypeVar("T")
+
+
+class Storage(NamedTuple):
+    """The ranks that see one folder alike, by their number in the world, and this rank."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def leads(self) -> bool:
+        """True on the one rank that writes what is written once."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def share(self) -> int:
+        """Which part of the work on this storage is this rank's, of `len(ranks)`."""
+        return self.ranks.index(self.rank)
+
+
+def storage_of(local_rank: int, node_local: bool) -> Storage:
+    """All ranks, or with node-local storage those of this host, which are consecutive. Collective then."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not node_local:
+        return Storage(tuple(range(world)), rank)
+    local_ranks = together(lambda: local_rank)
+    starts = [other for other in range(world) if local_ranks[other] == 0]
+    first = max((start for start in starts if start <= rank), default=0)
+    end = min((start for start in starts if start > rank), default=world)
+    return Storage(tuple(range(first, end)), rank)
+
+
+def together(act: Callable[[], T]) -> list[T]:
+    """What `act` gives on every rank, by rank. Collective, so a barrier; an error of one is raised on all.
+
+    Raises:
+        RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
+    """
+    mine: tuple[T | None, str] = (None, "")
+    try:
+        mine = (act(), "")
+    except (OSError, RingCheckpointError) as error:
+        mine = (None, str(error))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
+    if failed:
+        raise RingCheckpointError("checkpoint: expected every rank to succeed, got " + "; ".join(failed))
+    return [value for value, _ in everyones]

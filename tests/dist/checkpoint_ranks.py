@@ -1,0 +1,200 @@
+"""What the ranks of the checkpoint tests do: train, save, die in mid-save, load and go on.
+
+Owns the training loop and the ways in which saving is cut short; what must hold stands in test_checkpoint.py.
+Rank functions are called by the harness as fn(rank, world_size, ...).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed
+
+SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
+
+
+class Resumed(NamedTuple):
+    """What one rank saw of a load and of the training after it.
+
+    Attributes:
+        folder: the tag that was loaded; "" for none.
+        state: the client state, or None.
+        losses: of the steps after the loaded one.
+        logged: the messages of ds_ring's checkpoint code on this rank.
+    """
+
+    folder: str
+    state: dict[str, Any] | None
+    losses: list[float]
+    logged: str
+
+
+class Refused(NamedTuple):
+    """What one rank saw of a save or a load that was refused; `error` is "" where it was not."""
+
+    error: str
+    text: str
+    seconds: float
+
+
+def start_engine(config: dict[str, Any]) -> Any:
+    """A new engine over a new model; Adam, so that a wrong optimizer state shows in the losses."""
+    start_deepspeed()
+    import ds_ring
+    import ds_ring.integrations.transformers  # registers the attention implementation
+
+    model = build_model(SIZE, "ds_ring")
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return ds_ring.initialize(model=model, optimizer=adam, config=config)[0]
+
+
+def train_to(engine: Any, steps: int, after: Callable[[int], object] = lambda step: None) -> list[float]:
+    """Train to step `steps`, each step on its own batch; the losses, exact."""
+    losses = []
+    for step in range(engine.global_steps + 1, steps + 1):
+        generator = torch.Generator().manual_seed(step)
+        ids_BT = torch.randint(1, VOCABULARY, (SIZE.samples, SIZE.tokens), generator=generator)
+        loss = engine(**engine.ring.shard_batch({"input_ids": ids_BT, "labels": ids_BT})).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(engine.ring.mean_loss(loss)))
+        after(step)
+    return losses
+
+
+def train_and_save(
+    rank: int, world_size: int, config: dict[str, Any], folder: str, steps: int, save_at: tuple[int, ...]
+) -> list[float]:
+    """The uninterrupted run."""
+    engine = start_engine(config)
+
+    def save(step: int) -> None:
+        if step in save_at:
+            assert engine.save_checkpoint(folder, client_state={"seen": step}) is True
+
+    return train_to(engine, steps, save)
+
+
+def load_and_train(
+    rank: int,
+    world_size: int,
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    tag: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Resumed:
+    """A new process's way: load, go on."""
+    engine, lines = start_engine(config), io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("ds_ring").addHandler(handler)
+    try:
+        path, state = engine.load_checkpoint(folder, tag, **(options or {}))
+    finally:
+        logging.getLogger("ds_ring").removeHandler(handler)
+    losses = train_to(engine, steps)
+    seen = None if state is None else {"seen": state["seen"]}
+    return Resumed("" if path is None else Path(path).parent.name, seen, losses, lines.getvalue())
+
+
+def load_refused(
+    rank: int, world_size: int, config: dict[str, Any], folder: str, tags: list[str | None]
+) -> Refused:
+    """Load `tags[rank]`, which must fail."""
+    engine = start_engine(config)
+    return _refused(lambda: engine.load_checkpoint(folder, tags[rank]))
+
+
+def save_refused(rank: int, world_size: int, config: dict[str, Any], folders: list[str]) -> Refused:
+    """Save into `folders[rank]`, which must fail."""
+    engine = start_engine(config)
+    return _refused(lambda: engine.save_checkpoint(folders[rank], "tag"))
+
+
+def _refused(act: Callable[[], object]) -> Refused:
+    started = time.perf_counter()
+    try:
+        act()
+    except Exception as error:
+        return Refused(type(error).__name__, str(error), time.perf_counter() - started)
+    return Refused("", "", time.perf_counter() - started)
+
+
+def die_in_mid_save(
+    rank: int, world_size: int, config: dict[str, Any], folder: str, steps: int, where: str
+) -> None:
+    """Load the newest, train to `steps`, and in the save after it one rank ends by SIGKILL.
+
+    where: "shard": rank 1, when half of its file is written; "manifest": rank 0, when the manifest is written
+    and not renamed yet; "latest": the same of `latest`.
+    """
+    engine = start_engine(config)
+    engine.load_checkpoint(folder)
+    train_to(engine, steps)
+    if where == "shard" and rank == 1:
+        engine.checkpoint_engine.save = _half_a_file
+    elif where != "shard" and rank == 0:
+        _die_before_renaming(where)
+    engine.save_checkpoint(folder)
+
+
+def _half_a_file(state_dict: Any, path: str) -> None:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getvalue()[: buffer.tell() // 2])
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_before_renaming(where: str) -> None:
+    rename = os.replace
+
+    def die_or_rename(source: Any, target: Any) -> None:
+        if where in Path(target).name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    os.replace = die_or_rename
+
+
+def two_hosts(rank: int, world_size: int, config: dict[str, Any], folders: list[str], steps: int) -> Resumed:
+    """Each rank is alone on its host, with a disk of its own: save, spoil rank 1's newest, load, go on."""
+    before = os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        train_and_save(rank, world_size, config, folders[rank], steps - 1, (steps - 2, steps - 1))
+        if rank == 1:
+            next(Path(folders[1], f"global_step{steps - 1}").glob("*optim_states.pt")).unlink()
+        torch.distributed.barrier()
+        return load_and_train(rank, world_size, config, folders[rank], steps)
+    finally:
+        os.environ["LOCAL_RANK"] = before
+
+
+def load_with_steps_of_deepspeed(rank: int, world_size: int, config: dict[str, Any], folder: str) -> int:
+    """What DeepSpeed itself makes of the folder, without our checks: the step it is at."""
+    engine = start_engine(config)
+    del engine.load_checkpoint
+    engine.load_checkpoint(folder)
+    return int(engine.global_steps)
+
+
+def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Refused:
+    """An engine whose checkpoint writer is still writing when save_checkpoint returns."""
+    engine = start_engine(config)
+    from ds_ring.integrations.checkpoint import guard_checkpoints
+
+    engine.checkpoint_engine.is_decoupled = lambda: True
+    return _refused(lambda: guard_checkpoints(engine))
+
+

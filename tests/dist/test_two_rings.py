@@ -1,0 +1,208 @@
+"""Two rings in one process, a thread each: every result is that of one thread, to the last bit.
+
+The threads share the process: the tables of contexts, the caches of plans and layouts, torch's own state. The
+interpreter is told to switch threads a thousand times as often as usual, and the caches are emptied before
+each round, so that both threads fill them at once. Meshes are made before, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ring import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    RingAttention,
+    RingMesh,
+    SlidingWindow,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from ds_ring.schedule.pattern import Pattern
+from tests.cases import Shape, document_ids, tensors
+
+ROUNDS = 12
+
+
+class Job(NamedTuple):
+    """One pass, forward and backward."""
+
+    pattern: Pattern
+    layout: str
+    shape: Shape
+    transport: str = "ring"
+
+
+def jobs(small: int, large: int) -> list[Job]:
+    """Passes of many kinds; both rings make all of them, at other lengths and partly in common."""
+    both = Shape(batch=1, query_heads=4, kv_heads=4, tokens=96, head_dim=8)
+    own = [replace(both, tokens=tokens) for tokens in (small, large)]
+    return [
+        Job(Causal(), "zigzag", both),
+        Job(Full(), "contiguous", own[0]),
+        Job(SlidingWindow(11), "contiguous", own[1]),
+        Job(Dilated((16, 32, 64), (1, 2, 4)), "auto", both),
+        Job(Documents(document_ids(96, mean=12)) & Causal(), "striped", both),
+        Job(Causal(), "zigzag", own[1], "all_gather"),
+        Job(Causal(), "balanced", own[0]),
+    ]
+
+
+def passes(mesh: RingMesh, todo: list[Job], seed: int) -> list[list[Tensor]]:
+    """Local out, dq, dk and dv of every job."""
+    results = []
+    for number, job in enumerate(todo):
+        layout = make_layout(
+            job.layout,
+            tokens=job.shape.tokens,
+            ring_size=mesh.ring_size,
+            pattern=job.pattern,
+            multiple_of=mesh.ulysses_size,
+        )
+        whole = tensors(job.shape, seed=seed + number)
+        q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
+        locals_ = [x.requires_grad_() for x in (q, k, v)]
+        out = ring_attention(
+            *locals_, pattern=job.pattern, layout=layout, mesh=mesh, transport=job.transport
+        )
+        out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in locals_)])
+    return results
+
+
+def at_once(*acts: Callable[[], Any]) -> list[Any]:
+    """The results of some functions, each run by a thread of its own, all started together."""
+    results: list[Any] = [None] * len(acts)
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(acts))
+
+    def run(place: int) -> None:
+        start.wait()
+        try:
+            results[place] = acts[place]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def empty_caches() -> None:
+    """All of ds_ring's lru_caches."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("ds_ring.") and m is not None]:
+        for value in list(vars(module).values()):
+            if hasattr(value, "cache_clear") and getattr(value, "__module__", "").startswith("ds_ring."):
+                value.cache_clear()
+
+
+def differing(got: list[list[Tensor]], want: list[list[Tensor]]) -> list[str]:
+    names = ("out", "dq", "dk", "dv")
+    return [
+        f"job {number}: {name}"
+        for number, (mine, alone) in enumerate(zip(got, want, strict=True))
+        for name, x, y in zip(names, mine, alone, strict=True)
+        if not torch.equal(x, y)
+    ]
+
+
+def two_rings(rank: int, world_size: int, second: tuple[int, int]) -> list[str]:
+    """What differed in any round; the second ring has another grid where `second` says so."""
+    rings = [RingMesh.from_world(world_size), RingMesh.from_world(*second)]
+    todo = [jobs(64, 83), jobs(72, 128)]
+    alone = [passes(mesh, mine, seed) for seed, (mesh, mine) in enumerate(zip(rings, todo, strict=True))]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 1000)
+    different = []
+    try:
+        for number in range(ROUNDS):
+            if number % 2 == 0:
+                empty_caches()
+                for mesh in rings:
+                    mesh.contexts.clear()
+                gc.collect()
+            together = at_once(*(lambda i=i: passes(rings[i], todo[i], i) for i in range(2)))
+            for ring, (got, want) in enumerate(zip(together, alone, strict=True)):
+                different += [f"round {number}, ring {ring}, {what}" for what in differing(got, want)]
+    finally:
+        sys.setswitchinterval(before)
+    return different
+
+
+@pytest.mark.parametrize(
+    ("world", "second"), [(2, (2, 1)), (2, (1, 2)), (4, (4, 1)), (4, (2, 2)), (4, (2, 1))]
+)
+def test_two_rings_at_once_are_exact(rank_pool, world, second):
+    """The second is the same ring again, one with Ulysses, or two rings of data replicas."""
+    assert rank_pool(world).run(two_rings, second, timeout_s=150) == [[]] * world
+
+
+_seeding = threading.Lock()  # the seed is the process's
+
+
+class Model(nn.Module):
+    """A residual block of ring attention over a sequence of its own."""
+
+    def __init__(self, mesh: RingMesh, pattern: Pattern, width: int, seed: int) -> None:
+        super().__init__()
+        with _seeding:
+            torch.manual_seed(seed)
+            self.project, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = RingAttention(pattern, mesh=mesh, layout="zigzag")
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        q, k, v = self.project(x_BSE).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return x_BSE + self.join(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def train(mesh: RingMesh, pattern: Pattern, seed: int, steps: int = 6) -> list[Tensor]:
+    """The parameters after some steps of data-free regression: each output is to be its own input's negative."""
+    model = Model(mesh, pattern, 32, seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + mesh.ring_rank)
+        x_BSE = torch.randn(2, 24, 32, generator=generator)
+        optimizer.zero_grad()
+        (model(x_BSE) + x_BSE).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.ring_group)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def two_models(rank: int, world_size: int) -> bool:
+    meshes = [RingMesh.from_world(world_size) for _ in range(2)]
+    patterns = [Causal(), SlidingWindow(9)]
+    alone = [train(meshes[i], patterns[i], i) for i in range(2)]
+    equal = True
+    for _ in range(3):
+        both = at_once(*(lambda i=i: train(meshes[i], patterns[i], i) for i in range(2)))
+        equal &= all(
+            torch.equal(x, y)
+            for mine, other in zip(both, alone, strict=True)
+            for x, y in zip(mine, other, strict=True)
+        )
+    return equal
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_models_train_at_once_as_they_do_alone(rank_pool, world):
+    assert rank_pool(world).run(two_models, timeout_s=120) == [True] * world

@@ -1,0 +1,350 @@
+"""Wrong starts: `ds_ring.initialize` and the first batch with what a run may get wrong, on real ranks.
+
+Each row ends in a typed error on every rank, in under a second from the call; where only some ranks are wrong
+the others hear of it, with the rank and the key named. The calls of attention itself are in
+test_wrong_inputs.py.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+
+SIZE = Size(hidden=32, layers=1, tokens=21, samples=2)
+SECONDS = 1.0
+GOOD = json_config(2, 2, 1)
+
+
+class Refusal(NamedTuple):
+    """What one rank saw; `error` is "" where nothing was raised."""
+
+    error: str
+    families: tuple[str, ...]
+    text: str
+    seconds: float
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        while True:
+            yield {"input_ids": torch.ones(9, dtype=torch.int64)}
+
+
+def refused(act: Callable[[], object]) -> Refusal:
+    started, error = time.perf_counter(), None
+    try:
+        act()
+    except Exception as raised:
+        error = raised
+    seconds = time.perf_counter() - started
+    names = tuple(cls.__name__ for cls in type(error).__mro__)
+    return Refusal("" if error is None else names[0], names, str(error), seconds)
+
+
+def initialize(config: Any = None, implementation: str = "ds_ring", **arguments: Any) -> Callable[[], Any]:
+    """A call of `ds_ring.initialize` with everything ready, so that its time is its own.
+
+    DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
+    """
+    start_deepspeed()
+    import ds_ring.integrations.deepspeed
+    import ds_ring.integrations.transformers
+
+    ds_ring.integrations.deepspeed._init_distributed(29500, None)  # finds the harness's process group
+    model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
+    if "args" not in arguments:
+        arguments["config"] = config
+    return lambda: ds_ring.initialize(model=model, optimizer=sgd, **arguments)
+
+
+def check(found: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
+    for rank, (one, error) in enumerate(zip(found, errors, strict=True)):
+        assert one.error == error, (rank, one)
+        assert {"RingError", "ValueError"} <= set(one.families)
+        for words in says:
+            assert re.search(words, one.text), (words, one.text)
+        assert one.seconds < SECONDS, (rank, one)
+
+
+# --- all ranks alike -----------------------------------------------------------------------------
+
+
+def named_file(path: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(deepspeed_config=path)
+
+
+def pattern(**keys: Any) -> dict[str, Any]:
+    return {"config": GOOD | {"ring_attention": {"pattern": keys}}}
+
+
+MPU = types.SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+UNEQUAL_SCALES = {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2.0}
+CONFIG = "RingConfigError"
+STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no model": ({"model": None, "config": GOOD}, CONFIG, "expected a torch.nn.Module, got NoneType"),
+    "no configuration": ({"args": None}, CONFIG, "expected one DeepSpeed configuration, got none"),
+    "two configurations": (
+        {"args": named_file("a.json"), "config_params": GOOD},
+        CONFIG,
+        "got config_params and args.deepspeed_config",
+    ),
+    "missing file": ({"args": named_file("nowhere/a.json")}, CONFIG, "nowhere"),
+    "missing file as config": ({"config": "nowhere.json"}, CONFIG, "nowhere.json"),
+    "an mpu": ({"mpu": "MPU", "config": GOOD}, CONFIG, "mpu: expected None"),
+    "mesh_param": ({"mesh_param": (1, 2), "config": GOOD}, CONFIG, "the ranks of a ring drift apart"),
+    "world": (
+        {"config": json_config(3, 2, 1)},
+        "RingMeshError",
+        "sequence_parallel_size 3 does not divide world size 2; use 1 or 2",
+    ),
+    "sizes that do not multiply": (
+        {"config": GOOD | {"ring_attention": {"ring_size": 2, "ulysses_size": 2}}},
+        CONFIG,
+        r"ring_size 2 x ulysses_size 2 = 4, but sequence_parallel_size is 2; set",
+    ),
+    "another attention": (
+        {"implementation": "sdpa", "config": GOOD},
+        CONFIG,
+        "got 'sdpa', which would attend to this rank's tokens only",
+    ),
+    "inexact scale": (
+        {"config": GOOD | UNEQUAL_SCALES},
+        CONFIG,
+        "gradient_predivide_factor: expected 1.0 at ZeRO 3, got 2.0",
+    ),
+    "own sampler": (
+        {"config": GOOD | {"curriculum_learning": {"enabled": True}}},
+        CONFIG,
+        "curriculum_learning",
+    ),
+    "a stream": ({"training_data": Endless(), "config": GOOD}, CONFIG, "got the iterable Endless"),
+    "an unknown key": (
+        {"config": GOOD | {"ring_attention": {"ring_sice": 2}}},
+        CONFIG,
+        "did you mean 'ring_size'",
+    ),
+    "no section": (
+        {"config": {key: value for key, value in GOOD.items() if key != "ring_attention"}},
+        CONFIG,
+        "ring_attention",
+    ),
+    "segments without dilations": (pattern(segment_lengths=[8, 16]), CONFIG, "dilation_rates"),
+    "lists of different length": (
+        pattern(segment_lengths=[8, 16], dilation_rates=[1]),
+        CONFIG,
+        "(?s)segment_lengths.*dilation_rates|dilation_rates.*segment_lengths",
+    ),
+    "a segment of 0": (pattern(segment_lengths=[0, 16], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
+    "a dilation of -1": (pattern(segment_lengths=[8, 16], dilation_rates=[1, -1]), CONFIG, "dilation_rates"),
+    "segments that fall": (pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
+    "a window of 0": (pattern(window=0), CONFIG, "window"),
+    "a hop shorter than a heartbeat": (
+        {"config": GOOD | {"ring_attention": {"hop_timeout_seconds": 1}}},
+        CONFIG,
+        "hop_timeout_seconds: expected at least heartbeat_timeout_seconds",
+    ),
+}
+
+
+def wrong_start(rank: int, world_size: int, what: str) -> Refusal:
+    arguments = dict(STARTS[what][0])
+    if arguments.get("mpu") == "MPU":
+        arguments["mpu"] = MPU
+    return refused(initialize(**arguments))
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_wrong_starts_are_errors_on_every_rank(rank_pool, what):
+    _, error, words = STARTS[what]
+    check(rank_pool(2).run(wrong_start, what, timeout_s=30), (error, error), words)
+
+
+# --- ranks that differ -----------------------------------------------------------------------------
+
+
+def differ(**changes: Any) -> dict[str, Any]:
+    return GOOD | changes
+
+
+TRAILING_COMMA = '{\n  "sequence_parallel_size": 2,\n  "ring_attention": {"ring_size": 2,}\n}'
+# What the wrong rank has in place of GOOD; text is written to a file.
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "transport": (
+        differ(ring_attention={"transport": "all_gather"}),
+        'ring_attention.transport: "ring" on rank 0, "all_gather" on rank {}',
+    ),
+    "window": (
+        differ(ring_attention={"pattern": {"window": 7}}),
+        "ring_attention.pattern.window: null on rank 0, 7 on rank {}",
+    ),
+    "ring size": (
+        differ(sequence_parallel_size=1),
+        "sequence_parallel_size: 2 on rank 0, 1 on rank {}",
+    ),
+    "ring size that fits no world": (
+        differ(sequence_parallel_size=3),
+        "ring_attention.ring_size: 2 on rank 0, 3 on rank {}",
+    ),
+    "heartbeat": (
+        differ(ring_attention={"heartbeat_timeout_seconds": 3}),
+        "ring_attention.heartbeat_timeout_seconds: 10.0 on rank 0, 3.0 on rank {}",
+    ),
+    "ZeRO stage": (
+        differ(zero_optimization={"stage": 2, "stage3_param_persistence_threshold": 0}),
+        "zero_optimization.stage: 1 on rank 0, 2 on rank {}",
+    ),
+    "micro batch": (
+        differ(train_micro_batch_size_per_gpu=4),
+        "train_micro_batch_size_per_gpu: 2 on rank 0, 4 on rank {}",
+    ),
+    "a key of DeepSpeed's": (
+        differ(bf16={"enabled": True}),
+        "bf16.enabled: no such key on rank 0, true on rank {}",
+    ),
+}
+REFUSED = {
+    "unknown key": (differ(ring_attention={"ring_sice": 2}), "did you mean 'ring_size'"),
+    "trailing comma": (TRAILING_COMMA, "line 3"),
+    "missing file": ("", "nowhere.json"),
+    "no section": (
+        {key: value for key, value in GOOD.items() if key != "ring_attention"},
+        "ring_attention",
+    ),
+}
+
+
+def differing_start(
+    rank: int, world_size: int, what: Any, wrong_rank: int, folder: str
+) -> tuple[Refusal, bool]:
+    config: Any = GOOD
+    if rank == wrong_rank:
+        config = what
+        if isinstance(what, str):
+            path = Path(folder, "ds_config.json" if what else "nowhere.json")
+            if what:
+                path.write_text(what)
+            config = str(path)
+    found = refused(initialize(config))
+    afterwards = initialize(GOOD)()[0]  # the same processes can start when the file is mended
+    return found, afterwards.ring.mesh.ring_size == 2
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (2, 0), (4, 2)])
+def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what, world, wrong_rank):
+    config, words = DIFFERENT[what]
+    results = rank_pool(world).run(differing_start, config, wrong_rank, str(tmp_path), timeout_s=30)
+    if wrong_rank == 0:  # rank 1 is the first that differs from it, with the values the other way round
+        words = words.split(":")[0] + ": .* on rank 0, .* on rank 1"
+    check([found for found, _ in results], ("RingMismatchError",) * world, words.format(wrong_rank))
+    assert all(mended for _, mended in results)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (4, 2)])
+def test_a_rank_that_cannot_read_its_configuration_stops_all(rank_pool, tmp_path, what, world, wrong_rank):
+    config, words = REFUSED[what]
+    results = rank_pool(world).run(differing_start, config, wrong_rank, str(tmp_path), timeout_s=30)
+    errors = tuple(CONFIG if rank == wrong_rank else "RingMismatchError" for rank in range(world))
+    check([found for found, _ in results], errors, words)
+    for rank, (found, _) in enumerate(results):
+        assert rank == wrong_rank or found.text.startswith(f"rank {wrong_rank} refused to start: ")
+
+
+def test_before_there_is_a_process_group_a_rank_raises_alone():
+    """The launcher ends those that wait for it; looking for them would hide the error behind a time-out."""
+    import ds_ring
+
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ds_ring.RingConfigError, match="did you mean 'ring_size'"):
+        ds_ring.initialize(model=torch.nn.Linear(2, 2), config={"ring_attention": {"ring_sice": 2}})
+
+
+def own_paths(rank: int, world_size: int) -> Refusal:
+    logs = {"tensorboard": {"enabled": False, "output_path": f"host{rank}", "job_name": str(rank)}}
+    return refused(initialize(GOOD | logs))
+
+
+def test_a_host_may_log_where_it_likes(rank_pool):
+    assert [found.error for found in rank_pool(2).run(own_paths)] == ["", ""]
+
+
+# --- the first batch ---------------------------------------------------------------------------------
+
+
+def with_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda batch: batch | {"attention_mask": change(batch["attention_mask"])}
+
+
+def hole(mask_BT: torch.Tensor) -> torch.Tensor:
+    mask_BT = torch.ones_like(mask_BT)
+    mask_BT[:, 4] = 0
+    return mask_BT
+
+
+BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "left padding": (with_mask(lambda mask: mask.flip(1)), "RingPatternError", "padding_side"),
+    "a hole in the mask": (with_mask(hole), "RingPatternError", "attention_mask"),
+    "a mask of another length": (with_mask(lambda mask: mask[:, 1:]), "RingShapeError", "attention_mask"),
+    "a 4-D mask": (with_mask(lambda mask: mask[:, None, None]), "RingPatternError|RingShapeError", "mask"),
+    "no tokens": (lambda batch: {}, "RingShapeError", "input_ids"),
+    "an empty batch": (
+        lambda batch: {key: value[:0] for key, value in batch.items()},
+        "RingShapeError",
+        r"got \[0, 21\]",
+    ),
+    "labels of another length": (
+        lambda batch: batch | {"labels": batch["labels"][:, :-1]},
+        "RingShapeError",
+        "labels",
+    ),
+}
+
+
+def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refusal:
+    engine = initialize(GOOD)()[0]
+    batch = build_batch(SIZE)
+    if who is None or rank == who:
+        batch = BATCHES[what][0](batch)
+    return refused(lambda: engine(**engine.ring.shard_batch(batch)))
+
+
+@pytest.mark.parametrize("what", BATCHES)
+@pytest.mark.parametrize("who", [None, 1], ids=["all", "rank 1"])
+def test_batches_that_no_pattern_can_express(rank_pool, what, who):
+    _, error, words = BATCHES[what]
+    for rank, found in enumerate(rank_pool(2).run(wrong_batch, what, who, timeout_s=30)):
+        if who is None or rank == who:
+            assert found.error in error.split("|"), found
+            check([found], (found.error,), words)
+        else:
+            check([found], ("RingMismatchError",), "rank 1 refused its batch")
+
+
+def dropout(rank: int, world_size: int) -> Refusal:
+    start_deepspeed()
+    import ds_ring
+    import ds_ring.integrations.transformers
+
+    model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def start_and_train() -> None:
+        engine = ds_ring.initialize(model=model, optimizer=sgd, config=GOOD)[0]
+        engine(**engine.ring.shard_batch(build_batch(SIZE)))
+
+    return refused(start_and_train)
+
+
+def test_attention_dropout_of_a_model(rank_pool):
+    check(rank_pool(2).run(dropout), (CONFIG, CONFIG), "dropout")
