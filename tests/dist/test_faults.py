@@ -1,0 +1,40 @@
+"""One round of every fault of the campaign (`tools/fault_campaign.py` has the long one), on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.dist.campaign import Zygote, play
+from tests.dist.faults import KINDS
+
+pytestmark = pytest.mark.slow
+
+IN_TRAINING = ("kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config")
+
+
+@pytest.fixture(scope="module")
+def zygote_of() -> Iterator[Callable[[str], Zygote]]:
+    running: dict[str, Zygote] = {}
+
+    def get(mode: str) -> Zygote:
+        if mode not in running:
+            running[mode] = Zygote(mode)
+        return running[mode]
+
+    yield get
+    for zygote in running.values():
+        zygote.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zygote], kind: str) -> None:
+    verdict = play(zygote_of("attention"), kind, "attention", 0)
+    assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.parametrize("kind", IN_TRAINING)
+def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
+    verdict = play(zygote_of("deepspeed"), kind, "deepspeed", 0)
+    assert not verdict.wrong, verdict.wrong

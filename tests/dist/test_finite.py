@@ -1,0 +1,66 @@
+"""check_finite names rank, tensor and hop; without it NaN and infinities pass through, as in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_ring import Causal, Full, RingError, RingMesh, ring_attention
+from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
+
+Pool = Callable[[int], RankPool]
+
+
+def attend(rank: int, world_size: int, where: str, check: bool, queries: str = "sharded") -> tuple[str, str, bool]:
+    """Rank 1 has something that is not finite; the error of this rank, and whether its output is finite."""
+    mesh = RingMesh.from_world(world_size)
+    torch.manual_seed(3)
+    q, k, v, grad = (torch.randn(1, 2, 8, 4) for _ in range(4))
+    if rank == 1 and where in "qkv":
+        {"q": q, "k": k, "v": v}[where][0, 1, 3, 2] = float("nan")
+    if rank == 1 and where == "grad_out":
+        grad[0, 0, 0, 0] = float("inf")
+    if rank == 1 and where == "overflow":
+        k *= 1e38
+        q *= 1e38
+    for x in (q, k, v):
+        x.requires_grad_()
+    pattern = Full() if queries == "replicated" else Causal()
+    try:
+        out = ring_attention(
+            q, k, v, pattern=pattern, layout="contiguous", mesh=mesh, check_finite=check, queries=queries
+        )
+        out.backward(grad)
+    except RingError as error:
+        return type(error).__name__, str(error), False
+    return "", "", bool(out.isfinite().all())
+
+
+def outcomes(where: str, check: bool, *more: str) -> list[RankOutcome]:
+    return run_ranks_collect(attend, 2, where, check, *more, timeout_s=60)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "grad_out"])
+def test_inputs_are_named_before_anything_is_sent(rank_pool: Pool, where: str) -> None:
+    other, culprit = rank_pool(2).run(attend, where, True)
+    assert culprit[0] == "RingFiniteError", culprit
+    assert f"in {where} of ring rank 1 before the first hop, got 1 of 64" in culprit[1]
+    assert other[0] == "RingMismatchError" and f"in {where} of ring rank 1" in other[1], other
+
+
+def test_what_overflows_in_a_hop_is_named_with_the_hop() -> None:
+    other, culprit = (one.value for one in outcomes("overflow", True))
+    assert culprit[0] == "RingFiniteError" and "of ring rank 1 after hop 0" in culprit[1], culprit
+    assert other[0] == "RingPeerError" and "RingFiniteError" in other[1], other
+
+
+def test_replicated_queries_are_checked_too(rank_pool: Pool) -> None:
+    other, culprit = rank_pool(2).run(attend, "k", True, "replicated")
+    assert (other[0], culprit[0]) == ("RingMismatchError", "RingFiniteError")
+
+
+def test_without_the_check_they_pass_through(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(attend, "v", False)
+    assert (first[0], second[0]) == ("", "") and first[2] and not second[2]
