@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-IntArray = np.ndarray
+from ds_ring.schedule.slots import IntArray
+from ds_ring.schedule.weights import Weights
 
 
 class Kind(IntEnum):
@@ -30,6 +31,7 @@ class Kind(IntEnum):
     CAUSAL = 1  # square, j <= i
     ANTICAUSAL = 2  # square, j >= i: the lower edge of a sliding window
     PARTIAL = 3  # the pattern's mask, evaluated inside
+    BAND = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,8 @@ class Tiles:
         kind: a `Kind` per row.
         member: which query head of each K/V head's group the row is for; -1 for all of them.
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
+        weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
+        weights: what of m varies inside tiles, functions of query and key positions.
         mask: what is attended inside PARTIAL tiles, a function of query and key positions; None without.
     """
 
@@ -114,6 +118,8 @@ class Tiles:
     kind: IntArray
     member: IntArray
     multiplicity: IntArray
+    weight: IntArray
+    weights: tuple[Weights, ...] = ()
     mask: Callable[[Any, Any], Any] | None = None
 
     def __len__(self) -> int:
@@ -125,12 +131,13 @@ class Tiles:
         rectangle = self.q.length * self.k.length
         triangle = self.q.length * (self.q.length + 1) // 2
         is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.ANTICAUSAL)
-        return np.where(is_triangle, triangle, rectangle)
+        band = self.q.length * (self.k.length - self.q.length + 1)
+        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BAND, band, rectangle))
 
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
-        columns = (self.kind[index], self.member[index], self.multiplicity[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.mask)
+        columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """The same rows with other sides; rows that became empty are dropped."""
@@ -160,19 +167,32 @@ class Tiles:
         part = self if concerned.all() else self.rows(concerned)
         return replace(part, member=np.full(len(part), member, dtype=np.int64))
 
-    def times(self, multiplicity: int) -> Tiles:
+    def times(self, multiplicity: IntArray | int) -> Tiles:
         """The same tiles, every pair counted so many times as often."""
         return replace(self, multiplicity=self.multiplicity * multiplicity)
+
+    def weighted(self, weights: Weights) -> Tiles:
+        """The same tiles, every pair counted so many times as often as `weights` says of it."""
+        assert (self.weight < 0).all(), "weights of weights"
+        q, k = self.q, self.k
+        varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
+        constant = np.where(varies, 1, weights(q.position, k.position))
+        return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:
         """The rows of several tables, one after the other."""
+        weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
+        # the last entry is what -1 finds
+        places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
             np.concatenate([p.kind for p in parts]),
             np.concatenate([p.member for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
+            np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
+            weights,
             next((p.mask for p in parts if p.mask is not None), None),
         )
 
@@ -192,7 +212,7 @@ class Tiles:
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
-        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
@@ -287,7 +307,24 @@ def _cut_anticausal(tiles: Tiles, high: IntArray) -> list[Tiles]:
 
 
 def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> list[Tiles]:
-    """Both bounds cut: strips of rows as high as the band is wide, where one bound cuts each column block.
+    """Both bounds cut: BANDs of the rows whose keys are all there, and what one bound cuts around them."""
+    whole_first, whole_end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
+    is_long = whole_end - whole_first > high - low
+    parts = [] if is_long.all() else _cut_strips(tiles.rows(~is_long), least, most, low[~is_long], high[~is_long])
+    if is_long.any():
+        tiles, low, high = tiles.rows(is_long), low[is_long], high[is_long]
+        first, end = whole_first[is_long], whole_end[is_long]
+        length, keys = end - first, tiles.k.length
+        band = tiles.take(first, length, first - high, length + high - low).of_kind(Kind.BAND)
+        before = tiles.take(0, first, 0, np.minimum(first - low, keys))
+        after = np.maximum(end - high, 0)
+        behind = tiles.take(end, tiles.q.length - end, after, keys - after)
+        parts += [band, cut_by_distance(before, least, most), cut_by_distance(behind, least, most)]
+    return parts
+
+
+def _cut_strips(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> list[Tiles]:
+    """Strips of rows as high as the band is wide, where one bound cuts each column block.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
     and columns from r - low on by the lower bound alone.
