@@ -168,7 +168,11 @@ class BoundDilated(Pattern):
 
     def _by_segment(self, tiles: Tiles, offsets: tuple[int, ...]) -> list[Tiles]:
         """Nested branches; see [Note: smallest segment]."""
-        lengths, classes, parts = self.segment_lengths, tuple(zip(offsets, self.dilation_rates, strict=True)), []
+        lengths, classes, parts = (
+            self.segment_lengths,
+            tuple(zip(offsets, self.dilation_rates, strict=True)),
+            [],
+        )
         for index, length in enumerate(lengths):
             inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
             if index == 0:
@@ -252,8 +256,7 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
 def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...]) -> bool:
     """Every branch's segments are unions of those of the one before it, and its tokens a subset."""
     return all(b % a == 0 for a, b in itertools.pairwise(lengths)) and all(
-        b % a == 0 and y % a == x
-        for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
+        b % a == 0 and y % a == x for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
     )
 
 

@@ -1,4 +1,4 @@
-"""How often a pair is attended, where that varies inside a tile: a function of positions. No tensor library."""
+"""How often a pair is attended, where that varies inside a tile: a function of positions."""
 
 from __future__ import annotations
 

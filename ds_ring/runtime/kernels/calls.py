@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_ring.runtime.kernels.interface import Rows, Tile, each_tile
+from ds_ring.runtime.kernels.interface import Tile, each_tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
 TRIANGLE = 128  # side of the smallest triangle, tokens
@@ -96,7 +96,7 @@ def _squares(tile: Tile, below: bool, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """[Note: strips of a band]; a band wider than a block, or than it is long, as triangles and rectangles."""
+    """[Note: strips of a band]; one wider than a block, or than it is long, as triangles and rectangles."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     strip = _strip(width, sizes)
     if width + strip > sizes.block:
@@ -131,8 +131,10 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _strip(width: int, sizes: Sizes) -> int:
-    """Height of a strip: a corner's waste against the cost of small calls."""
-    return sizes.triangle if width >= 4 * sizes.triangle else max(sizes.triangle // 2, 1)
+    """Side of a strip: the waste in its corners against the price of narrow calls (measured)."""
+    if sizes.backward:
+        return 2 * sizes.triangle if width >= 8 * sizes.triangle else sizes.triangle
+    return max(sizes.triangle // (2 if width >= 4 * sizes.triangle else 4), 1)
 
 
 def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:

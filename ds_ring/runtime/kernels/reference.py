@@ -86,7 +86,7 @@ class ReferenceKernel:
         visible = _visible(tile, q.device)
         scores = q_t @ k_t.mT * scale + tile.bias
         if tile.inside is not None:
-            scores = scores + tile.inside.bias(*scores.shape[-2:], dtype, q.device)
+            scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
         return scores.masked_fill(~visible, float("-inf")), k_t, v_t
 
 
