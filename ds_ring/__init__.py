@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import (
+    RingBufferError,
     RingCheckpointError,
     RingConfigError,
     RingError,
@@ -36,6 +37,7 @@ __all__ = [
     "Full",
     "MaskMod",
     "RingAttention",
+    "RingBufferError",
     "RingCheckpointError",
     "RingConfig",
     "RingConfigError",

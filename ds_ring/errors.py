@@ -56,6 +56,10 @@ class RingPeerError(RingError, RuntimeError):
         return type(self), (self.ring_rank, self.hop, self.peer, self.cause)
 
 
+class RingBufferError(RingError, RuntimeError):
+    """A tensor was written to while it was on its way to another rank."""
+
+
 class RingFiniteError(RingError, ArithmeticError):
     """`check_finite` found a NaN or an infinity; the message names rank, tensor and hop."""
 

@@ -51,7 +51,8 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
     except RingLayoutError:
         if name != "residue":
             raise
-        return ResidueLayout(**sizes, window=6, moduli=(2, 6), chunks_per_rank=2)
+        window = 6 * max(1, sizes["tokens"] // 96)  # runs of a few tokens: every pair of runs is a tile
+        return ResidueLayout(**sizes, window=window, moduli=(2, 6), chunks_per_rank=2)
 
 
 @dataclass(frozen=True)

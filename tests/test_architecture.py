@@ -35,6 +35,7 @@ FLOORS = [
 ROOMS = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
 VISITORS = {
     "runtime.ring_pass": set(ROOMS),
+    "runtime.journey": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
@@ -42,6 +43,8 @@ VISITORS = {
     "runtime.agreement": {"runtime.exchange"},
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
+    "integrations.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched, too
+    "integrations.loss": {"runtime.exchange"},
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_WALK = {"runtime.autograd"}  # simulate walks, too, when it is there
@@ -58,6 +61,7 @@ PUBLIC_NAMES = {
     "Full",
     "MaskMod",
     "RingAttention",
+    "RingBufferError",
     "RingCheckpointError",
     "RingConfig",
     "RingConfigError",

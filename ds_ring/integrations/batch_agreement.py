@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ds_ring.errors import RingError, RingMismatchError
 from ds_ring.integrations.batch import LABEL_KEYS, token_shape, valid_tokens
+from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.mesh import RingMesh
 
 
 class BatchReport(NamedTuple):
@@ -55,20 +57,21 @@ def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
     return BatchReport(0, samples, tokens, keys_crc, inputs_crc, labels_crc, valid_tokens(tensors))
 
 
-def agree(mine: BatchReport, fault: RingError | None, sequence_size: int, device: torch.device) -> int:
+def agree(mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: torch.device) -> int:
     """Exchange the reports of all ranks; the labelled tokens of the whole world, each counted once.
 
     Args:
         mine: this rank's report, `REFUSED` if it could not prepare its batch.
         fault: why it could not.
-        sequence_size: ranks that share a sequence; they are consecutive in the world.
+        mesh: the ranks that share a sequence are consecutive in the world.
         device: where collectives of the default group live.
 
     Raises:
+        RingPeerError: another rank failed.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: on all other ranks then, and on all ranks if any sequence group disagrees.
     """
-    reports = _all_reports(mine, device)
+    reports, sequence_size = _all_reports(mine, mesh, device), mesh.sequence_size
     refusing = [rank for rank, report in enumerate(reports) if report.refused]
     if refusing:
         if fault is not None:
@@ -89,12 +92,12 @@ def agree(mine: BatchReport, fault: RingError | None, sequence_size: int, device
     return sum(report.valid_tokens for report in reports[::sequence_size])
 
 
-def _all_reports(mine: BatchReport, device: torch.device) -> list[BatchReport]:
+def _all_reports(mine: BatchReport, mesh: RingMesh, device: torch.device) -> list[BatchReport]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     row = torch.tensor(mine, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
+    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
     return [BatchReport(*values) for values in torch.stack(rows).tolist()]
 
 

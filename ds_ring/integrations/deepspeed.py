@@ -81,7 +81,12 @@ def initialize(
     _check_same_config(ring_config)
     session = RingSession(
         config=ring_config,
-        mesh=RingMesh.from_world(ring_config.ring_size, ring_config.ulysses_size),
+        mesh=RingMesh.from_world(
+            ring_config.ring_size,
+            ring_config.ulysses_size,
+            heartbeat_timeout_s=ring_config.heartbeat_timeout_seconds,
+            exit_after_fault_s=ring_config.hop_timeout_seconds,
+        ),
         pattern=pattern_from_config(ring_config),
         device=device,
         gradient_divisor=_gradient_divisor(deepspeed_config),

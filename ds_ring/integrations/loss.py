@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ds_ring.integrations.batch import IGNORE
+from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.mesh import RingMesh
 
 
 class RingLoss(NamedTuple):
@@ -54,9 +56,10 @@ def local_loss(logits_BSV: Tensor, labels_BS: Tensor, items: Tensor) -> Tensor:
     return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
 
 
-def world_mean(loss: Tensor, gradient_divisor: float) -> Tensor:
+def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     """The mean over the world's labelled tokens, out of every rank's `local_loss`. Collective."""
     total = loss.detach().float().clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
+        assert dist.group.WORLD is not None
+        Exchange(mesh, BATCH_TIMEOUT_S).all_reduce(total, dist.group.WORLD)
     return total / gradient_divisor

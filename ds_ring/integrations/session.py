@@ -78,7 +78,7 @@ class RingSession:
             RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
         """
         prepared, report, fault = self._prepare(batch)
-        labelled_tokens = agree(report, fault, self.mesh.sequence_size, self.device)
+        labelled_tokens = agree(report, fault, self.mesh, self.device)
         local, placement = self._cut(prepared)
         local = {key: tensor.to(self.device) for key, tensor in local.items()}
         self.placements.record(local.values(), placement)
@@ -94,7 +94,7 @@ class RingSession:
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`. Collective."""
-        return world_mean(loss, self.gradient_divisor)
+        return world_mean(loss, self.gradient_divisor, self.mesh)
 
     def gather(self, local: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence of a local result (logits, say) of the batch in the model. Collective."""

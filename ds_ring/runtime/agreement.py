@@ -50,7 +50,8 @@ def agree(
         RingPeerError: another rank did not take part before the deadline.
     """
     mesh = exchange.mesh
-    mine = {_OPERATION: operation, "number of the call": str(next(mesh.calls))}
+    exchange.call = next(mesh.calls)
+    mine = {_OPERATION: operation, "number of the call": str(exchange.call)}
     mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
     header = torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
     try:

@@ -9,6 +9,7 @@ Saved for backward: local q, k, v, out, lse. Nothing else.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,13 +30,21 @@ def _walk(q: Tensor, k: Tensor, v: Tensor, handle: int, direction: str) -> RingP
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     chunk_bytes = options.chunk_bytes_on(q.device.type)
-    return RingPass(plan.rank(ring_rank), kernel, context.exchange, scale, options.overlap, chunk_bytes)
+    rank_plan, buffers = plan.rank(ring_rank), context.mesh.buffers
+    return RingPass(rank_plan, kernel, context.exchange, scale, options.overlap, chunk_bytes, buffers)
+
+
+def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
+    """The other ranks are told of whatever else is raised in a walk: they would wait for this one."""
+    return nullcontext() if walk.exchange is None else walk.exchange.guarded()
 
 
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
 def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
-    return _walk(q, k, v, handle, "forward").forward(q, k, v)
+    walk = _walk(q, k, v, handle, "forward")
+    with _guarded(walk):
+        return walk.forward(q, k, v)
 
 
 @ring_attention_op.register_fake
@@ -48,7 +57,9 @@ def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `RingPass.backward`."""
-    return _walk(q, k, v, handle, "backward").backward(grad_out, q, k, v, out, lse)
+    walk = _walk(q, k, v, handle, "backward")
+    with _guarded(walk):
+        return walk.backward(grad_out, q, k, v, out, lse)
 
 
 @ring_attention_backward_op.register_fake
@@ -95,7 +106,9 @@ def replicated_attention_op(
 
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
-    return _replicated(q, k, v, positions, handle, "forward").forward(q, k, v)
+    walk = _replicated(q, k, v, positions, handle, "forward")
+    with _guarded(walk):
+        return walk.forward(q, k, v)
 
 
 @replicated_attention_op.register_fake
@@ -116,7 +129,8 @@ def replicated_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `ReplicatedPass.backward`."""
     walk = _replicated(q, k, v, positions, handle, "backward")
-    return walk.backward(grad_out, q, k, v, out, lse)
+    with _guarded(walk):
+        return walk.backward(grad_out, q, k, v, out, lse)
 
 
 @replicated_attention_backward_op.register_fake

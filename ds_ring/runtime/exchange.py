@@ -15,28 +15,71 @@ tags), so both sides list a batch in the same order; with two ranks, previous an
 
 from __future__ import annotations
 
-import datetime
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingPeerError
+from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
 from ds_ring.runtime.mesh import RingMesh
-
-_ROUNDING_S = 0.01  # torch waits in whole milliseconds, rounded down: a wait may end before its deadline
+from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
+from ds_ring.runtime.watch import keep_for_ever
 
 
 class Message(NamedTuple):
-    """A contiguous tensor and the ring rank it goes to or comes from."""
+    """A contiguous tensor and the ring rank it goes to or comes from, and what the plan says of it.
+
+    Attributes:
+        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
+        peer: ring rank.
+        what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
+        slots: as planned; None outside a pass.
+        dtype: as agreed; None outside a pass.
+    """
 
     tensor: Tensor
     peer: int
+    what: str = ""
+    slots: int | None = None
+    dtype: torch.dtype | None = None
+
+
+BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
+SECOND_OF = {"K": "V", "dK": "dV"}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Bare point-to-point would send any of these, and the receiver would not notice (or abort).
+
+    Raises:
+        RingMismatchError: another size, dtype or order than planned, or a tensor with gaps.
+    """
+    due = None  # what must follow now, and to whom
+    for tensor, peer, what, slots, dtype in messages:
+        if not tensor.is_contiguous():
+            _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
+        if slots is not None and tensor.shape[2] != slots:
+            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
+        if dtype is not None and tensor.dtype != dtype:
+            _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
+        if due != ((what, peer) if what in SECOND_OF.values() else None):
+            _refuse(what, peer, "K before V and dK before dV to each peer", "another order")
+        due = (SECOND_OF[what], peer) if what in SECOND_OF else None
+    if due is not None:
+        _refuse(*due, "it as the last message", "none")
+
+
+def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
+    raise RingMismatchError(
+        f"message {what or 'tensor'} to or from ring rank {peer}: expected {expected}, got {got}; nothing of"
+        " this hop was sent. This is a fault of ds_ring, or of code that changes it: please report it"
+    )
 
 
 @dataclass
@@ -53,31 +96,47 @@ class Pending:
     """A batch in flight. Its buffers must not be written, nor its receive buffers read, before `wait`."""
 
     works: list[dist.Work]
-    peers: list[int]
-    hop: int | None
-    ring_rank: int
+    peers: list[tuple[int, ...]]
+    mesh: RingMesh
+    place: Place
     deadline: float
-    buffers: list[Tensor] = field(default_factory=list)
+    sent: list[Tensor]
+    received: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self._versions = [_version(tensor) for tensor in self.sent]
 
     def wait(self) -> None:
         """Wait for every message of the batch.
 
         Raises:
-            RingPeerError: a peer closed the connection or the deadline passed.
+            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
+            RingBufferError: a tensor was written while it was being sent.
         """
-        for work, peer in zip(self.works, self.peers, strict=True):
-            _wait(work, self.deadline, self.ring_rank, self.hop, peer)
-        self.works, self.peers, self.buffers = [], [], []
+        try:
+            if self.works:
+                wait_for(self.works, self.peers, self.mesh, self.place, self.deadline, self._on_device)
+        except RingPeerError:
+            keep_for_ever(self.sent, self.received)
+            if self._on_device and self.mesh.ring_group is not None:
+                self.mesh.ring_group.abort()  # or NCCL's kernels would spin for ever
+            raise
+        versions = [_version(tensor) for tensor in self.sent]
+        if versions != self._versions:
+            raise RingBufferError(
+                f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
+                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
+                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
+            )
+        self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
+
+    @property
+    def _on_device(self) -> bool:
+        return any(tensor.is_cuda for tensor in (*self.sent, *self.received))
 
 
-def _wait(work: dist.Work, deadline: float, ring_rank: int, hop: int | None, peer: int | None) -> None:
-    left_s = max(deadline - time.monotonic(), 0.001)
-    try:
-        work.wait(datetime.timedelta(seconds=left_s))
-    except RuntimeError as error:
-        late = time.monotonic() >= deadline - _ROUNDING_S
-        cause = "no answer before the deadline (hop_timeout_seconds)" if late else "the connection failed"
-        raise RingPeerError(ring_rank, hop, peer, f"{cause}: {str(error).splitlines()[0]}") from error
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
 
 
 class Exchange:
@@ -92,35 +151,64 @@ class Exchange:
         self.mesh = mesh
         self.hop_timeout_s = hop_timeout_s
         self.counters = Counters()
-        self._warm = False
+        self.call = 0  # number of the call that this rank is in, for messages
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
-        """Start all messages of a hop at once; returns at once. Tensors must be contiguous."""
-        mesh = self.mesh
-        operations, peers = [], []
+        """Start all messages of a hop at once; returns at once.
+
+        Raises:
+            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
+        """
+        check_messages(sends)
+        check_messages(receives)
+        operations = []
         for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
-            for tensor, peer in messages:
-                assert tensor.is_contiguous(), f"exchange: a buffer with strides {tensor.stride()}"
-                to = mesh.global_rank_of(peer)
-                operations.append(dist.P2POp(function, tensor, to, group=mesh.ring_group))
-                peers.append(peer % mesh.ring_size)
-        deadline = time.monotonic() + self.hop_timeout_s
-        works = self._start(operations, peers, hop) if operations else []
+            for tensor, peer, *_ in messages:
+                to = self.mesh.global_rank_of(peer)
+                operations.append(dist.P2POp(function, tensor, to, group=self.mesh.ring_group))
         self.counters.batches += bool(operations)
         self.counters.messages_sent += len(sends)
         self.counters.bytes_sent += sum(message.tensor.nbytes for message in sends)
-        buffers = [message.tensor for message in (*sends, *receives)]
-        if len(works) < len(peers):  # NCCL answers with one Work for the whole batch
-            peers = peers[: len(works)]
-        return Pending(works, peers, hop, mesh.ring_rank, deadline, buffers)
+        return self._start(operations, hop)
 
-    def _start(self, operations: list[dist.P2POp], peers: list[int], hop: int | None) -> list[dist.Work]:
+    def _start(self, operations: list[dist.P2POp], hop: int | None) -> Pending:
+        """Post all operations at once."""
+        place = Place(self.call, hop)
+        self._check_alive(hop)
+        peers: list[tuple[int, ...]] = [(operation.peer,) for operation in operations]
+        sent = [operation.tensor for operation in operations if operation.op is dist.isend]
+        received = [operation.tensor for operation in operations if operation.op is dist.irecv]
+        deadline = time.monotonic() + self.hop_timeout_s
         try:
-            return dist.batch_isend_irecv(operations)
+            works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise RingPeerError(
-                self.mesh.ring_rank, hop, peers[0], f"could not start: {str(error).splitlines()[0]}"
-            ) from error
+            keep_for_ever(sent, received)
+            cause = f"could not start {place}: {str(error).splitlines()[0]}"
+            if self.mesh.watch is not None:
+                self.mesh.watch.accuse(peers[0], cause)
+            raise blame(self.mesh, hop, peers[0], cause) from error
+        if len(works) < len(peers):  # NCCL answers with one Work for the whole batch
+            peers = [tuple(sorted({peer for one in peers for peer in one}))]
+        return Pending(works, peers, self.mesh, place, deadline, sent, received)
+
+    def _check_alive(self, hop: int | None) -> None:
+        """After a fault nothing works any more, and every call says why."""
+        watch = self.mesh.watch
+        if watch is not None and watch.fault is not None:
+            raise error_of(self.mesh, hop, watch.fault)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around a walk: whatever else is raised here leaves the other ranks waiting, so they are told."""
+        try:
+            yield
+        except RingPeerError:
+            raise
+        except BaseException as error:
+            if self.mesh.watch is not None:
+                text = str(error).splitlines()[0][:300] if str(error) else ""
+                self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
+            raise
 
     def spread(self, header: Tensor) -> Tensor:
         """Let every rank of the sequence (ring x Ulysses) see the least and the greatest header.
@@ -153,19 +241,24 @@ class Exchange:
             dist.P2POp(dist.irecv, heard, mesh.global_rank_in_sequence(behind), group=group),
             dist.P2POp(dist.isend, known, mesh.global_rank_in_sequence(ahead), group=group),
         ]
-        deadline = time.monotonic() + self.hop_timeout_s
-        peers = [rank // mesh.ulysses_size for rank in (behind, ahead)]  # errors name ring ranks
-        works = self._start(operations, peers, None)
-        return Pending(works, peers, None, mesh.ring_rank, deadline, [known, heard])
+        return self._start(operations, None)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
         parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
-        work = dist.all_gather(parts, tensor.contiguous(), group=group, async_op=True)
-        self._finish(work, tensor.nbytes * (size - 1))
+        self._check_alive(None)
+        own = tensor.contiguous()
+        self._finish(dist.all_gather(parts, own, group=group, async_op=True), group, [own], parts)
+        self.counters.bytes_sent += tensor.nbytes * (size - 1)
         return parts
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
+        """The sum over the ranks of a group, in place."""
+        self._check_alive(None)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        self._finish(work, group, [], [tensor])
 
     def all_to_all(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
         """Part i of this rank goes to rank i of the group; all parts have one shape."""
@@ -173,8 +266,9 @@ class Exchange:
             return list(parts)
         sends = [part.contiguous() for part in parts]
         received = [torch.empty_like(part) for part in sends]
-        work = dist.all_to_all(received, sends, group=group, async_op=True)
-        self._finish(work, sum(part.nbytes for part in sends[1:]))
+        self._check_alive(None)
+        self._finish(dist.all_to_all(received, sends, group=group, async_op=True), group, sends, received)
+        self.counters.bytes_sent += sum(part.nbytes for part in sends[1:])
         return received
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
@@ -185,7 +279,11 @@ class Exchange:
             total = total + part
         return total
 
-    def _finish(self, work: dist.Work | None, sent_bytes: int) -> None:
+    def _finish(
+        self, work: dist.Work | None, group: ProcessGroup, sent: list[Tensor], got: list[Tensor]
+    ) -> None:
+        """Wait for a collective; torch's own collectives on its own groups."""
         assert work is not None
-        _wait(work, time.monotonic() + self.hop_timeout_s, self.mesh.ring_rank, None, None)
-        self.counters.bytes_sent += sent_bytes
+        peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
+        deadline = time.monotonic() + self.hop_timeout_s
+        Pending([work], peers, self.mesh, Place(self.call, None), deadline, sent, got).wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingMeshError
+from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.watch import Watch, meet
 from ds_ring.schedule.grid import Grid
 
 _serial = itertools.count()
@@ -36,6 +39,8 @@ class RingMesh:
         cpu_group: the sequence group through gloo, for headers; that group itself where it is gloo.
         serial: number of the mesh in this process, for messages.
         calls: counts the headers of this mesh; equal on all ranks as long as none was missed.
+        watch: hears who failed; None where the sequence has one rank, or the process group is fake.
+        buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
     """
 
@@ -46,6 +51,8 @@ class RingMesh:
     sequence_group: ProcessGroup | None = None
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
+    watch: Watch | None = field(default=None, repr=False)
+    buffers: Buffers = field(default_factory=Buffers, repr=False)
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
@@ -56,7 +63,15 @@ class RingMesh:
         return cls(Grid(1, 1), 0)
 
     @classmethod
-    def from_world(cls, ring_size: int, ulysses_size: int = 1, *, timeout_s: float = 1800.0) -> RingMesh:
+    def from_world(
+        cls,
+        ring_size: int,
+        ulysses_size: int = 1,
+        *,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 10.0,
+        exit_after_fault_s: float | None = None,
+    ) -> RingMesh:
         """Cut the initialised world into data x ring x ulysses; every rank must call it, in the same order.
 
         Args:
@@ -64,9 +79,13 @@ class RingMesh:
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
             timeout_s: seconds until torch gives up on a collective of these groups. (Deadlines of hops
                 are the exchange's and shorter.)
+            heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `watch_board.py`.
+            exit_after_fault_s: end this process, with its stacks, if a rank has failed and no error was
+                raised here for so long (it is stuck in a collective outside ds_ring); None leaves it alone.
 
         Raises:
-            RingMeshError: torch.distributed is not initialised, or the sizes do not divide the world.
+            RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
+                ranks' watch cannot be reached.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RingMeshError(
@@ -76,16 +95,26 @@ class RingMesh:
         grid = Grid(dist.get_world_size(), ring_size, ulysses_size)
         timeout = datetime.timedelta(seconds=timeout_s)
         sequence = _my_group(grid.sequence_groups(), timeout, None)
+        fake = sequence is not None and dist.get_backend(sequence) == "fake"
         speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-        return cls(
+        watch = None
+        if sequence is not None and not fake:
+            store = dist.distributed_c10d._get_default_store()
+            size = grid.world_size
+            watch = meet(store, dist.get_rank(), size, heartbeat_timeout_s, exit_after_fault_s)
+        mesh = cls(
             grid,
             dist.get_rank(),
+            watch=watch,
             ring_group=_my_group(grid.ring_groups(), timeout, None),
             ulysses_group=_my_group(grid.ulysses_groups(), timeout, None),
             sequence_group=sequence,
             data_group=_my_group(grid.data_groups(), timeout, None),
             cpu_group=sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo"),
         )
+        if watch is not None:
+            weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
+        return mesh
 
     @property
     def ring_size(self) -> int:
@@ -124,6 +153,11 @@ class RingMesh:
         """World rank of another member of this rank's ring; the index wraps around."""
         data, _, ulysses = self.grid.coordinates(self.global_rank)
         return self.grid.global_rank(data, ring_rank, ulysses)
+
+    def ring_rank_of(self, global_rank: int) -> int | None:
+        """Ring rank of a rank of the world that shares this rank's sequence; None for any other."""
+        data, ring_rank, _ = self.grid.coordinates(global_rank)
+        return ring_rank if data == self.data_rank else None
 
     def global_rank_in_sequence(self, sequence_rank: int) -> int:
         """World rank of another member of this rank's sequence; the index wraps around."""

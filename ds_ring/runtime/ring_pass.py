@@ -19,27 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import LanePlan, RankPlan, Visit, WalkPlan, query_heads_of
-from ds_ring.schedule.slots import SlotRanges, count_slots, expand_ranges
-from ds_ring.schedule.tiles import Tiles
-
-FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
-
-
-class Pair(NamedTuple):
-    """Two tensors that travel together: K and V, or dK and dV; [B, G, slots, D] each."""
-
-    first: Tensor
-    second: Tensor
+from ds_ring.schedule.plan import query_heads_of
+from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,7 @@ class RingPass:
         overlap: False waits for each hop's messages before it computes (for comparison).
         chunk_bytes: heads go round in groups whose K and V are each at least this large; see
             [Note: heads in groups].
+        buffers: memory for what travels.
     """
 
     plan: RankPlan
@@ -62,7 +55,9 @@ class RingPass:
     scale: float
     overlap: bool = True
     chunk_bytes: int = 1 << 20
+    buffers: Buffers = field(default_factory=Buffers)
 
+    @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of the local queries over all ranks' keys.
 
@@ -78,10 +73,12 @@ class RingPass:
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
         for walk, heads, kv_heads in self._chunks(k):
             with _accumulating(dtype, out[:, heads]) as (out_chunk,):
-                journeys = [_Journey(lane, Pair(k[:, kv_heads], v[:, kv_heads])) for lane in walk.lanes]
+                own = Pair(k[:, kv_heads], v[:, kv_heads])
+                journeys = [Journey(lane, self.buffers, own) for lane in walk.lanes]
                 self._forward_walk(journeys, q[:, heads], out_chunk, lse[:, heads])
         return out, lse
 
+    @torch.no_grad()
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +97,7 @@ class RingPass:
             queries = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
             with _accumulating(dtype, dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]) as (dq_chunk, *home):
                 own = Pair(k[:, kv_heads], v[:, kv_heads])
-                journeys = [_Journey(lane, own, Pair(*home)) for lane in walk.lanes]
+                journeys = [Journey(lane, self.buffers, own, Pair(*home)) for lane in walk.lanes]
                 self._backward_walk(journeys, queries, dq_chunk)
         return dq, dk, dv
 
@@ -111,7 +108,7 @@ class RingPass:
             for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
                 yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
 
-    def _forward_walk(self, journeys: list[_Journey], q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def _forward_walk(self, journeys: list[Journey], q: Tensor, out: Tensor, lse: Tensor) -> None:
         """The walk for some heads, merged into the accumulators out and lse."""
         for hop in range(max(journey.plan.hops for journey in journeys)):
             batch = _Batch(self, journeys, hop + 1)
@@ -124,8 +121,10 @@ class RingPass:
             batch.wait()
             for journey in journeys:
                 journey.advance()
+        for journey in journeys:
+            journey.end()
 
-    def _backward_walk(self, journeys: list[_Journey], queries: _Queries, dq: Tensor) -> None:
+    def _backward_walk(self, journeys: list[Journey], queries: _Queries, dq: Tensor) -> None:
         """The walk back for some heads, added to the accumulators dq and every journey's home."""
         grad_out, q, out, lse = queries
         for hop in range(max(journey.plan.backward_batches for journey in journeys)):
@@ -143,6 +142,8 @@ class RingPass:
             batch.wait()
             for journey in journeys:
                 journey.advance()
+        for journey in journeys:
+            journey.end()
 
 
 @contextmanager
@@ -174,99 +175,17 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     return [slice(group[0], group[-1] + 1, step) for group in groups]
 
 
-def _computing(journeys: list[_Journey], hop: int) -> Iterator[_Journey]:
+def _computing(journeys: list[Journey], hop: int) -> Iterator[Journey]:
     """The journeys that have something to compute at a hop; the own shard is the first one's."""
     for journey in journeys if hop else journeys[:1]:
         if journey.plan.visit(hop) is not None:
             yield journey
 
 
-class _Journey:
-    """One lane under way: what of the other ranks' shards is here, and the gradients that follow it.
-
-    Attributes:
-        plan: the lane on this rank.
-        payload: K and V of the present hop.
-        home: accumulators of the own shard (backward only).
-        finished: accumulators of the present hop.
-    """
-
-    def __init__(self, plan: LanePlan, own: Pair, home: Pair | None = None) -> None:
-        self.plan, self.payload, self.home = plan, own, home
-        self.finished: Pair | None = None
-        self._arrived: Pair | None = None
-        self._partial: Pair | None = None
-        self._homecomings: list[tuple[SlotRanges, Pair]] = []
-
-    def tiles(self, hop: int) -> Tiles:
-        """What is computed at a hop."""
-        visit = self.plan.visit(hop)
-        assert visit is not None
-        return visit.tiles
-
-    def start_gradients(self, hop: int) -> None:
-        """Fresh accumulators for a hop; the own shard has its own."""
-        visit = self.plan.visit(hop)
-        assert self.home is not None
-        self.finished = None
-        if visit is not None:
-            self.finished = self.home if hop == 0 else _zeros_like_pair(self.home, count_slots(visit.held))
-
-    def messages(self, hop: int) -> tuple[list[Message], list[Message]]:
-        """Sends and receives of the batch posted before hop - 1 is computed.
-
-        The order (payload, accumulators to the next rank, accumulators home) is the same on both sides of
-        every connection; [Note: rules of the exchange].
-        """
-        sends: list[Message] = []
-        receives: list[Message] = []
-        here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
-        if here is not None and len(here.forward):
-            sends += _to(here.goes_to, _pack(self.payload, _in_payload(here)))
-        if coming is not None:
-            self._arrived = _empty(self.payload, count_slots(coming.held), self.payload.first.dtype)
-            receives += _to(coming.came_from, self._arrived)
-        if self.home is not None:
-            self._add_accumulators(hop, sends, receives)
-        return sends, receives
-
-    def _add_accumulators(self, hop: int, sends: list[Message], receives: list[Message]) -> None:
-        """Send what hop - 2 finished, receive what belongs to hop - 1, and the own shard's homecomings."""
-        assert self.home is not None
-        dtype = self.home.first.dtype
-        done, here = self.plan.visit(hop - 2), self.plan.visit(hop - 1)
-        if done is not None and done.hop > 0 and len(done.forward):
-            assert self.finished is not None
-            sends += _to(done.goes_to, _pack(self.finished, done.forward_in_payload))
-        if here is not None and here.hop > 1:
-            self._partial = _empty(self.home, count_slots(here.held), dtype)
-            receives += _to(here.came_from, self._partial)
-        if done is not None and done.hop > 0 and len(done.ends_here):
-            assert self.finished is not None
-            sends += _to(done.origin, _pack(self.finished, done.ends_here_in_payload))
-        for coming in self.plan.homecomings:
-            if coming.hop == hop - 2:
-                arrived = _empty(self.home, count_slots(coming.slots), dtype)
-                self._homecomings.append((coming.slots, arrived))
-                receives += _to(coming.sender, arrived)
-
-    def advance(self) -> None:
-        """After the wait: take the next payload, and add up the gradients that arrived."""
-        self.payload, self._arrived = self._arrived or self.payload, None
-        if self._partial is not None:
-            assert self.finished is not None
-            self.finished.first.add_(self._partial.first)
-            self.finished.second.add_(self._partial.second)
-        for slots, arrived in self._homecomings:
-            assert self.home is not None
-            _add_at(self.home, slots, arrived)
-        self._partial, self._homecomings = None, []
-
-
 class _Batch:
     """All messages of all lanes that are posted before a hop is computed."""
 
-    def __init__(self, walk: RingPass, journeys: list[_Journey], hop: int) -> None:
+    def __init__(self, walk: RingPass, journeys: list[Journey], hop: int) -> None:
         sends: list[Message] = []
         receives: list[Message] = []
         for journey in journeys:
@@ -284,43 +203,3 @@ class _Batch:
         """Wait for all of them."""
         if self.pending is not None:
             self.pending.wait()
-
-
-def _to(peer: int, pair: Pair) -> list[Message]:
-    return [Message(tensor, peer) for tensor in pair]
-
-
-def _empty(like: Pair, slots: int, dtype: torch.dtype) -> Pair:
-    return Pair(*(x.new_empty((*x.shape[:2], slots, x.shape[3]), dtype=dtype) for x in like))
-
-
-def _in_payload(visit: Visit) -> SlotRanges:
-    """Where the slots that travel on lie in what is here; at hop 0 the shard itself is here, in place."""
-    return visit.forward if visit.hop == 0 else visit.forward_in_payload
-
-
-def _pack(pair: Pair, ranges: SlotRanges) -> Pair:
-    """The slots of `ranges`, one after the other, contiguous; no copy where that is the whole tensor."""
-    return Pair(*(_pack_one(tensor, ranges) for tensor in pair))
-
-
-def _pack_one(tensor: Tensor, ranges: SlotRanges) -> Tensor:
-    if len(ranges) > FEW_RANGES:
-        return tensor.index_select(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device))
-    parts = [tensor[:, :, start:end] for start, end in ranges.tolist()]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _add_at(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:
-    for tensor, part in zip(pair, packed, strict=True):
-        if len(ranges) > FEW_RANGES:
-            tensor.index_add_(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device), part)
-            continue
-        offset = 0
-        for start, end in ranges.tolist():
-            tensor[:, :, start:end] += part[:, :, offset : offset + end - start]
-            offset += end - start
-
-
-def _zeros_like_pair(like: Pair, slots: int) -> Pair:
-    return Pair(*(x.new_zeros((*x.shape[:2], slots, x.shape[3])) for x in like))

@@ -1,6 +1,6 @@
-"""From tiles to payloads: which slots of a shard somebody still reads, and tiles over what was packed.
+"""From tiles to payloads: which slots of a shard a rank reads, and tiles over what was packed.
 
-Owns the two directions of that translation. [Note: reach] is in `plan.py`.
+Owns the two directions of that translation. Who sends them is `walk.py`'s.
 """
 
 from __future__ import annotations
@@ -12,63 +12,39 @@ import numpy as np
 
 from ds_ring.schedule.cuts import cut_by_distance
 from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.slots import IntArray, SlotRanges, locate_slots
+from ds_ring.schedule.slots import IntArray, SlotRanges, locate_slots, ranges_of_progressions
 from ds_ring.schedule.tiles import Kind, Tiles
 
 
 class Reads(NamedTuple):
-    """Progressions of a shard's slots that other ranks read, and how many hops up the ring they sit.
+    """Progressions of a shard's slots that other ranks read, and how many ranks up the ring they sit.
 
     Attributes:
         slots: int64 [n, 3] of (slot, slot step, length), no two rows equal for the same distance.
-        hops: int64 [n], reader = origin + hops (mod P).
+        distances: int64 [n], ascending; reader = origin + distance (mod P).
     """
 
     slots: IntArray
-    hops: IntArray
+    distances: IntArray
+
+    def at(self, distance: int) -> SlotRanges:
+        """All that one reader reads."""
+        first, end = np.searchsorted(self.distances, [distance, distance + 1])
+        return ranges_of_progressions(self.slots[first:end])
 
 
 def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
     """What the readers, given by their runs in the order of their distance 1, 2, ..., read of a shard."""
+    if not reader_runs or not len(origin_runs):
+        return Reads(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))
     runs = np.concatenate(reader_runs)
-    hop_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
+    distance_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
     table = pattern.tiles(runs, origin_runs)
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
-    hops = hop_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
-    rows = np.stack([table.k.slot, table.k.slot_step, table.k.length, hops], axis=1)
+    distances = distance_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
+    rows = np.stack([distances, table.k.slot, table.k.slot_step, table.k.length], axis=1)
     rows = np.unique(rows, axis=0)
-    return Reads(rows[:, :3], rows[:, 3])
-
-
-def find_reach(reads: Reads, hops: IntArray, valid: int) -> tuple[IntArray, IntArray]:
-    """The farthest hop that reads each slot of 0 .. valid.
-
-    Args:
-        reads: who reads what.
-        hops: for every row of `reads`, the hop in the direction concerned; 0 for readers that this
-            direction does not serve.
-        valid: real tokens of the shard.
-
-    Returns:
-        Edges of slot intervals [n + 1], and the reach on each [n].
-    """
-    slots, inverse = np.unique(reads.slots, axis=0, return_inverse=True)
-    farthest = np.zeros(len(slots), dtype=np.int64)
-    np.maximum.at(farthest, inverse.reshape(-1), hops)
-    slot, step, length = slots.T
-    if (step == 1).all():  # ranges: no need to look at every slot, of which a shard may have a million
-        edges = np.unique(np.concatenate([[0, valid], slot, slot + length]))
-    else:
-        edges = np.arange(valid + 1)
-    reach = np.zeros(len(edges) - 1, dtype=np.int64)
-    first, end = np.searchsorted(edges, slot), np.searchsorted(edges, slot + (length - 1) * step + 1)
-    for row in np.argsort(farthest, kind="stable"):
-        reach[first[row] : end[row] : step[row]] = farthest[row]
-    if not valid:
-        return np.array([0, 0]), np.zeros(1, dtype=np.int64)
-    turns = np.flatnonzero(np.diff(reach)) + 1
-    starts = np.concatenate([[0], turns])
-    return np.append(edges[starts], valid), reach[starts]
+    return Reads(rows[:, 1:], rows[:, 0])
 
 
 def tiles_of_payload(tiles: Tiles, held: SlotRanges, distance: tuple[int, int]) -> Tiles:

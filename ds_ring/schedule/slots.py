@@ -1,4 +1,4 @@
-"""Sets of slots as ranges: count, subtract, locate in a packed payload. Nothing of attention."""
+"""Sets of slots as ranges: unite, count, subtract, intersect, locate in a payload. Nothing of attention."""
 
 from __future__ import annotations
 
@@ -23,6 +23,43 @@ def expand_ranges(ranges: SlotRanges) -> IntArray:
     lengths = ranges[:, 1] - ranges[:, 0]
     first = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(first - ranges[:, 0], lengths)
+
+
+def ranges_of_progressions(rows: IntArray) -> SlotRanges:
+    """The union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
+    slot, step, length = rows.T
+    if ((step == 1) | (length == 1)).all():
+        return _merge_ranges(slot, slot + length)
+    first, last = int(slot.min()), int((slot + (length - 1) * step).max())
+    member = np.zeros(last - first + 3, dtype=bool)  # a False on either side
+    for start, every, count in np.unique(rows, axis=0).tolist():
+        member[start - first + 1 : start - first + 2 + (count - 1) * every : every] = True
+    return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
+
+
+def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
+    """The union of ranges that may overlap or touch."""
+    order = np.argsort(start, kind="stable")
+    start, farthest = start[order], np.maximum.accumulate(end[order])
+    first = np.ones(len(start), dtype=bool)
+    first[1:] = start[1:] > farthest[:-1]
+    last = np.append(first[1:], True)[: len(first)]
+    return np.stack([start[first], farthest[last]], axis=1)
+
+
+def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
+    """The slots that are in both sets."""
+    if not len(one) or not len(other):
+        return no_slots()
+    if np.array_equal(one, other):
+        return one
+    edges = np.concatenate(
+        [one[:, 1], other[:, 1], one[:, 0], other[:, 0]]
+    )  # ends first where edges are equal
+    order = np.argsort(edges, kind="stable")
+    depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
+    inside = np.flatnonzero(depth == 2)
+    return np.stack([edges[order[inside]], edges[order[inside + 1]]], axis=1)
 
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:

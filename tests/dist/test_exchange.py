@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring import Causal, RingMesh, RingPeerError, ring_attention
+from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, ring_attention
 from ds_ring.runtime.exchange import Counters, Exchange, Message
 from ds_ring.schedule.grid import Grid
 from tests.dist.harness import RankPool, run_ranks_collect
@@ -77,30 +77,29 @@ def waiting_for(rank: int, world_size: int, what: str, silent: int, exits: bool)
 
 @pytest.mark.parametrize(
     ("what", "hop", "peer"),
-    [("hop", 5, 1), ("header", None, 1), ("collective", None, None), ("attention", None, 1)],
+    [("hop", 5, 1), ("header", None, 1), ("collective", None, 1), ("attention", None, 1)],
 )
 def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer: int | None) -> None:
     waiting, silent = run_ranks_collect(waiting_for, 2, what, 1, False, timeout_s=20)
     assert (waiting.status, silent.status) == ("returned", "returned"), waiting.report
     found: Blame = waiting.value
     assert found[:3] == (0, hop, peer), found
-    assert "no answer before the deadline (hop_timeout_seconds)" in found.cause
+    assert "before the deadline (hop_timeout_seconds)" in found.cause
     assert DEADLINE_S * 0.9 < found.seconds < LATE_S, found
 
 
 @pytest.mark.parametrize(
-    ("what", "hop", "peer"), [("hop", 5, 2), ("header", None, None), ("attention", None, None)]
+    ("what", "hop"), [("hop", 5), ("header", None), ("attention", None)]
 )
-def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None, peer: int | None) -> None:
-    """Long before the deadline of 30 s. A header may wait for a rank that waits for the dead one."""
+def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None) -> None:
+    """Long before the deadline of 30 s, and every survivor names it, whomever it was waiting for."""
     *survivors, dead = run_ranks_collect(waiting_for, 3, what, 2, True, timeout_s=20)
     assert (dead.status, dead.message) == ("exited", "exit code 3")
     for one in survivors:
         assert one.status == "returned", one.report
         found: Blame = one.value
-        assert (found.ring_rank, found.hop) == (one.rank, hop), found
-        assert found.peer == peer if peer is not None else found.peer in (0, 1, 2), found
-        assert "the connection failed" in found.cause, found
+        assert found[:3] == (one.rank, hop, 2), found
+        assert "ended without a goodbye" in found.cause, found
         assert found.seconds < LATE_S, found
 
 
@@ -215,7 +214,7 @@ def counted(rank: int, world_size: int) -> list[Counters]:
         found.append(Counters(**vars(exchange.counters)))
 
     sends = [Message(torch.zeros(10), rank + 1), Message(torch.zeros(3, dtype=torch.bfloat16), rank + 1)]
-    receives = [Message(torch.empty_like(tensor), rank - 1) for tensor, _ in sends]
+    receives = [Message(torch.empty_like(tensor), rank - 1) for tensor, *_ in sends]
     exchange.post(sends, receives).wait()
     note()
     exchange.post([], []).wait()
@@ -244,7 +243,7 @@ def strided(rank: int, world_size: int, side: str) -> str:
     messages[side] = [Message(torch.zeros(4, 4).mT, 1 - rank)]
     try:
         exchange.post(messages["send"], messages["receive"])
-    except AssertionError as error:
+    except RingMismatchError as error:
         exchange.post([Message(torch.zeros(4, 4), 1 - rank)], [Message(torch.zeros(4, 4), 1 - rank)]).wait()
         return f"{error}; sent {exchange.counters.messages_sent}"
     return "nothing raised"
@@ -254,5 +253,5 @@ def strided(rank: int, world_size: int, side: str) -> str:
 def test_a_buffer_that_is_not_contiguous_is_refused_before_anything_is_sent(
     rank_pool: Pool, side: str
 ) -> None:
-    says = "exchange: a buffer with strides (1, 4); sent 1"
-    assert rank_pool(2).run(strided, side) == [says, says]
+    for said in rank_pool(2).run(strided, side):
+        assert "expected a contiguous tensor, got strides (1, 4)" in said and said.endswith("sent 1"), said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_ring import RingMesh
 from ds_ring.integrations.batch import IGNORE
 from ds_ring.integrations.loss import items_per_batch, local_loss, world_mean
 
@@ -35,4 +36,4 @@ def test_no_label_at_all_is_a_loss_of_zero():
 
 
 def test_world_mean_without_a_world():
-    assert world_mean(torch.tensor(3.0, requires_grad=True), 1.0).item() == 3.0
+    assert world_mean(torch.tensor(3.0, requires_grad=True), 1.0, RingMesh.single()).item() == 3.0

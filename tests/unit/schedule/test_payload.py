@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_ring import Causal, Dilated, Full, SlidingWindow
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.payload import find_reach, find_reads, tiles_of_payload
+from ds_ring.schedule.payload import find_reads, tiles_of_payload
 from ds_ring.schedule.plan import head_classes
 from tests.unit.schedule.painting import paint
 from tests.unit.schedule.test_dilated import in_order, runs
@@ -55,18 +55,14 @@ def test_packing_changes_no_pair(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_reads_and_reach_are_those_of_the_mask(pattern: Pattern) -> None:
+def test_reads_are_those_of_the_mask(pattern: Pattern) -> None:
     origin = np.array([[3, 2, 20], [60, 1, 25]])
     readers = [np.array([[50 * hop, 1, 30], [50 * hop + 31, 3, 6]]) for hop in range(4)]
     valid = len(expand_runs(origin))
     for _, bound in head_classes(pattern, 2, 2):
         reads = find_reads(bound, readers, origin)
-        read_at = np.zeros((5, valid), dtype=bool)
-        for (slot, step, length), hop in zip(reads.slots.tolist(), reads.hops.tolist(), strict=True):
-            read_at[hop, slot + step * np.arange(length)] = True
-        for hop, reader in enumerate(readers, start=1):
+        for distance, reader in enumerate(readers, start=1):
             seen = paint(bound.tiles(reader, origin), len(expand_runs(reader)), valid)
-            np.testing.assert_array_equal(read_at[hop], seen.any(0))
-        edges, reach = find_reach(reads, reads.hops, valid)
-        farthest = np.max(read_at * np.arange(5)[:, None], axis=0)
-        np.testing.assert_array_equal(np.repeat(reach, np.diff(edges)), farthest)
+            read = set(np.flatnonzero(seen.any(0)).tolist())
+            np.testing.assert_array_equal(reads.at(distance), as_ranges(read))
+        assert len(reads.at(5)) == 0

@@ -12,8 +12,10 @@ from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.plan import Lane, Plan, Walk
-from ds_ring.schedule.slots import expand_ranges, no_slots
+from ds_ring.schedule.plan import Plan, one_way
+from ds_ring.schedule.rank_plan import Lane
+from ds_ring.schedule.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
+from ds_ring.schedule.walk import Walk
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 from tests.unit.schedule.painting import paint
 
@@ -79,46 +81,49 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
     plan = build_plan(pattern_of(tokens), layout, query_heads=HEADS[0], kv_heads=HEADS[1])
     ranks = [plan.rank(rank) for rank in range(ring_size)]
     assert sum(r.tokens_sent for r in ranks) == sum(r.tokens_received for r in ranks) == plan.tokens_sent
-    assert plan.tokens_sent >= plan.tokens_needed
+    assert plan.tokens_sent == plan.tokens_needed
     for index, walk in enumerate(plan.walks):
         for number, lane in enumerate(walk.lanes):
             lanes = [rank.walks[index].lanes[number] for rank in ranks]
-            for rank, hop in itertools.product(range(ring_size), range(ring_size)):
-                visit, following = (
+            for rank, hop in itertools.product(range(ring_size), range(1, ring_size)):
+                here, before = (
                     lanes[rank].visit(hop),
-                    lanes[(rank + lane.direction) % ring_size].visit(hop + 1),
+                    lanes[(rank - lane.direction) % ring_size].visit(hop - 1),
                 )
-                sent = visit.forward if visit is not None else no_slots()
-                held = following.held if following is not None else no_slots()
-                np.testing.assert_array_equal(sent, held)
-            for origin in range(ring_size):
-                read_later: set[int] = set()
-                for hop in range(ring_size - 1, 0, -1):
-                    visit = lanes[(origin + lane.direction * hop) % ring_size].visit(hop)
-                    if visit is None:
-                        assert not read_later
-                        continue
-                    held, keys = expand_ranges(visit.held), visit.tiles.k
-                    for slot, step, length in zip(keys.slot, keys.slot_step, keys.length, strict=True):
-                        read_later |= set(held[slot : slot + step * (length - 1) + 1 : step].tolist())
-                    assert set(held.tolist()) == read_later, "sent although nobody reads it"
+                origin = (rank - lane.direction * hop) % ring_size
+                from_neighbour = before.forward if before is not None else no_slots()
+                from_origin = [
+                    d.slots for d in lanes[origin].departures if (d.hop, d.receiver) == (hop, rank)
+                ]
+                if here is None:
+                    assert not len(from_neighbour) and not from_origin
+                    continue
+                np.testing.assert_array_equal(here.relayed, from_neighbour)
+                np.testing.assert_array_equal(here.from_origin, np.concatenate([no_slots(), *from_origin]))
+                held, keys = expand_ranges(here.held), here.tiles.k
+                rows = np.stack([keys.slot, keys.slot_step, keys.length], axis=1)
+                read = held[expand_ranges(ranges_of_progressions(rows))]
+                np.testing.assert_array_equal(read, held, "sent although it is not read here")
 
 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 3, 8])
-def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
+def test_gradients_come_home_once_for_every_time_a_key_leaves(
+    layout_name: str, pattern_of: PatternOf, ring_size: int
+) -> None:
     pattern = pattern_of(100)
     layout = layout_for(layout_name, pattern, tokens=100, ring_size=ring_size)
     plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1])
     for rank, (index, walk) in itertools.product(range(ring_size), enumerate(plan.walks)):
-        for number, lane in enumerate(walk.lanes):
+        for number in range(len(walk.lanes)):
             own = plan.rank(rank).walks[index].lanes[number]
-            came = np.concatenate(
-                [no_slots().ravel(), *(expand_ranges(home.slots) for home in own.homecomings)]
+            left = [own.visits[0].forward, *(departure.slots for departure in own.departures)]
+            came = [home.slots for home in own.homecomings]
+            left_slots, came_slots = (
+                np.sort(np.concatenate([[], *map(expand_ranges, parts)])) for parts in (left, came)
             )
-            assert len(came) == len(set(came.tolist())), "a gradient that comes home twice"
-            np.testing.assert_array_equal(np.sort(came), expand_ranges(walk.held(rank, lane, 1)))
+            np.testing.assert_array_equal(came_slots, left_slots)  # one way home for every way out
             for coming in own.homecomings:
                 visit = plan.rank(coming.sender).walks[index].lanes[number].visit(coming.hop)
                 assert visit is not None and visit.origin == rank
@@ -128,13 +133,27 @@ def test_every_gradient_comes_home_once(layout_name: str, pattern_of: PatternOf,
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [3, 4, 8])
-def test_the_lanes_that_send_least_are_taken(layout_name: str, pattern_of: PatternOf, ring_size: int) -> None:
+def test_the_lanes_of_the_fewest_links_are_taken(
+    layout_name: str, pattern_of: PatternOf, ring_size: int
+) -> None:
     pattern = pattern_of(200)
     layout = layout_for(layout_name, pattern, tokens=200, ring_size=ring_size)
-    one_way = [(Lane(1, ring_size - 1),), (Lane(-1, ring_size - 1),)]
-    ways = [*one_way, (Lane(1, ring_size // 2), Lane(-1, (ring_size - 1) // 2))]
-    sent = [build_plan(pattern, layout, lanes=way).tokens_sent for way in ways]
-    assert build_plan(pattern, layout).tokens_sent == min(sent)
+    ways = [
+        one_way(ring_size),
+        one_way(ring_size, -1),
+        (Lane(1, ring_size // 2), Lane(-1, (ring_size - 1) // 2)),
+    ]
+    links = [links_of(build_plan(pattern, layout, lanes=way)) for way in ways]
+    assert links_of(build_plan(pattern, layout)) == min(links)
+
+
+def links_of(plan: Plan) -> int:
+    """Tokens times links of the ring, counted rank by rank."""
+    total = 0
+    for lane in (lane for rank in range(plan.ring_size) for lane in plan.rank(rank).walks[0].lanes):
+        total += sum(count_slots(visit.forward) for visit in lane.visits if visit is not None)
+        total += sum(departure.hop * count_slots(departure.slots) for departure in lane.departures)
+    return total
 
 
 def executed_pairs(plan: Plan, rank: int) -> int:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from ds_ring.schedule.slots import (
     count_slots,
     expand_ranges,
+    intersect_slots,
     locate_ranges,
     locate_slots,
     no_slots,
+    ranges_of_progressions,
     subtract_slots,
 )
 
@@ -44,3 +46,19 @@ def test_ranges_are_sets(whole: set[int], part: set[int]) -> None:
         packed = locate_slots(np.array(sorted(part), dtype=np.int64), ranges)
         assert packed.tolist() == [sorted(whole).index(slot) for slot in sorted(part)]
         np.testing.assert_array_equal(expand_ranges(locate_ranges(inside, ranges)), packed)
+
+
+@given(one=st.sets(st.integers(0, 40)), other=st.sets(st.integers(0, 40)))
+def test_intersections(one: set[int], other: set[int]) -> None:
+    found = intersect_slots(as_ranges(one), as_ranges(other))
+    np.testing.assert_array_equal(found, as_ranges(one & other))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4), st.integers(1, 9)), max_size=6), st.booleans()
+)
+def test_unions_of_progressions(rows: list[tuple[int, int, int]], stretches: bool) -> None:
+    rows = [(slot, 1, length) for slot, _, length in rows] if stretches else rows
+    members = {slot + step * index for slot, step, length in rows for index in range(length)}
+    found = ranges_of_progressions(np.array(rows, dtype=np.int64).reshape(-1, 3))
+    np.testing.assert_array_equal(found, as_ranges(members))

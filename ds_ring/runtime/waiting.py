@@ -1,0 +1,223 @@
+"""Waiting for torch's works so that nothing can hang: a deadline, a watch, and a thread that may get stuck.
+
+Owns the wait and the error that it ends in. What is waited for is the exchange's.
+
+[Note: a wait that can be left]
+Nothing interrupts a wait in gloo: a peer that is killed in the middle of a large message, or stopped, is not
+signalled to the ranks that wait for it. So a thread waits, and the caller waits for that thread, for the
+deadline or for the watch, whichever comes first. A thread that is stuck is left behind, with the buffers that
+torch may still write to. A wait that completes is never failed: what has arrived is used, and the fault is
+raised by the next wait that does not complete.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch.distributed as dist
+
+from ds_ring.errors import RingPeerError
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.watch import Watch, keep_for_ever
+from ds_ring.runtime.watch_board import GRACE_S, Fault
+
+PATIENCE_S = 0.25  # a wait that lasts longer is told to the board, and gets so long to end after a fault
+VERDICT_S = GRACE_S + 1.5  # for the board's answer; without one this rank names whom it waited for
+FOR_EVER_S = 365 * 86400.0
+ASK_S = 20e-6  # between two looks at an event
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the program a wait is, for the board and for messages: the number of the call, and the hop."""
+
+    call: int
+    hop: int | None
+
+    def __str__(self) -> str:
+        return f"call {self.call}, " + ("before its first hop" if self.hop is None else f"hop {self.hop}")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.call, -1 if self.hop is None else self.hop
+
+
+@dataclass
+class _Job:
+    """Works that a thread waits for, one after the other."""
+
+    works: Sequence[dist.Work]
+    wake: threading.Event = field(default_factory=threading.Event)
+    done: int = 0
+    error: RuntimeError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or self.done == len(self.works)
+
+    def run(self) -> None:
+        """To the end, or to the first error."""
+        try:
+            for work in self.works:
+                work.wait(datetime.timedelta(seconds=FOR_EVER_S))
+                self.done += 1
+        except RuntimeError as error:
+            self.error = error
+        self.wake.set()
+
+
+class _Waiters:
+    """Threads that wait; a free one is used again, one that is stuck is replaced."""
+
+    def __init__(self) -> None:
+        self._free: list[SimpleQueue[_Job]] = []
+        self._lock = threading.Lock()
+
+    def start(self, job: _Job) -> None:
+        with self._lock:
+            queue = self._free.pop() if self._free else None
+        if queue is None:
+            queue = SimpleQueue()
+            threading.Thread(target=self._serve, args=(queue,), name="ds_ring waiter", daemon=True).start()
+        queue.put(job)
+
+    def _serve(self, queue: SimpleQueue[_Job]) -> None:
+        while True:
+            job = queue.get()
+            job.run()
+            del job  # its works and buffers must not live on until the next one comes
+            with self._lock:
+                self._free.append(queue)
+
+
+_waiters = _Waiters()
+
+
+def wait_for(
+    works: Sequence[dist.Work],
+    peers: Sequence[Sequence[int]],
+    mesh: RingMesh,
+    place: Place,
+    deadline: float,
+    on_device: bool = False,
+) -> None:
+    """Wait for works until the deadline; see [Note: a wait that can be left].
+
+    Args:
+        works: in the order in which they complete, more or less.
+        peers: of each the world ranks it depends on.
+        place: where this is.
+        deadline: on the monotonic clock, seconds.
+        on_device: NCCL's works: their events are asked instead; a wait for them does not block.
+
+    Raises:
+        RingPeerError: a rank failed, or the deadline passed; names the rank that is to blame.
+    """
+    job, watch = _Job(works), mesh.watch
+    if on_device:
+        _ask(job, min(PATIENCE_S, deadline - time.monotonic()))
+    else:
+        _waiters.start(job)
+        job.wake.wait(PATIENCE_S)
+    if not job.finished and watch is None:
+        _pause(job, deadline - time.monotonic(), on_device)
+    elif (not job.finished or job.error is not None) and watch is not None:
+        watch.expect(job.wake)
+        try:
+            _wait_watched(job, watch, peers, place, deadline, on_device)
+        finally:
+            watch.expect_no_more(job.wake)
+    if job.finished and job.error is None:
+        return
+    if not job.finished:
+        keep_for_ever(job)
+    raise blame(mesh, place.hop, _of(peers, job), _cause(job, place)) from job.error
+
+
+def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
+    """Whom the first unfinished work depends on."""
+    return peers[min(job.done, len(peers) - 1)]
+
+
+def _wait_watched(
+    job: _Job, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float, on_device: bool
+) -> None:
+    """Tell the board, and wait until the works are done, a fault is known or the deadline passes."""
+    told: Sequence[int] | None = None
+    while not job.finished and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
+        if told is not _of(peers, job):
+            told = _of(peers, job)
+            watch.waits(told, place.key, str(place))
+        _pause(job, min(left_s, 1.0), on_device)
+    if watch.fault is not None:
+        _until(lambda: job.finished, 0.0 if on_device else PATIENCE_S)
+    elif not job.finished or job.error is not None:
+        watch.waits(_of(peers, job), place.key, str(place))
+        watch.accuse(_of(peers, job), _cause(job, place))
+    if told is not None and job.finished and job.error is None:
+        watch.goes_on()
+
+
+def _pause(job: _Job, seconds: float, on_device: bool) -> None:
+    if on_device:
+        _ask(job, seconds)
+    else:
+        job.wake.wait(max(0.0, seconds))
+
+
+def _ask(job: _Job, seconds: float) -> None:
+    """Ask the events of NCCL's works until they are done, something wakes us or the time is over."""
+    end = time.monotonic() + seconds
+    try:
+        while not job.finished and not job.wake.is_set():
+            if job.works[job.done].is_completed():
+                job.works[job.done].wait()  # orders the current stream behind it; does not block
+                job.done += 1
+            elif time.monotonic() >= end:
+                return
+            else:
+                time.sleep(ASK_S)
+    except RuntimeError as error:
+        job.error = error
+
+
+def _cause(job: _Job, place: Place) -> str:
+    if job.error is not None:
+        return f"the connection to it failed at {place}: {str(job.error).splitlines()[0]}"
+    return f"it did not come to {place} before the deadline (hop_timeout_seconds)"
+
+
+def _until(true: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+    return true()
+
+
+def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
+    """The error for a wait that failed: the board's verdict, or this rank's own view where there is none."""
+    watch = mesh.watch
+    if watch is not None:
+        _until(lambda: watch.fault is not None, VERDICT_S)
+        if watch.fault is not None:
+            return error_of(mesh, hop, watch.fault)
+    peer = mesh.ring_rank_of(peers[0]) if len(peers) == 1 else None
+    return RingPeerError(mesh.ring_rank, hop, peer, cause)
+
+
+def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
+    """The board's verdict, as this rank's error."""
+    if mesh.watch is not None:
+        mesh.watch.noticed = True
+    peer = mesh.ring_rank_of(fault.rank)
+    who = (
+        ""
+        if peer is not None and mesh.grid.world_size == mesh.ring_size
+        else f"rank {fault.rank} of the world: "
+    )
+    return RingPeerError(mesh.ring_rank, hop, peer, who + fault.cause)

@@ -1,0 +1,320 @@
+"""A rank's side of the watch: it sends heartbeats, says what it waits for, and hears who failed.
+
+Owns the connection to the board (`watch_board.py`, where the verdict is made), the thread that keeps it, and
+what has to happen when a process ends. Knows nothing of tensors or of rings: ranks here are world ranks.
+
+[Note: the end of a process]
+An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing, and
+the end of its connection tells the board. After a fault a process lingers for a moment before it ends, so
+that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as one is gone. A
+thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter from shutting down:
+then the process ends without that, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from torch.distributed.distributed_c10d import Store
+
+from ds_ring.errors import RingMeshError
+from ds_ring.runtime import watch_board
+from ds_ring.runtime.watch_board import Fault
+
+CONNECT_S = 2.0  # for one address of the board
+START_S = 60.0  # until the address of the board is known
+LINGER_S = 1.5
+BEATS_PER_TIMEOUT = 5
+log = logging.getLogger(__name__)
+
+
+class Address(NamedTuple):
+    """Where the board listens: a port, the hosts it may be reached by, a secret, and who started it."""
+
+    port: int
+    hosts: list[str]
+    token: str
+    started_by: int
+
+
+def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Address:
+    """Start a board on this machine, as a process of its own that ends by itself."""
+    token = secrets.token_hex(8)
+    command = [sys.executable, "-I", "-S", str(Path(watch_board.__file__)), str(world_size)]
+    command.append(str(heartbeat_timeout_s))
+    done = subprocess.run(command, input=token + "\n", capture_output=True, text=True, timeout=START_S)
+    if done.returncode or not done.stdout.strip():
+        raise RingMeshError(
+            f"the watch board did not start: expected a port, got exit code {done.returncode}"
+            f" and {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host"
+            f" of rank {rank}"
+        )
+    addresses = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
+    hosts = ["127.0.0.1", *(a for a in addresses if not a.startswith("127.")), socket.gethostname()]
+    return Address(int(done.stdout), hosts, token, rank)
+
+
+def meet(
+    store: Store, rank: int, world_size: int, heartbeat_timeout_s: float, exit_after_s: float | None = None
+) -> Watch:
+    """Start the board on rank 0 and join it on every rank. All ranks must call it in the same order.
+
+    Args:
+        store: of the process group; used for the address alone.
+        rank, world_size: of the world.
+        heartbeat_timeout_s: a rank that is silent for so long has failed.
+        exit_after_s: of `Watch`.
+
+    Raises:
+        RingMeshError: the board did not start, or cannot be reached from here.
+    """
+    name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
+    if rank == 0:
+        address = start_board(world_size, heartbeat_timeout_s, rank)
+        store.set(name, json.dumps(address))
+    else:
+        address = Address(*json.loads(store.get(name)))
+    return Watch(rank, address, heartbeat_timeout_s, exit_after_s)
+
+
+def _connect(address: Address, hello: bytes) -> socket.socket:
+    """The first host that answers with our token."""
+    tried = []
+    for host in dict.fromkeys(address.hosts):
+        try:
+            connection = socket.create_connection((host, address.port), timeout=CONNECT_S)
+        except OSError as error:
+            tried.append(f"{host} ({error})")
+            continue
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(hello)
+            if json.loads(_line(connection)).get("token") == address.token:
+                return connection
+            tried.append(f"{host} (another service)")
+        except (OSError, ValueError) as error:
+            tried.append(f"{host} ({error})")
+        connection.close()
+    raise RingMeshError(
+        f"the watch board of rank {address.started_by} cannot be reached at port {address.port}: expected an"
+        f" answer from one of its addresses, got {'; '.join(tried)}. Let the hosts of this job reach each"
+        " other on all ports, as gloo and NCCL need it too"
+    )
+
+
+def _line(connection: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise OSError("closed without an answer")
+        data += byte
+    return data
+
+
+class Watch:
+    """This rank's connection to the board, kept by a thread.
+
+    Attributes:
+        fault: who failed first, once that is known; it stays.
+        noticed: an error about it was raised here.
+        exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
+            leaves the process alone.
+    """
+
+    def __init__(
+        self, rank: int, address: Address, heartbeat_timeout_s: float, exit_after_s: float | None = None
+    ) -> None:
+        self.rank, self.heartbeat_timeout_s = rank, heartbeat_timeout_s
+        self.fault: Fault | None = None
+        self.noticed, self.exit_after_s = False, exit_after_s
+        self._host = address.started_by
+        self._since = 0.0  # when the fault was known here
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._waiting: set[threading.Event] = set()
+        hello = json.dumps({"token": address.token, "rank": rank}).encode() + b"\n"
+        self._connection = _connect(address, hello)
+        self._connection.settimeout(heartbeat_timeout_s)
+        self._open = True
+        threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
+        _living.add(self)
+
+    def expect(self, wake: threading.Event) -> None:
+        """Set this event when a fault becomes known."""
+        with self._lock:
+            self._waiting.add(wake)
+        if self.fault is not None:
+            wake.set()
+
+    def expect_no_more(self, wake: threading.Event) -> None:
+        with self._lock:
+            self._waiting.discard(wake)
+
+    def waits(self, on: Sequence[int], place: tuple[int, int], what: str) -> None:
+        """This rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
+        self._send({"kind": "wait", "on": on, "place": place, "what": what})
+
+    def goes_on(self) -> None:
+        """That wait is over."""
+        self._send({"kind": "go"})
+
+    def accuse(self, on: Sequence[int], cause: str) -> None:
+        """The world ranks `on` are late, or a connection failed: the board decides who is to blame."""
+        self._send({"kind": "accuse", "on": on, "cause": cause})
+
+    def failed(self, cause: str) -> None:
+        """This rank has failed in a way that leaves the others waiting."""
+        self._send({"kind": "failed", "cause": cause})
+        self._know(Fault(self.rank, cause))
+
+    def leave(self) -> None:
+        """Say goodbye; the connection ends."""
+        if self._open:
+            self._send({"kind": "bye"})
+            self._close()
+        _living.discard(self)
+
+    def linger(self) -> None:
+        """Wait until others had time to say what they saw; see [Note: the end of a process]."""
+        if self.fault is not None:
+            time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
+
+    def _know(self, fault: Fault) -> None:
+        with self._lock:
+            if self.fault is None:
+                self.fault, self._since = fault, time.monotonic()
+                self._start_last_resort()
+            waiting = list(self._waiting)
+        for wake in waiting:
+            wake.set()
+
+    def _start_last_resort(self) -> None:
+        if self.exit_after_s is not None:
+            timer = threading.Timer(self.exit_after_s, self._last_resort)
+            timer.daemon = True
+            timer.start()
+
+    def _last_resort(self) -> None:
+        """End a process that is stuck where no error can be raised: in a collective of somebody else."""
+        if self._open and not self.noticed and self.fault is not None:
+            log.critical(
+                "rank %d ends: rank %d has failed (%s), and this rank has not noticed for %.0f s, in a"
+                " collective outside ds_ring perhaps; its stacks follow",
+                self.rank, self.fault.rank, self.fault.cause, self.exit_after_s,
+            )  # fmt: skip
+            faulthandler.dump_traceback(all_threads=True)
+            logging.shutdown()
+            os._exit(1)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            if not self._open:
+                return
+            try:
+                self._connection.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                return  # the reader notices, too, and says so
+
+    def _close(self) -> None:
+        self._open = False
+        self._connection.close()
+
+    def _run(self) -> None:
+        """Beat, and listen. The board answers every beat: silence there means that its host is lost."""
+        interval = self.heartbeat_timeout_s / BEATS_PER_TIMEOUT
+        unread, beat = b"", 0
+        answered = before = next_beat = time.monotonic()
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        while self._open:
+            now = time.monotonic()
+            if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the board's
+                answered += now - before
+            before = now
+            if now >= next_beat:
+                beat, next_beat = beat + 1, now + interval
+                self._send({"kind": "beat", "number": beat})
+            if now - answered > self.heartbeat_timeout_s:
+                self._lose_the_board(f"no answer for {now - answered:.1f} s")
+                return
+            if not selector.select(max(0.0, next_beat - now)):
+                continue
+            data = self._read()
+            if not data:
+                self._lose_the_board("the connection ended")
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                answered = time.monotonic()
+                if message["kind"] == "fault":
+                    self._know(Fault(message["rank"], message["cause"]))
+
+    def _read(self) -> bytes:
+        """What came; empty where the connection is over."""
+        try:
+            return self._connection.recv(65536)
+        except OSError:  # reset, or closed by this process
+            return b""
+
+    def _lose_the_board(self, how: str) -> None:
+        if self._open and self.fault is None:
+            host = f"the host of rank {self._host}"
+            self._know(Fault(self._host, f"{host}, where the watch board is, is lost: {how}"))
+        self._close()
+
+
+_living: weakref.WeakSet[Watch] = weakref.WeakSet()
+_stuck: list[object] = []  # what a thread that waits for ever still uses
+
+
+def keep_for_ever(*things: object) -> None:
+    """Buffers that torch may still write to are never freed; [Note: the end of a process]."""
+    _stuck.extend(things)
+
+
+def _say_goodbye() -> None:
+    """[Note: the end of a process]."""
+    error = getattr(sys, "last_value", None)
+    watches = list(_living)
+    for watch in watches:
+        if error is not None and watch.fault is None:
+            watch.failed(f"it ended with {type(error).__name__}: {str(error)[:300]}")
+    for watch in watches:
+        watch.linger()
+        watch.leave()
+    if _stuck:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep the connection open after this process's end."""
+    for watch in list(_living):
+        watch._open = False
+        watch._connection.close()
+    _living.clear()
+
+
+atexit.register(_say_goodbye)
+util.Finalize(None, _say_goodbye, exitpriority=100)  # children of multiprocessing run no atexit functions
+os.register_at_fork(after_in_child=_forget_in_child)
