@@ -189,7 +189,8 @@ def test_calls_cover_the_tiles_once_whatever_the_sizes(
     tiles = cut_by_distance(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
     covered, computed = painted_calls(tiles, side, Sizes(block, triangle, backward))
     np.testing.assert_array_equal(covered, paint(tiles, side, side))
-    assert computed - int(covered.sum()) <= sum(triangle * side for side in tiles.q.length.tolist())
+    # a strip of keys is up to two triangles wide
+    assert computed - int(covered.sum()) <= sum(2 * triangle * side for side in tiles.q.length.tolist())
 
 
 def test_low_precision_results_are_partial_sums_in_float32() -> None:
