@@ -12,6 +12,7 @@ import torch
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.schedule.layout import Layout, ResidueLayout
 from ds_ring.schedule.pattern import Pattern
+from tools.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = ("contiguous", "zigzag", "striped", "residue", "balanced", "auto")
@@ -40,6 +41,34 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "documents": lambda tokens: Documents(document_ids(tokens)),
     "documents, causal": lambda tokens: Documents(document_ids(tokens)) & Causal(),
     "mask function, causal": lambda tokens: MaskMod(not_one_of_three) & Causal(),
+}
+
+
+def library_documents(tokens: int, sample: int = 0) -> Pattern:
+    """Causal attention within the files of Python's standard library, packed as tools/train_lm.py does."""
+    ids = PackedBytes(tokens, document_ids=True)[sample]["document_ids"]
+    return Documents(ids.numpy()) & Causal()
+
+
+def longnet(tokens: int, shortest: int = 2048, growth: int = 2, causal: bool = True) -> Pattern:
+    """Segments from `shortest` to the whole sequence, dilated in proportion."""
+    count = 1
+    while shortest * growth**count <= tokens:
+        count += 1
+    return Dilated(
+        tuple(shortest * growth**i for i in range(count)), tuple(growth**i for i in range(count)), causal
+    )
+
+
+# What long sequences are trained with: for balance and traffic at realistic sizes.
+LONG_PATTERNS: dict[str, Callable[[int], Pattern]] = {
+    "causal": lambda tokens: Causal(),
+    "window 1024": lambda tokens: SlidingWindow(1024),
+    "window 4096": lambda tokens: SlidingWindow(4096),
+    "documents": library_documents,
+    "more documents": lambda tokens: library_documents(tokens, 2),
+    "LongNet": longnet,
+    "LongNet, growth 4": lambda tokens: longnet(tokens, 1024, 4),
 }
 
 

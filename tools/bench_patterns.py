@@ -1,9 +1,10 @@
 """Sparse patterns against the dense causal pass on one thread, forward + backward, interleaved in one run.
 
-The ideal speed-up is the ratio of attended pairs; the last column is how much of it is reached.
+The ideal speed-up is the ratio of attended pairs (`ideal`); `reached` is how much of it the medians reach, by
+the clock and, on a machine that is shared with others, better by the processor time of this process.
 
 Example:
-    OMP_NUM_THREADS=1 python tools/bench_patterns.py --tokens 16384 --rounds 5
+    OMP_NUM_THREADS=1 python tools/bench_patterns.py --tokens 16384 65536 --rounds 5
 """
 
 from __future__ import annotations
@@ -14,78 +15,107 @@ import platform
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.schedule.pattern import Pattern
 
+DENSE = "dense causal"
+
+
+class Seconds(NamedTuple):
+    """Of one pass, or their medians."""
+
+    wall: float
+    cpu: float
+
 
 def contestants(tokens: int) -> dict[str, Pattern]:
-    """The dense pass first; LongNet with five doublings up to the whole sequence."""
+    """The dense pass first; LongNet with up to five doublings, up to the whole sequence."""
     lengths = tuple(2048 << i for i in range(5) if 2048 << i <= tokens)
     rates = tuple(1 << i for i in range(len(lengths)))
     return {
-        "dense causal": Causal(),
+        DENSE: Causal(),
         "LongNet": Dilated(lengths, rates, True, "paper"),
         "LongNet, equal offsets": Dilated(lengths, rates, True, "zero"),
         "window 1024": SlidingWindow(1024),
+        "window 256": SlidingWindow(256),
     }
 
 
-def seconds_of(pattern: Pattern, options: argparse.Namespace) -> float:
+def seconds_of(pattern: Pattern, tokens: int, options: argparse.Namespace) -> Seconds:
     """One forward + backward pass of a ring of one."""
     generator = torch.Generator().manual_seed(0)
-    shape = (1, options.heads, options.tokens, options.head_dim)
+    shape = (1, options.heads, tokens, options.head_dim)
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
-    layout = make_layout("contiguous", tokens=options.tokens, ring_size=1)
-    started = time.perf_counter()
+    layout = make_layout("contiguous", tokens=tokens, ring_size=1)
+    wall, cpu = time.perf_counter(), time.process_time()
     out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=RingMesh.single())
     out.backward(grad)
-    return time.perf_counter() - started
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def pairs_of(pattern: Pattern, options: argparse.Namespace) -> int:
+def pairs_of(pattern: Pattern, tokens: int, options: argparse.Namespace) -> int:
     """Attended pairs over all heads."""
-    layout = make_layout("contiguous", tokens=options.tokens, ring_size=1)
+    layout = make_layout("contiguous", tokens=tokens, ring_size=1)
     return build_plan(pattern, layout, query_heads=options.heads, kv_heads=options.heads).rank(0).pairs
 
 
+def measure(tokens: int, options: argparse.Namespace) -> dict[str, list[Seconds]]:
+    """All contestants in turn, so that a busy moment hits them alike; the first round warms up."""
+    patterns = contestants(tokens)
+    times: dict[str, list[Seconds]] = {name: [] for name in patterns}
+    for turn in range(options.rounds + 1):
+        for name, pattern in patterns.items():
+            seconds = seconds_of(pattern, tokens, options)
+            if turn:
+                times[name].append(seconds)
+    return times
+
+
+def median(times: list[Seconds]) -> Seconds:
+    """Of wall and processor time, each by itself."""
+    return Seconds(*(statistics.median(column) for column in zip(*times, strict=True)))
+
+
+def rows(tokens: int, options: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per pattern."""
+    patterns, times = contestants(tokens), measure(tokens, options)
+    dense, dense_pairs = median(times[DENSE]), pairs_of(patterns[DENSE], tokens, options)
+    found: list[dict[str, object]] = []
+    for name, pattern in patterns.items():
+        mine, ideal = median(times[name]), dense_pairs / pairs_of(pattern, tokens, options)
+        walls = [seconds.wall for seconds in times[name]]
+        row: dict[str, object] = {"pattern": name, "tokens": tokens, "ideal": round(ideal, 2)}
+        row |= {"median_s": round(mine.wall, 3), "fastest_s": round(min(walls), 3)}
+        row |= {"slowest_s": round(max(walls), 3), "median_cpu_s": round(mine.cpu, 3)}
+        row |= {"speed_up": round(dense.wall / mine.wall, 2), "speed_up_cpu": round(dense.cpu / mine.cpu, 2)}
+        row |= {"reached": round(dense.wall / mine.wall / ideal, 2)}
+        row |= {"reached_cpu": round(dense.cpu / mine.cpu / ideal, 2)}
+        found.append(row | {"torch": torch.__version__, "cpu": platform.machine()})
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print one row per pattern."""
+    """Print one row per pattern and length."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="sequence lengths")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5, help="after one round of warm-up")
     parser.add_argument("--json", action="store_true", help="one JSON row per line")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    patterns = contestants(options.tokens)
-    times: dict[str, list[float]] = {name: [] for name in patterns}
-    for turn in range(options.rounds + 1):
-        for name, pattern in patterns.items():
-            seconds = seconds_of(pattern, options)
-            if turn:
-                times[name].append(seconds)
-    dense = statistics.median(times["dense causal"])
-    dense_pairs = pairs_of(patterns["dense causal"], options)
-    for name, pattern in patterns.items():
-        median = statistics.median(times[name])
-        ideal = dense_pairs / pairs_of(pattern, options)
-        row = {"pattern": name, "tokens": options.tokens, "median_s": round(median, 3)}
-        row |= {"fastest_s": round(min(times[name]), 3), "slowest_s": round(max(times[name]), 3)}
-        row |= {"speed_up": round(dense / median, 2), "ideal": round(ideal, 2)}
-        row |= {
-            "reached": round(dense / median / ideal, 2),
-            "torch": torch.__version__,
-            "cpu": platform.machine(),
-        }
-        print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+    for tokens in options.tokens:
+        for row in rows(tokens, options):
+            text = json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items())
+            print(text, flush=True)
     return 0
 
 

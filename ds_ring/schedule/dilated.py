@@ -2,17 +2,21 @@
 
 LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
 log m added to the score, m the number of branches in which a pair takes part. Owns the split of a
-rectangle into progressions on which m is constant.
+rectangle into tiles.
+
+[Note: smallest segment]
+Where every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those
+of branch i; where segments nest as well, a pair is decided by the smallest segment that its two sides share.
+If that is one of branch i, the pair is attended if both are tokens of branch i, and m counts the branches
+from i on that have both. So there is one rectangle for each two neighbouring segments, as large as can be,
+in which nothing is masked and m is periodic (`Weights`): large tiles are what a kernel is fast on.
 
 [Note: levels]
-Where every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those
-of branch i. A token's level is the last branch that it is in; a pair's common branches are 1 .. c with c the
-smaller level of the two. Pairs with common branches 1 .. c are (exactly c) x (c and more) and (more than
-c) x (exactly c): few progressions. Within them, m is the number of branches 1 .. c whose segment the two
-share; with nested segments that is decided by the smallest shared one. Where branches are not nested like
-that, the common branches follow from the residues modulo the least common multiple of the rates; where
-even that is too large, or a rate does not divide its segment, each branch is computed by itself: the
-merge of partial results adds duplicates up exactly as m does, and only some work is done twice.
+In general the common branches of a pair follow from the residues modulo the least common multiple of the
+rates: rectangles of progressions on which they are constant. Within them m is the number of common branches
+whose segment the two share, decided by the smallest one where segments nest. Where the multiple is too
+large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
+adds duplicates up exactly as m does, and only some work is done twice.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import numpy as np
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.tiles import UNBOUNDED, Tiles, repeat_rows
+from ds_ring.schedule.weights import Weights
 
 MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
 HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
@@ -153,10 +158,28 @@ class BoundDilated(Pattern):
         regular = all(w % r == 0 or w > reaches for w, r in zip(lengths, rates, strict=True))
         if not regular:
             return [part for i in range(len(lengths)) for part in self._one_branch(tiles, i, offsets[i])]
+        if _nested(lengths, rates, offsets) and (tiles.weight < 0).all():
+            return self._by_segment(tiles, offsets)
         parts = []
         for share in shares(rates, offsets):
             for chain in _chains(share.branches, lengths):
                 parts += self._levels(_on(tiles, share), [lengths[i] for i in chain])
+        return parts
+
+    def _by_segment(self, tiles: Tiles, offsets: tuple[int, ...]) -> list[Tiles]:
+        """Nested branches; see [Note: smallest segment]."""
+        lengths, classes, parts = (
+            self.segment_lengths,
+            tuple(zip(offsets, self.dilation_rates, strict=True)),
+            [],
+        )
+        for index, length in enumerate(lengths):
+            inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
+            if index == 0:
+                found = [_same_segment(inside, length)]
+            else:
+                found = _between_segments(inside, lengths[index - 1], length, self.causal)
+            parts += [part.weighted(Weights(classes[index:])) for part in found]
         return parts
 
     def _levels(self, tiles: Tiles, lengths: list[int]) -> list[Tiles]:
@@ -230,36 +253,20 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
     return chains
 
 
+def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...]) -> bool:
+    """Every branch's segments are unions of those of the one before it, and its tokens a subset."""
+    return all(b % a == 0 for a, b in itertools.pairwise(lengths)) and all(
+        b % a == 0 and y % a == x for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
+    )
+
+
 @lru_cache(maxsize=256)
 def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...]:
     """Which positions have which branches in common; see [Note: levels]."""
-    nested = all(
-        b % a == 0 and y % a == x
-        for (a, x), (b, y) in zip(
-            zip(rates, offsets, strict=True), zip(rates[1:], offsets[1:], strict=True), strict=False
-        )
-    )
-    if nested:
-        return tuple(_nested_shares(rates, offsets))
     if math.lcm(*rates) <= MOST_RESIDUES:
         return tuple(_residue_shares(rates, offsets))
     classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
     return tuple(Share((own,), (own,), (i,)) for i, own in enumerate(classes))
-
-
-def _nested_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Share]:
-    found = []
-    for level, (rate, offset) in enumerate(zip(rates, offsets, strict=True)):
-        branches, own = tuple(range(level + 1)), Progression(offset, rate)
-        if level == len(rates) - 1:
-            found.append(Share((own,), (own,), branches))
-            continue
-        next_rate, next_offset = rates[level + 1], offsets[level + 1]
-        residues = range(offset, next_rate, rate)
-        exactly = tuple(Progression(residue, next_rate) for residue in residues if residue != next_offset)
-        more = Progression(next_offset, next_rate)
-        found += [Share(exactly, (own,), branches), Share((more,), exactly, branches)]
-    return found
 
 
 def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Share]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError
-from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles, cut_by_distance
+from ds_ring.schedule.cuts import cut_by_distance
+from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles
 
 IntArray = np.ndarray
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

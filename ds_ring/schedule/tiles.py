@@ -1,13 +1,8 @@
-"""Tiles: rectangles (query run x key run) of the attention matrix, and how they are refined.
+"""Tiles: rectangles (query run x key run) of the attention matrix, selected and counted.
 
 A `Tiles` table is a struct of int64 columns, one row per tile, so that planning a million tokens is
 vectorised arithmetic. Slots say where a tile's tokens lie in the local tensors, positions where they stand
 in the sequence; both are arithmetic progressions. Empty tiles do not exist.
-
-[Note: square triangles]
-What a diagonal leaves of a rectangle is always a union of full rectangles and *square* triangles with the
-diagonal inside (j <= i, or mirrored j >= i): rows and columns that see nothing are dropped first, which
-also absorbs the strict diagonals of striped layouts. So a kernel needs one causal form, not a family.
 """
 
 from __future__ import annotations
@@ -20,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-IntArray = np.ndarray
+from ds_ring.schedule.slots import IntArray
+from ds_ring.schedule.weights import Weights
 
 
 class Kind(IntEnum):
@@ -30,6 +26,7 @@ class Kind(IntEnum):
     CAUSAL = 1  # square, j <= i
     ANTICAUSAL = 2  # square, j >= i: the lower edge of a sliding window
     PARTIAL = 3  # the pattern's mask, evaluated inside
+    BAND = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +103,8 @@ class Tiles:
         kind: a `Kind` per row.
         member: which query head of each K/V head's group the row is for; -1 for all of them.
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
+        weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
+        weights: what of m varies inside tiles, functions of query and key positions.
         mask: what is attended inside PARTIAL tiles, a function of query and key positions; None without.
     """
 
@@ -114,6 +113,8 @@ class Tiles:
     kind: IntArray
     member: IntArray
     multiplicity: IntArray
+    weight: IntArray
+    weights: tuple[Weights, ...] = ()
     mask: Callable[[Any, Any], Any] | None = None
 
     def __len__(self) -> int:
@@ -125,12 +126,13 @@ class Tiles:
         rectangle = self.q.length * self.k.length
         triangle = self.q.length * (self.q.length + 1) // 2
         is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.ANTICAUSAL)
-        return np.where(is_triangle, triangle, rectangle)
+        band = self.q.length * (self.k.length - self.q.length + 1)
+        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BAND, band, rectangle))
 
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
-        columns = (self.kind[index], self.member[index], self.multiplicity[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.mask)
+        columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """The same rows with other sides; rows that became empty are dropped."""
@@ -160,19 +162,32 @@ class Tiles:
         part = self if concerned.all() else self.rows(concerned)
         return replace(part, member=np.full(len(part), member, dtype=np.int64))
 
-    def times(self, multiplicity: int) -> Tiles:
+    def times(self, multiplicity: IntArray | int) -> Tiles:
         """The same tiles, every pair counted so many times as often."""
         return replace(self, multiplicity=self.multiplicity * multiplicity)
+
+    def weighted(self, weights: Weights) -> Tiles:
+        """The same tiles, every pair counted so many times as often as `weights` says of it."""
+        assert (self.weight < 0).all(), "weights of weights"
+        q, k = self.q, self.k
+        varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
+        constant = np.where(varies, 1, weights(q.position, k.position))
+        return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:
         """The rows of several tables, one after the other."""
+        weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
+        # the last entry is what -1 finds
+        places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
             np.concatenate([p.kind for p in parts]),
             np.concatenate([p.member for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
+            np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
+            weights,
             next((p.mask for p in parts if p.mask is not None), None),
         )
 
@@ -192,7 +207,7 @@ class Tiles:
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
-        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
@@ -202,103 +217,3 @@ def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Row index and number within the row, for rows that are repeated `counts` times."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def cut_by_distance(tiles: Tiles, least: int, most: int) -> Tiles:
-    """Keep the pairs with least <= query position - key position <= most; see [Note: square triangles].
-
-    Rectangles that a bound cuts are first split until both sides have the same position step.
-    """
-    nearest = tiles.q.position - tiles.k.last_position
-    farthest = tiles.q.last_position - tiles.k.position
-    whole = (nearest >= least) & (farthest <= most)
-    cut = ~whole & (farthest >= least) & (nearest <= most)
-    if not cut.any():
-        return tiles if whole.all() else tiles.rows(whole)
-    return Tiles.concat([tiles.rows(whole), *_cut(_equal_steps(tiles.rows(cut)), least, most)])
-
-
-def _equal_steps(tiles: Tiles) -> Tiles:
-    """Split rows so that both sides have the same position step: their least common multiple."""
-    q_step, k_step = tiles.q.position_step, tiles.k.position_step
-    if (q_step == k_step).all():
-        return tiles
-    common = np.lcm(q_step, k_step)
-    row, which = repeat_rows((common // q_step) * (common // k_step))
-    tiles, q_parts, k_parts = tiles.rows(row), (common // q_step)[row], (common // k_step)[row]
-    q_first, k_first = which // k_parts, which % k_parts
-    q = tiles.q.take(q_first, np.maximum(-((q_first - tiles.q.length) // q_parts), 0), q_parts)
-    k = tiles.k.take(k_first, np.maximum(-((k_first - tiles.k.length) // k_parts), 0), k_parts)
-    return tiles.sides(q, k)
-
-
-def _cut(tiles: Tiles, least: int, most: int) -> list[Tiles]:
-    """`cut_by_distance` for rectangles whose sides have a common step."""
-    step = tiles.q.position_step
-    gap = tiles.q.position - tiles.k.position
-    low = -((gap - least) // step)  # ceil((least - gap) / step): i - j >= low
-    high = (most - gap) // step  # i - j <= high
-    tiles, low, high = _drop_empty(tiles, low, high)
-    inner = high >= tiles.q.length - 1  # the upper bound cuts nothing: i - 0 <= high for every i
-    outer = low <= -(tiles.k.length - 1)  # the lower bound cuts nothing
-    parts = [
-        tiles.rows(inner & outer),
-        *_cut_causal(tiles.rows(inner & ~outer), low[inner & ~outer]),
-        *_cut_anticausal(tiles.rows(~inner & outer), high[~inner & outer]),
-    ]
-    both = ~inner & ~outer
-    if both.any():
-        parts += _cut_band(tiles.rows(both), least, most, low[both], high[both])
-    return parts
-
-
-def _drop_empty(tiles: Tiles, low: IntArray, high: IntArray) -> tuple[Tiles, IntArray, IntArray]:
-    """Drop tiles, then rows and columns, in which no pair has low <= i - j <= high."""
-    q_first = np.maximum(0, low)
-    q_end = np.minimum(tiles.q.length, tiles.k.length + high)
-    k_first = np.maximum(0, -high)
-    k_end = np.minimum(tiles.k.length, tiles.q.length - low)
-    keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
-    shift = q_first - k_first
-    part = replace(tiles, q=tiles.q.take(q_first, q_end - q_first), k=tiles.k.take(k_first, k_end - k_first))
-    return part.rows(keep), (low - shift)[keep], (high - shift)[keep]
-
-
-def _cut_causal(tiles: Tiles, low: IntArray) -> list[Tiles]:
-    """j <= i - low with low <= 0 and no empty rows or columns."""
-    nq, nk, left = tiles.q.length, tiles.k.length, -low
-    side = nk - left
-    return [
-        tiles.take(0, nq, 0, left),
-        tiles.take(0, side, left, side).of_kind(Kind.CAUSAL),
-        tiles.take(side, nq - side, left, side),
-    ]
-
-
-def _cut_anticausal(tiles: Tiles, high: IntArray) -> list[Tiles]:
-    """j >= i - high with high >= 0 and no empty rows or columns: `_cut_causal` turned by 180 degrees."""
-    nq, nk = tiles.q.length, tiles.k.length
-    side = nq - high
-    return [
-        tiles.take(0, nq, side, nk - side),
-        tiles.take(nq - side, side, 0, side).of_kind(Kind.ANTICAUSAL),
-        tiles.take(0, nq - side, 0, side),
-    ]
-
-
-def _cut_band(tiles: Tiles, least: int, most: int, low: IntArray, high: IntArray) -> list[Tiles]:
-    """Both bounds cut: strips of rows as high as the band is wide, where one bound cuts each column block.
-
-    For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
-    and columns from r - low on by the lower bound alone.
-    """
-    width = high - low + 1
-    row, strip = repeat_rows(-(-tiles.q.length // width))
-    tiles, low, high, width = tiles.rows(row), low[row], high[row], width[row]
-    first = strip * width
-    q = tiles.q.take(first, np.minimum(width, tiles.q.length - first))
-    split = np.clip(first - low, 0, tiles.k.length)
-    begin = np.clip(first - high, 0, tiles.k.length)
-    left = tiles.sides(q, tiles.k.take(begin, split - begin))
-    right = tiles.sides(q, tiles.k.take(split, np.minimum(width, tiles.k.length - split)))
-    return [cut_by_distance(left, -UNBOUNDED, most), cut_by_distance(right, least, UNBOUNDED)]

@@ -6,6 +6,12 @@
 TRIANGLE / side of it. The squares of one size lie at a regular distance along the diagonal, and so do the
 smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so
 that neither small calls nor large workspaces cost. Equal small tiles at a regular distance are folded alike.
+
+[Note: strips of a band]
+A window's triangles would be small ones only. Instead a band is cut into strips, each one masked rectangle
+with a corner too many at both ends. Forward strips are of queries: a row is complete at once and nothing
+is merged. Backward strips are of keys: aten is faster on many queries and few keys than the other way
+round, dK and dV are complete at once, and only dQ is added up.
 """
 
 from __future__ import annotations
@@ -13,85 +19,156 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_ring.runtime.kernels.interface import Rows, Tile, each_tile
+from ds_ring.runtime.kernels.interface import Tile, each_tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
 TRIANGLE = 128  # side of the smallest triangle, tokens
-BLOCK = 2048  # most queries and most keys of one call: bounds the workspace
+BLOCK = 2048  # most queries of one call, and most keys in the backward pass: bounds the workspace
+BIASED = 1024  # most queries and most keys of a call with a bias for each pair: bounds the bias
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How tiles are cut.
+
+    Attributes:
+        block: most queries of one call, and most keys of one that returns dK and dV.
+        triangle: side of the smallest triangle; [Note: small triangles].
+        backward: calls that return gradients: keys are bounded and bands cut along the keys.
+    """
+
+    block: int = BLOCK
+    triangle: int = TRIANGLE
+    backward: bool = False
+
+
 @lru_cache(maxsize=512)
-def calls(tiles: Tiles, block: int = BLOCK, triangle: int = TRIANGLE) -> tuple[Tile, ...]:
+def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     """All calls for a table of tiles (the same object gives the same answer at once)."""
-    pieces = (piece for tile in each_tile(tiles) for piece in _split(tile, block, triangle))
-    return tuple(_fold(pieces, block))
+    pieces = (piece for tile in each_tile(tiles) for piece in _split(tile, sizes))
+    return tuple(_fold(pieces, sizes.block))
 
 
-def _split(tile: Tile, block: int, triangle: int) -> Iterator[Tile]:
-    """A tile as rectangles of at most block x block, and triangles of at most `triangle`."""
+def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+    """A tile as calls of the permitted sizes."""
     if tile.kind == Kind.PARTIAL:  # small already, and its mask is its own
         yield tile
-        return
-    if tile.kind == Kind.FULL:
-        q_parts, k_parts = _parts(tile.q_rows, block), _parts(tile.k_rows, block)
-        for q_rows, k_rows in itertools.product(q_parts, k_parts):
-            yield tile._replace(q_rows=q_rows, k_rows=k_rows)
-        return
-    side = tile.q_rows.length
-    yield from _repeated(tile, 0, 0, triangle, side, triangle, block)
-    rest = side % triangle
-    if rest:
-        q_rows, k_rows = (rows.part(side - rest, rest) for rows in (tile.q_rows, tile.k_rows))
-        yield tile._replace(q_rows=q_rows, k_rows=k_rows)
-    yield from _squares(tile._replace(kind=Kind.FULL), tile.kind == Kind.CAUSAL, block, triangle)
+    elif tile.kind == Kind.FULL:
+        yield from _rectangles(tile, sizes)
+    elif tile.kind == Kind.BAND:
+        yield from _band(tile, sizes)
+    else:
+        side, triangle = tile.q_rows.length, sizes.triangle
+        yield from _repeated(tile, (0, 0), (triangle, triangle), triangle, side // triangle, sizes)
+        rest = side % triangle
+        if rest:
+            yield tile.part(side - rest, rest, side - rest, rest)
+        yield from _squares(tile._replace(kind=Kind.FULL), tile.kind == Kind.CAUSAL, sizes)
 
 
-def _squares(tile: Tile, below: bool, block: int, triangle: int) -> Iterator[Tile]:
+def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+    """A full tile in pieces; forward, keys need no workspace and their number no bound."""
+    most = sizes.block if tile.inside is None else min(sizes.block, BIASED)
+    bounded = sizes.backward or tile.inside is not None
+    k_parts = _parts(tile.k_rows.length, most if bounded else tile.k_rows.length)
+    for (i, queries), (j, keys) in itertools.product(_parts(tile.q_rows.length, most), k_parts):
+        yield tile.part(i, queries, j, keys)
+
+
+def _squares(tile: Tile, below: bool, sizes: Sizes) -> Iterator[Tile]:
     """The full squares of a triangle: of every size triangle * 2^n, each second one along the diagonal."""
-    total, side = tile.q_rows.length, triangle
+    total, side = tile.q_rows.length, sizes.triangle
     while side < total:
-        q_first, k_first = (side, 0) if below else (0, side)
-        # the far side is what the end of the triangle may clip
-        yield from _repeated(tile, q_first, k_first, side, total, 2 * side, block)
-        whole = (total - side) // (2 * side) if total >= side else 0
-        start = (2 * whole + 1) * side if (total - side) % (2 * side) < side else None
-        if start is not None and start < total:
-            near, far = tile.q_rows.part(start - side, side), tile.k_rows.part(start, total - start)
-            if below:
-                near, far = tile.k_rows.part(start - side, side), tile.q_rows.part(start, total - start)
-            q_rows, k_rows = (far, near) if below else (near, far)
-            yield from _split(tile._replace(q_rows=q_rows, k_rows=k_rows), block, triangle)
+        first = (side, 0) if below else (0, side)
+        whole = total // (2 * side)
+        yield from _repeated(tile, first, (side, side), 2 * side, whole, sizes)
+        start = (2 * whole + 1) * side
+        if start < total:  # the far side is what the end of the triangle clips
+            far = min(total - start, side)
+            near, end = (start - side, side), (start, far)
+            (i, queries), (j, keys) = (end, near) if below else (near, end)
+            yield from _split(tile.part(i, queries, j, keys), sizes)
         side *= 2
 
 
-def _repeated(
-    tile: Tile, q_first: int, k_first: int, side: int, total: int, every: int, block: int
-) -> Iterator[Tile]:
-    """Squares (or triangles) of `side` from (q_first, k_first) on, one `every` so many, all that fit."""
-    offset = max(q_first, k_first)
-    count = (total - offset - side) // every + 1 if total - offset >= side else 0
-    if side > block:
-        for turn in range(count):
-            q_rows = tile.q_rows.part(q_first + turn * every, side)
-            k_rows = tile.k_rows.part(k_first + turn * every, side)
-            yield from _split(tile._replace(q_rows=q_rows, k_rows=k_rows), block, side)
+def _band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+    """[Note: strips of a band]; one wider than a block, or than it is long, as triangles and rectangles."""
+    queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
+    strip = _strip(width, sizes)
+    if width + strip > sizes.block:
+        for first, length in _parts(queries, width):
+            yield from _short_band(tile.part(first, length, first, length + width - 1), sizes)
+    elif sizes.backward:
+        yield from _strips_of_keys(tile, width, sizes)
+    else:
+        count, rest = divmod(queries, strip)
+        yield from _repeated(tile, (0, 0), (strip, strip + width - 1), strip, count, sizes)
+        if rest:
+            yield tile.part(queries - rest, rest, queries - rest, rest + width - 1)
+
+
+def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
+    queries, strip, edge = tile.q_rows.length, _strip(width, sizes), width - 1
+    if queries <= edge:
+        yield from _short_band(tile, sizes)
         return
-    at_once = max(block // side, 1)
+    if edge:
+        first, last = tile.part(0, edge, 0, edge), tile.part(queries - edge, edge, queries, edge)
+        yield from _split(first._replace(kind=Kind.ANTICAUSAL), sizes)
+        yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
+    count, rest = divmod(queries - edge, strip)
+    apart = -(-(strip + edge) // strip)  # strips whose queries do not overlap
+    for turn in range(min(apart, count)):
+        first_at = (turn * strip, edge + turn * strip)
+        times = (count - turn + apart - 1) // apart
+        yield from _repeated(tile, first_at, (strip + edge, strip), apart * strip, times, sizes)
+    if rest:
+        yield tile.part(queries - edge - rest, rest + edge, queries - rest, rest)
+
+
+def _strip(width: int, sizes: Sizes) -> int:
+    """Side of a strip: the waste in its corners against the price of narrow calls (measured)."""
+    if sizes.backward:
+        return 2 * sizes.triangle if width >= 8 * sizes.triangle else sizes.triangle
+    return max(sizes.triangle // (2 if width >= 4 * sizes.triangle else 4), 1)
+
+
+def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
+    """A band not longer than it is wide: a triangle, what all queries see, and a triangle."""
+    queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
+    yield from _split(tile.part(0, queries, 0, queries)._replace(kind=Kind.ANTICAUSAL), sizes)
+    if width > queries:
+        yield from _split(tile.part(0, queries, queries, width - queries)._replace(kind=Kind.FULL), sizes)
+    if queries > 1:
+        last = tile.part(1, queries - 1, width, queries - 1)
+        yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
+
+
+def _repeated(
+    tile: Tile, first: tuple[int, int], shape: tuple[int, int], every: int, count: int, sizes: Sizes
+) -> Iterator[Tile]:
+    """`count` pieces of one shape from `first` on, one `every` so many queries and keys."""
+    (i, j), (queries, keys) = first, shape
+    pieces = [tile.part(i + n * every, queries, j + n * every, keys) for n in range(count)]
+    if queries > sizes.block or (count > 1 and pieces[0].inside != pieces[1].inside):
+        for piece in pieces:
+            yield from _split(piece, sizes) if queries > sizes.block else (piece,)
+        return
+    at_once = max(sizes.block // queries, 1)
     for turn in range(0, count, at_once):
-        repeats, shift = min(at_once, count - turn), turn * every
-        q_rows = tile.q_rows.again(q_first + shift, every, side, repeats)
-        k_rows = tile.k_rows.again(k_first + shift, every, side, repeats)
-        yield tile._replace(q_rows=q_rows, k_rows=k_rows)
+        repeats = min(at_once, count - turn)
+        yield pieces[turn].again(repeats, every)
 
 
-def _parts(rows: Rows, block: int) -> list[Rows]:
-    """A progression cut into consecutive parts of at most `block` members, of nearly equal length."""
-    count = -(-rows.length // block)
-    bounds = [rows.length * part // count for part in range(count + 1)]
-    return [rows.part(first, end - first) for first, end in itertools.pairwise(bounds)]
+def _parts(length: int, most: int) -> list[tuple[int, int]]:
+    """(first, length) of consecutive parts of at most `most`, of nearly equal length."""
+    count = -(-length // most)
+    bounds = [length * part // count for part in range(count + 1)]
+    return [(first, end - first) for first, end in itertools.pairwise(bounds)]
 
 
 def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
@@ -102,16 +179,7 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
         if q.repeats > 1 or q.length > SMALL or piece.kind == Kind.PARTIAL:
             yield piece
         else:
-            key = (
-                q.step,
-                q.length,
-                k.step,
-                k.length,
-                piece.kind,
-                piece.member,
-                piece.bias,
-                k.start - q.start,
-            )
+            key = (q.step, q.length, k.step, k.length, k.start - q.start, *piece[2:])
             alike[key].append(piece)
     for group in alike.values():
         yield from _fold_equal(sorted(group, key=lambda piece: piece.q_rows.start), block)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.kernels.calls import BLOCK, TRIANGLE, calls
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows, Tile
+from ds_ring.runtime.kernels.calls import BIASED, BLOCK, TRIANGLE, Sizes, calls
+from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
@@ -27,9 +27,23 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 @lru_cache(maxsize=16)
-def _hidden_below(side: int, dtype: torch.dtype) -> Tensor:
-    """The additive bias of an anticausal triangle: pairs with j < i are hidden."""
-    return torch.full((side, side), HIDDEN, dtype=dtype).tril_(-1)
+def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype) -> Tensor:
+    """The additive bias of an anticausal triangle, or of a band's strip: what is not attended is hidden."""
+    hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
+    shift = keys - queries if kind == Kind.BAND else keys
+    return hidden.tril(min(shift, 0) - 1) + hidden.triu(max(shift, 0) + 1)
+
+
+@lru_cache(maxsize=2)
+def _square_of_weights(inside: Inside, dtype: torch.dtype) -> Tensor:
+    return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
+
+
+def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """log m; calls of all sizes with the same first positions share one square of it."""
+    if inside.mask is None and max(queries, keys) <= BIASED:
+        return _square_of_weights(inside, dtype)[:queries, :keys]
+    return inside.bias(queries, keys, dtype, torch.device("cpu"))
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
@@ -43,10 +57,20 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bias(call: Tile, dtype: torch.dtype) -> Tensor | None:
-    if call.inside is not None:
-        visible = call.inside.visible(call.q_rows.length, call.k_rows.length, torch.device("cpu"))
-        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, HIDDEN)
-    return _hidden_below(call.q_rows.length, dtype) if call.kind == Kind.ANTICAUSAL else None
+    """What is added to the scores, pair by pair; None for nothing."""
+    queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
+    bias = None
+    if inside is not None and inside.weights is not None:
+        bias = _log_weights(inside, queries, keys, dtype)
+    if call.kind in (Kind.ANTICAUSAL, Kind.BAND):
+        hidden = _hidden(queries, keys, call.kind, dtype)
+        return hidden if bias is None else bias + hidden
+    if call.kind == Kind.PARTIAL:
+        assert inside is not None
+        visible = inside.visible(queries, keys, torch.device("cpu"))
+        bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
+        return bias.masked_fill(~visible, HIDDEN)
+    return bias
 
 
 def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +111,13 @@ class CpuKernel:
                 f'kernel_options of kernel "cpu": triangle: expected at most block {block}, got {triangle};'
                 " raise block as well"
             )
-        self.block, self.triangle = block, triangle
+        self._forward = Sizes(block, triangle)
+        self._backward = Sizes(block, triangle, backward=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
         group = q.shape[1] // k.shape[1]
-        for call in calls(tiles, self.block, self.triangle):
+        for call in calls(tiles, self._forward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
             out, lse = _forward(
                 _batch(rows, q[:, heads]),
@@ -122,7 +147,7 @@ class CpuKernel:
     ) -> Iterator[PartialGrads]:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
         group = q.shape[1] // k.shape[1]
-        for call in calls(tiles, self.block, self.triangle):
+        for call in calls(tiles, self._backward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
             lse_t = _batch(rows, lse[:, heads])
             if call.kind == Kind.PARTIAL:  # exp(hidden - 0) is 0, as the row's weights must be
@@ -145,5 +170,5 @@ class CpuKernel:
     def executed_pairs(self, tiles: Tiles) -> int:
         return sum(
             call.q_rows.repeats * call.q_rows.length * call.k_rows.length
-            for call in calls(tiles, self.block, self.triangle)
+            for call in calls(tiles, self._forward)
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.schedule.tiles import Kind, Tiles
+from ds_ring.schedule.weights import Weights
 
 
 class Rows(NamedTuple):
@@ -43,29 +44,53 @@ class Rows(NamedTuple):
         """Members first .. first + length - 1 of every repetition."""
         return self._replace(start=self.start + first * self.step, length=length)
 
-    def again(self, first: int, every: int, length: int, repeats: int) -> Rows:
-        """Of a single progression: `repeats` parts of `length` members, one every `every` from `first` on."""
-        start = self.start + first * self.step
-        if repeats == 1:
-            return Rows(start, self.step, length)
-        return Rows(start, self.step, length, repeats, every * self.step)
+    def again(self, repeats: int, every: int) -> Rows:
+        """This progression `repeats` times, one `every` so many of its members."""
+        return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
 class Inside(NamedTuple):
-    """The mask of a PARTIAL tile: a function of positions, and first position and step of both sides."""
+    """What differs from pair to pair inside a tile, and the positions that it is a function of.
 
-    mask: Callable[[Any, Any], Any]
+    Attributes:
+        mask: of a PARTIAL tile, what is attended.
+        weights: what of m varies.
+        q_first, q_step, k_first, k_step: first position and step of both sides.
+    """
+
+    mask: Callable[[Any, Any], Any] | None
+    weights: Weights | None
     q_first: int
     q_step: int
     k_first: int
     k_step: int
 
+    def part(self, q_first: int, k_first: int) -> Inside:
+        """The same from query q_first and key k_first on; equal where the weights are."""
+        q, k = self.q_first + q_first * self.q_step, self.k_first + k_first * self.k_step
+        if self.mask is None and self.weights is not None:
+            q, k = q % self.weights.period, k % self.weights.period
+        return self._replace(q_first=q, k_first=k)
+
     def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Bool [queries, keys]."""
+        """Of a PARTIAL tile, bool [queries, keys]."""
+        assert self.mask is not None, "a PARTIAL tile without a mask"
+        visible: Tensor = self.mask(*self._positions(queries, keys, device))
+        return visible.expand(queries, keys)
+
+    def bias(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """log of the weights, [queries, keys]; one period of them is computed, the rest is copied."""
+        if self.weights is None:
+            return torch.zeros(queries, keys, dtype=dtype, device=device)
+        period = self.weights.period
+        counts = self.weights(*self._positions(min(queries, period), min(keys, period), device))
+        tiled = counts.to(dtype).log_().repeat(-(-queries // len(counts)), -(-keys // counts.shape[1]))
+        return tiled[:queries, :keys]
+
+    def _positions(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         q = self.q_first + self.q_step * torch.arange(queries, device=device)
         k = self.k_first + self.k_step * torch.arange(keys, device=device)
-        visible: Tensor = self.mask(q[:, None], k[None, :])
-        return visible.expand(queries, keys)
+        return q[:, None], k[None, :]
 
 
 class Tile(NamedTuple):
@@ -75,8 +100,8 @@ class Tile(NamedTuple):
         q_rows, k_rows: query and key slots.
         kind: what of the rectangle is attended.
         member: which query head of each K/V head's group; -1 for all.
-        bias: log m, added to every score (0 for ordinary patterns).
-        inside: of a PARTIAL tile, what of it is attended.
+        bias: log of what of m is constant, added to every score (0 for ordinary patterns).
+        inside: what differs from pair to pair; None for ordinary patterns.
     """
 
     q_rows: Rows
@@ -90,25 +115,41 @@ class Tile(NamedTuple):
         """The query heads concerned, if `group` of them share a K/V head."""
         return slice(None) if self.member < 0 else slice(self.member, None, group)
 
+    def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
+        """A sub-rectangle of the same kind."""
+        return self._replace(
+            q_rows=self.q_rows.part(q_first, q_length),
+            k_rows=self.k_rows.part(k_first, k_length),
+            inside=None if self.inside is None else self.inside.part(q_first, k_first),
+        )
+
+    def again(self, repeats: int, every: int) -> Tile:
+        """This tile `repeats` times, one `every` so many queries and keys."""
+        q_rows, k_rows = self.q_rows.again(repeats, every), self.k_rows.again(repeats, every)
+        return self._replace(q_rows=q_rows, k_rows=k_rows)
+
 
 def each_tile(tiles: Tiles) -> Iterator[Tile]:
     """The rows of a table, one by one."""
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
-        tiles.kind, tiles.member, tiles.multiplicity,
+        tiles.kind, tiles.member, tiles.multiplicity, tiles.weight,
     )  # fmt: skip
     lists = zip(*(c.tolist() for c in columns), strict=True)
-    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times) in enumerate(lists):
-        inside = _inside(tiles, row) if kind == Kind.PARTIAL else None
+    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times, weight) in enumerate(lists):
+        inside = _inside(tiles, row) if kind == Kind.PARTIAL or weight >= 0 else None
         q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
         yield Tile(q_rows, k_rows, Kind(kind), member, math.log(times), inside)
 
 
 def _inside(tiles: Tiles, row: int) -> Inside:
-    assert tiles.mask is not None, "a PARTIAL tile without a mask"
-    q, k = tiles.q, tiles.k
+    q, k, weight = tiles.q, tiles.k, int(tiles.weight[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
-    return Inside(tiles.mask, *(int(place) for place in places))
+    return Inside(
+        tiles.mask if tiles.kind[row] == Kind.PARTIAL else None,
+        tiles.weights[weight] if weight >= 0 else None,
+        *(int(place) for place in places),
+    ).part(0, 0)
 
 
 class PartialOut(NamedTuple):

@@ -16,13 +16,16 @@ from ds_ring.schedule.tiles import Kind, Tiles
 
 def _visible(tile: Tile, device: torch.device) -> Tensor:
     queries, keys = tile.q_rows.length, tile.k_rows.length
-    if tile.inside is not None:
+    if tile.kind == Kind.PARTIAL:
+        assert tile.inside is not None
         return tile.inside.visible(queries, keys, device)
     ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if tile.kind == Kind.CAUSAL:
         return ones.tril()
     if tile.kind == Kind.ANTICAUSAL:
         return ones.triu()
+    if tile.kind == Kind.BAND:
+        return ones.triu().tril(keys - queries)
     assert tile.kind == Kind.FULL, f"reference kernel: a tile of kind {tile.kind!r}"
     return ones
 
@@ -82,6 +85,8 @@ class ReferenceKernel:
         k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
         visible = _visible(tile, q.device)
         scores = q_t @ k_t.mT * scale + tile.bias
+        if tile.inside is not None:
+            scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
         return scores.masked_fill(~visible, float("-inf")), k_t, v_t
 
 

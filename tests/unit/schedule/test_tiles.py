@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring.schedule.tiles import UNBOUNDED, Tiles, cut_by_distance
+from ds_ring.schedule.cuts import cut_by_distance
+from ds_ring.schedule.tiles import UNBOUNDED, Tiles
 from tests.unit.schedule.painting import paint
 
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))

@@ -1,0 +1,61 @@
+"""What `auto` promises, as planned: work within 5 % of even, and no more bytes than must cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+
+from ds_ring import Causal, SlidingWindow, build_plan, make_layout
+from ds_ring.schedule.choose import EVEN, work_of_ranks
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import head_classes
+from tests.cases import LONG_PATTERNS, longnet
+
+MOST_BYTES = 1.05  # over the least that must cross
+PatternOf = Callable[[int], Pattern]
+
+# Windows that are short and long against a shard, and LongNet with shards below 8 shortest segments.
+SENT: dict[str, PatternOf] = {"causal": lambda tokens: Causal()}
+SENT |= {f"window {w}": partial(lambda w, tokens: SlidingWindow(w), w) for w in (256, 1024, 4096)}
+SENT |= {"window both ways": lambda tokens: SlidingWindow(1024, causal=False)}
+SENT |= {
+    f"LongNet {shortest} x{growth}, causal {causal}": partial(
+        longnet, shortest=shortest, growth=growth, causal=causal
+    )
+    for shortest, growth, causal in product((2048, 1024, 512), (2, 4), (True, False))
+}
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(4096, 2), (4096, 8), (16384, 4), (16384, 8)])
+@pytest.mark.parametrize("pattern_of", SENT.values(), ids=SENT)
+def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
+    """Grouped K/V heads with the offsets of two query heads each; counted message by message."""
+    pattern = pattern_of(tokens)
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
+    sent = sum(plan.rank(rank).tokens_sent for rank in range(ring_size))
+    assert sent <= MOST_BYTES * plan.tokens_needed
+
+
+def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:
+    """Attended pairs of every rank; int64 [ring_size]."""
+    classes = head_classes(pattern, heads, heads)
+    return sum(work_of_ranks(bound, layout) * len(range(heads)[own]) for own, bound in classes)
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
+@pytest.mark.parametrize("pattern_of", LONG_PATTERNS.values(), ids=LONG_PATTERNS)
+def test_auto_is_even(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
+    pattern = pattern_of(tokens)
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)
+    work = work_of_all_heads(pattern, layout, heads=2)
+    if ring_size <= 8:  # what ranks are told to do adds up to the same
+        plan = build_plan(pattern, layout, query_heads=2, kv_heads=2)
+        assert [plan.rank(rank).pairs for rank in range(ring_size)] == work.tolist()
+    assert work.max() <= EVEN * work.mean()
+    assert layout.longest_shard <= 1.1 * tokens / ring_size
