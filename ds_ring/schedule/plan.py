@@ -24,7 +24,7 @@ from ds_ring.schedule.rank_plan import Lane, RankPlan
 from ds_ring.schedule.slots import count_slots
 from ds_ring.schedule.walk import ReadsOfShards, Walk
 
-SAMPLED_ORIGINS = 8  # of large rings only so many shards are looked at to choose the lanes
+SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the lanes
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ def _slices(heads: list[int], group: int) -> list[slice]:
 
 def sampled_origins(size: int) -> list[int]:
     """Shards that stand for all of a ring when costs are compared; all of them up to 16."""
-    count = SAMPLED_ORIGINS if size > 16 else size
-    return sorted({size * i // count for i in range(count)} | {size - 1})
+    if size <= 16:
+        return list(range(size))
+    # spread by the golden ratio: at regular distances they would all lie at the same place of a segment
+    return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
 
 
 def one_way(size: int, direction: int = 1) -> tuple[Lane, ...]:
@@ -188,9 +190,11 @@ def build_plan(
             f"query heads must be a multiple of K/V heads: got {query_heads} and {kv_heads};"
             " use a number of query heads that K/V heads divide (GQA)"
         )
-    walks = []
-    for heads, bound in head_classes(pattern, query_heads, kv_heads):
-        reads = ReadsOfShards(bound, layout)
-        taken = lanes or (choose_lanes(reads) if prune else one_way(layout.ring_size))
-        walks.append(Walk(reads, heads, taken, prune))
-    return Plan(pattern, layout, query_heads, kv_heads, tuple(walks))
+    classes = [
+        (heads, ReadsOfShards(bound, layout))
+        for heads, bound in head_classes(pattern, query_heads, kv_heads)
+    ]
+    # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
+    lanes = lanes or (choose_lanes(classes[0][1]) if prune else one_way(layout.ring_size))
+    walks = tuple(Walk(reads, heads, lanes, prune) for heads, reads in classes)
+    return Plan(pattern, layout, query_heads, kv_heads, walks)
