@@ -147,12 +147,14 @@ class Watch:
         self.noticed, self.exit_after_s = False, exit_after_s
         self._host = address.started_by
         self._since = 0.0  # when the fault was known here
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
+        self._lock, self._sending = threading.RLock(), threading.RLock()
         self._waiting: set[threading.Event] = set()
         hello = json.dumps({"token": address.token, "rank": rank}).encode() + b"\n"
         self._connection = _connect(address, hello)
         self._connection.settimeout(heartbeat_timeout_s)
         self._open = True
+        _prepare_the_end()
         threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
         _living.add(self)
 
@@ -307,6 +309,16 @@ def _say_goodbye() -> None:
         os._exit(1)
 
 
+_prepared_in: set[int] = set()
+
+
+def _prepare_the_end() -> None:
+    """Children of multiprocessing run no atexit functions, and forget at their start what was registered."""
+    if os.getpid() not in _prepared_in:
+        _prepared_in.add(os.getpid())
+        util.Finalize(None, _say_goodbye, exitpriority=100)
+
+
 def _forget_in_child() -> None:
     """A forked child (a data loader's worker) must not keep the connection open after this process's end."""
     for watch in list(_living):
@@ -316,5 +328,4 @@ def _forget_in_child() -> None:
 
 
 atexit.register(_say_goodbye)
-util.Finalize(None, _say_goodbye, exitpriority=100)  # children of multiprocessing run no atexit functions
 os.register_at_fork(after_in_child=_forget_in_child)
