@@ -37,6 +37,7 @@ VISITORS = {
     "runtime.ring_pass": set(ROOMS),
     "runtime.journey": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
+    "runtime.placed": {"runtime.merge"},  # the accumulators' dtype
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype

@@ -7,7 +7,7 @@ graph goes to Inductor, or to the backend that `inner` names.
     model = torch.compile(model, backend="ds_ring", options=options)
     logits = model(input_ids=ids_local, position_ids=positions_local, use_cache=False).logits
 
-Under `ds_ring.initialize` say `engine.compile(backend="ds_ring")`: mesh, pattern and layouts are the session's.
+Under `ds_ring.initialize` say `engine.compile(backend="ds_ring")`: the session knows the rest.
 
 [Note: refusals of a backend]
 Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that raises
@@ -36,12 +36,14 @@ from ds_ring.schedule.pattern_config import pattern_from_config
 
 NAME = "ds_ring"
 MASKS = ("check", "replace")
-_OF_A_PASS = tuple(f.name for f in fields(Options) if f.name not in ("scale", "kernel_options", "chunk_bytes"))
+_OF_A_PASS = tuple(
+    f.name for f in fields(Options) if f.name not in ("scale", "kernel_options", "chunk_bytes")
+)
 _OF_THE_RING = ("mesh", "pattern", "layout", "config", *_OF_A_PASS)
 _OF_THE_BACKEND = ("inner", "inner_options", "masks")
 
 _WHAT_TO_PASS = (
-    'pass options={"mesh": RingMesh.from_world(...), "pattern": ds_ring.Causal(), "layout": make_layout(...)} to'
+    'pass options={"mesh": RingMesh.from_world(...), "pattern": ds_ring.Causal(), "layout": ...} to'
     ' torch.compile, or start with ds_ring.initialize and say engine.compile(backend="ds_ring")'
 )
 
@@ -79,9 +81,7 @@ class BackendOptions:
                 close = get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 why = " (the session of ds_ring.initialize knows the ring)" if session is not None else ""
-                raise RingConfigError(
-                    f"options: expected some of {', '.join(known)}{why}, got {key!r}{hint}"
-                )
+                raise RingConfigError(f"options: expected some of {', '.join(known)}{why}, got {key!r}{hint}")
         own = {key: given.pop(key) for key in _OF_THE_BACKEND if key in given}
         if own.get("inner", "inductor") not in list_backends(exclude_tags=()):
             raise RingConfigError(

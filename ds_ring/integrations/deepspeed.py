@@ -245,8 +245,8 @@ def _teach_compile(engine: DeepSpeedEngine, session: RingSession) -> None:
         if backend == "ds_ring":
             if engine.is_deepcompile_enabled():
                 raise RingConfigError(
-                    'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has a'
-                    " backend of its own; set it to false"
+                    'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has'
+                    " a backend of its own; set it to false"
                 )
             from ds_ring.integrations.compile_backend import backend_of
 

@@ -4,7 +4,7 @@ Owns the reading only: which facts a mask states (causal, a window, packed docum
 ids. Whether a pattern may stand for it is graph_placement.py's. Nothing is guessed: a node that is not known
 here makes the mask unreadable, with the node's name and line.
 
-What is known is what transformers' `masking_utils` and hand-written masks of FlexAttention are made of:
+What is known is what transformers' `masking_utils` and hand-written masks of FlexAttention consist of,
 comparisons of query and key positions (or slots), joined by `&`. A padding mask is a fact that no pattern has.
 """
 
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     documents: bool = False
     positions: Node | None = None
 
-    def __and__(self, other: Facts) -> Facts:  # type: ignore[override]
+    def __and__(self, other: Facts) -> Facts:
         if None not in (self.positions, other.positions) and self.positions is not other.positions:
             raise RingPatternError("it is computed from two different tensors of positions")
         windows = [one for one in (self.window, other.window) if one is not None]
@@ -96,6 +96,9 @@ def read_mask(mask: Node, scope: Scope) -> Facts:
     Raises:
         RingPatternError: the mask cannot be read; says which operation, and where it stands.
     """
+    fake = mask.meta.get("example_value")
+    if isinstance(fake, torch.Tensor) and fake.dtype != torch.bool:
+        raise RingPatternError(f"it is added to the scores ({str(fake.dtype).removeprefix('torch.')})")
     return _as_facts(_read(mask, scope), mask)
 
 
@@ -145,6 +148,11 @@ def _unreadable(node: Node) -> RingPatternError:
 def _as_facts(meaning: Any, node: Node) -> Facts:
     if isinstance(meaning, Facts):
         return meaning
+    if isinstance(meaning, Along) and meaning.axis in (QUERY, KEY) and meaning.table[0] != "slots":
+        raise RingPatternError(
+            "it hides single tokens (padding); padding on the right needs no mask under a causal pattern,"
+            " other padding takes documents"
+        )
     raise _unreadable(node)
 
 
@@ -237,12 +245,10 @@ def _is_one_before(node: Any, positions: Node, scope: Scope) -> bool:
     if not (isinstance(node, Node) and name_of(node) == "sub" and node.args[1] == 1):
         return False
     first = _plain(node.args[0], scope)
-    is_first = isinstance(first, Node) and name_of(first) == "getitem"
-    return (
-        is_first
-        and first.args[1] == (slice(None), slice(None, 1))
-        and _plain(first.args[0], scope) is positions
-    )
+    if not (isinstance(first, Node) and name_of(first) == "getitem"):
+        return False
+    begins: bool = first.args[1] == (slice(None), slice(None, 1))
+    return begins and bool(_plain(first.args[0], scope) is positions)
 
 
 def _minus(node: Node, scope: Scope) -> Along | Distance | None:
@@ -257,7 +263,11 @@ def _minus(node: Node, scope: Scope) -> Along | Distance | None:
 
 def _plus(node: Node, scope: Scope) -> Along | None:
     left, right = (_read(arg, scope) for arg in node.args)
-    return left._replace(minus=left.minus - right) if isinstance(left, Along) and isinstance(right, int) else None
+    return (
+        left._replace(minus=left.minus - right)
+        if isinstance(left, Along) and isinstance(right, int)
+        else None
+    )
 
 
 def _equal(node: Node, scope: Scope) -> Facts | None:

@@ -1,7 +1,8 @@
 """Where the tokens of a compiled model lie: asked for, and held against its masks, in every run of the graph.
 
-Owns the sources of placements (options of the backend, or a session), the operator `ds_ring::place_attention`
-that the backend puts into a graph once per kind of mask, and the rule by which a pattern may stand for a mask.
+Owns the sources of placements (options of the backend, or a session), the operator
+`ds_ring::place_attention` that the backend puts into a graph once per kind of mask, and the rule by which a
+pattern may stand for a mask.
 See [Note: placements in compiled code] in runtime/placed.py.
 
 [Note: what may replace a mask]
@@ -53,8 +54,9 @@ class Place(NamedTuple):
 class Source(Protocol):
     """Knows, whenever a graph runs, where its tokens lie."""
 
-    mesh: RingMesh
-    pattern: Pattern
+    @property
+    def mesh(self) -> RingMesh:
+        """This process's place."""
 
     def place(self, local_tokens: int | None, scale: float | None) -> Place:
         """The placement of the batch in the model; `local_tokens` where the graph knows them."""
@@ -92,10 +94,6 @@ class SessionSource:
     @property
     def mesh(self) -> RingMesh:
         return self.session.mesh
-
-    @property
-    def pattern(self) -> Pattern:
-        return self.session.pattern
 
     def place(self, local_tokens: int | None, scale: float | None) -> Place:
         placement = self.session.placements.current
@@ -262,5 +260,3 @@ def needs_backend_op(position_ids: Tensor) -> Tensor:
 @needs_backend_op.register_fake
 def _(position_ids: Tensor) -> Tensor:
     return torch.empty_like(position_ids)
-
-

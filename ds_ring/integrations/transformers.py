@@ -168,8 +168,8 @@ def _attach_unmodified(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
     log.info(
-        'attn_implementation=%r in %s: its attention is the ring\'s after engine.compile(backend="ds_ring"), and'
-        " a forward pass without it raises",
+        'attn_implementation=%r in %s: its attention is the ring\'s after engine.compile(backend="ds_ring"),'
+        " and a forward pass without it raises",
         UNMODIFIED,
         name,
     )
