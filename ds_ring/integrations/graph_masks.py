@@ -4,8 +4,8 @@ Owns the reading only: which facts a mask states (causal, a window, packed docum
 ids. Whether a pattern may stand for it is graph_placement.py's. Nothing is guessed: a node that is not known
 here makes the mask unreadable, with the node's name and line.
 
-What is known is what transformers' `masking_utils` and hand-written masks of FlexAttention consist of,
-comparisons of query and key positions (or slots), joined by `&`. A padding mask is a fact that no pattern has.
+Known is what transformers' `masking_utils` and hand-written masks of FlexAttention are made of, comparisons
+of query and key positions (or slots), joined by `&`. A padding mask is a fact that no pattern has.
 """
 
 from __future__ import annotations
@@ -197,10 +197,11 @@ def _is_arange(node: Any, scope: Scope) -> bool:
     if not isinstance(node, Node):
         return False
     name = name_of(node)
-    if name == "add" and node.args[1] == 0:
+    if name == "add" and isinstance(node.args[1], int) and node.args[1] == 0:
         return _is_arange(node.args[0], scope)
     numbers = list(node.args)
-    return name == "arange" and (len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0))
+    starts_at_0 = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] in (0,))
+    return name == "arange" and starts_at_0
 
 
 def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
@@ -248,7 +249,8 @@ def _is_one_before(node: Any, positions: Node, scope: Scope) -> bool:
     if not (isinstance(first, Node) and name_of(first) == "getitem"):
         return False
     begins: bool = first.args[1] == (slice(None), slice(None, 1))
-    return begins and bool(_plain(first.args[0], scope) is positions)
+    whole: object = _plain(first.args[0], scope)
+    return begins and whole is positions
 
 
 def _minus(node: Node, scope: Scope) -> Along | Distance | None:
