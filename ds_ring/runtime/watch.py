@@ -66,8 +66,10 @@ def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Addre
             f" and {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host"
             f" of rank {rank}"
         )
-    addresses = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
-    hosts = ["127.0.0.1", *(a for a in addresses if not a.startswith("127.")), socket.gethostname()]
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
+    outside = [a for a in found if not a.startswith(("127.", "::1", "fe80"))]  # fe80: of one cable only
+    hosts = ["127.0.0.1", *outside, socket.gethostname()]
     return Address(int(done.stdout), hosts, token, rank)
 
 
