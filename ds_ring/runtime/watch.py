@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,6 +239,8 @@ class Watch:
 
     def _close(self) -> None:
         self._open = False
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the reader
         self._connection.close()
 
     def _run(self) -> None:
