@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,10 @@ def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Addre
             f" and {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host"
             f" of rank {rank}"
         )
-    addresses = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
-    hosts = ["127.0.0.1", *(a for a in addresses if not a.startswith("127.")), socket.gethostname()]
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
+    outside = [a for a in found if not a.startswith(("127.", "::1", "fe80"))]  # fe80: of one cable only
+    hosts = ["127.0.0.1", *outside, socket.gethostname()]
     return Address(int(done.stdout), hosts, token, rank)
 
 
@@ -236,6 +239,8 @@ class Watch:
 
     def _close(self) -> None:
         self._open = False
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the reader
         self._connection.close()
 
     def _run(self) -> None:
