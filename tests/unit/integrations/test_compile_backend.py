@@ -279,7 +279,7 @@ def test_a_mask_from_outside_raises_unless_the_pattern_replaces_it() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     tensors, mask = qkv(), torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    with pytest.raises(RingPatternError, match="comes into the graph from outside.*'masks': 'replace'"):
+    with pytest.raises(RingPatternError, match=r"comes into the graph from outside.*'masks': 'replace'"):
         compiled(attend)(*tensors, mask)
     torch._dynamo.reset()
     got = compiled(attend, masks="replace")(*tensors, mask)
