@@ -63,6 +63,12 @@ class Calls(NamedTuple):
     backward: Call
 
 
+def _at(table: Tensor, *indices: Tensor) -> Tensor:
+    """One element, as an operator: Dynamo's derivation of a joint graph reads the numbers of `table[i, j]`."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
 def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """m of a pair, the band aside: in how many branches both have the same class."""
     pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
@@ -72,8 +78,8 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         total = None
         for q_label, k_label in pairs:
             member = head % members
-            own = q_label[member, query]
-            same = ((own == k_label[member, key]) & (own >= 0)).to(torch.int32)
+            own = _at(q_label, member, query)
+            same = ((own == _at(k_label, member, key)) & (own >= 0)).to(torch.int32)
             total = same if total is None else total + same
         assert total is not None
         return total
@@ -308,7 +314,9 @@ def _rows(first_and_length: tuple[int, int]) -> Rows:
 def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
     """Slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
     first, length = rows
-    return _dynamic(x.detach()[:, :, first : first + length].contiguous(), 2)
+    part = x.detach()[:, :, first : first + length].contiguous()
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
+    return _dynamic(part.as_strided(part.shape, strides), 2)
 
 
 def _dynamic(x: Tensor, *dims: int) -> Tensor:
