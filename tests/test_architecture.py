@@ -38,6 +38,7 @@ VISITORS = {
     "runtime.journey": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
+    "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},
