@@ -1,4 +1,4 @@
-"""Tiles of a hop -> what FlexAttention's kernels read: blocks to visit, and labels of tokens for what is inside.
+"""Tiles of a hop -> what FlexAttention reads: blocks to visit, and labels of tokens for what is inside.
 
 Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
 that the tiles were cut from (`schedule/rule.py`); tokens that no tile covers have no class and are not seen.
@@ -58,8 +58,8 @@ class HopTensors(NamedTuple):
         functions: masks of single pairs; Python, the same object for every hop.
     """
 
-    q: Side
-    k: Side
+    q: Tokens
+    k: Tokens
     least: Tensor
     most: Tensor
     partial_rows: Table
@@ -149,13 +149,16 @@ def _build(tiles: Tiles, block: int, device: torch.device) -> HopMask:
         partial.append(of_member[~is_full])
         full.append(of_member[is_full])
     shape = q.labels.shape[0], len(q.position) // block, len(k.position) // block
-    tables = [
+    tables = (
         _table(np.concatenate(blocks), shape, by_key, device)
         for by_key in (False, True)
         for blocks in (partial, full)
-    ]
-    bounds = (torch.tensor(bound, dtype=torch.int32, device=device) for bound in (least, most))
-    tensors = HopTensors(q.on(device), k.on(device), *bounds, *tables, rule.masks)
+    )
+    at_least, at_most = (torch.tensor(x, dtype=torch.int32, device=device) for x in (least, most))
+    rows, full_rows, columns, full_columns = tables
+    tensors = HopTensors(
+        q.on(device), k.on(device), at_least, at_most, rows, full_rows, columns, full_columns, rule.masks
+    )
     return HopMask((q.first, q.length), (k.first, k.length), tensors)
 
 

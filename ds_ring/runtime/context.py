@@ -247,7 +247,7 @@ class RingContext:
             RingShapeError, RingMismatchError: as in `prepare`.
         """
         refused: RingError | None = None
-        options, where, fields = self.options, b"", {}
+        where, fields = b"", {}
         try:
             if self.refused is not None:
                 raise self.refused.with_traceback(None)

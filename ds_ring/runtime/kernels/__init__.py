@@ -15,7 +15,11 @@ from ds_ring.runtime.kernels.reference import ReferenceKernel
 
 __all__ = ["Kernel", "get_kernel"]
 
-_KERNELS: dict[str, Callable[..., Kernel]] = {"reference": ReferenceKernel, "cpu": CpuKernel, "flex": FlexKernel}
+_KERNELS: dict[str, Callable[..., Kernel]] = {
+    "reference": ReferenceKernel,
+    "cpu": CpuKernel,
+    "flex": FlexKernel,
+}
 _FAST = {"cpu": "cpu", "cuda": "flex"}  # of a kind of device
 _log = logging.getLogger(__name__)
 

@@ -241,7 +241,7 @@ class FlexKernel:
         out, lse = self._calls.forward(q, k, v, _marked(mask.tensors), self._block, scale, self._options)
         return out, lse if self._natural else lse * math.log(2)
 
-    @torch.no_grad()
+    @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
     def _operator(
         self,
         grad_out: Tensor,
@@ -257,9 +257,7 @@ class FlexKernel:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
         tensors = _marked(mask.tensors)
-        return self._calls.backward(
-            grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options
-        )
+        return self._calls.backward(grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options)
 
     @torch.enable_grad()
     def _recomputed(

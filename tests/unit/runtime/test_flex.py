@@ -79,9 +79,7 @@ def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_nam
             whole[:n, :m] = painted[q0:, k0:]
             blocks = (whole > 0).reshape(rows, block, columns, block)
             at = member % tensors.partial_rows.count.shape[1]
-            partial, full = (
-                listed(t, at, columns)[:rows] for t in (tensors.partial_rows, tensors.full_rows)
-            )
+            partial, full = (listed(t, at, columns)[:rows] for t in (tensors.partial_rows, tensors.full_rows))
             assert not (partial & full).any()
             assert (blocks.any((1, 3)) <= (partial | full)).all(), "a block is missing"
             assert (full <= blocks.all((1, 3))).all(), "a block is not full"
@@ -93,7 +91,10 @@ def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_nam
 
 def test_full_blocks_are_found() -> None:
     """Causal and dilated in residue order: what is wholly attended needs no mask."""
-    for pattern, name, least in ((Causal(), "zigzag", 0.7), (Dilated((256, 1024), (1, 4)), "residue", 0.3)):
+    for pattern, name, least in (
+        (Causal(), "zigzag", 0.7),
+        (Dilated((256, 1024), (1, 4), False), "residue", 0.3),
+    ):
         layout = layout_for(name, pattern, tokens=2048, ring_size=1)
         tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).walks[0].visits[0].tiles
         tensors = hop_mask(tiles, 64, CPU).tensors
@@ -106,9 +107,12 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     tiles = SlidingWindow(1000).tiles(runs, runs)
     tensors = hop_mask(tiles, 128, CPU).tensors
     assert hop_mask(tiles, 128, CPU).tensors is tensors
-    for rows, columns in ((tensors.partial_rows, tensors.full_rows), (tensors.partial_columns, tensors.full_columns)):
+    for rows, columns in (
+        (tensors.partial_rows, tensors.full_rows),
+        (tensors.partial_columns, tensors.full_columns),
+    ):
         assert rows.index.shape[3] + columns.index.shape[3] <= 1000 // 128 + 4
-    assert tensors.nbytes < 1 << 20
+    assert tensors.nbytes < 1 << 21
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))
