@@ -31,8 +31,8 @@ KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
 class Table(NamedTuple):
     """Blocks row by row: how many int32 [1, members, rows], and which int32 [1, members, rows, widest]."""
 
-    count: Tensor
-    index: Tensor
+    counts: Tensor
+    blocks: Tensor
 
 
 class Tokens(NamedTuple):
@@ -89,18 +89,19 @@ class HopMask(NamedTuple):
     tensors: HopTensors
 
 
-def hop_mask(tiles: Tiles, block: int, device: torch.device) -> HopMask:
+def hop_mask(tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0) -> HopMask:
     """The mask of a table of tiles (not empty); the same object gives the same answer at once.
 
     Args:
         tiles: of one hop, with a rule.
         block: side of a block in slots.
         device: where the tables are to lie.
+        shortest: at least so many queries, of `slots` that there are.
     """
-    key = (tiles, block, device)
+    key = (tiles, block, device, shortest, slots)
     found = _kept.get(key)
     if found is None:
-        found = _build(tiles, block, device)
+        found = _build(tiles, block, device, shortest, slots)
         _kept[key] = found
         while len(_kept) > 1 and sum(mask.tensors.nbytes for mask in list(_kept.values())) > KEPT_BYTES:
             _kept.popitem(last=False)
@@ -109,7 +110,7 @@ def hop_mask(tiles: Tiles, block: int, device: torch.device) -> HopMask:
     return found
 
 
-_kept: OrderedDict[tuple[Tiles, int, torch.device], HopMask] = OrderedDict()
+_kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,10 @@ class _Side:
         return Tokens(position, tuple(x.contiguous() for x in labels.unbind(1)))
 
 
-def _build(tiles: Tiles, block: int, device: torch.device) -> HopMask:
+def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots: int) -> HopMask:
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
-    q, k = _sides(tiles, block)
+    q, k = _sides(tiles, block, shortest, slots)
     least, most = (max(-FARTHEST, min(bound, FARTHEST)) for bound in rule.distance)
     partial, full = [], []
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
@@ -162,10 +163,10 @@ def _build(tiles: Tiles, block: int, device: torch.device) -> HopMask:
     return HopMask((q.first, q.length), (k.first, k.length), tensors)
 
 
-def _sides(tiles: Tiles, block: int) -> tuple[_Side, _Side]:
+def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, _Side]:
     """Both sides, labelled together."""
     assert tiles.rule is not None
-    sides = [_positions(axis, block) for axis in (tiles.q, tiles.k)]
+    sides = [_positions(tiles.q, block, shortest, slots), _positions(tiles.k, block)]
     both = np.concatenate([position for _, _, position in sides])
     assert both.max(initial=0) <= FARTHEST, f"position {both.max()} does not fit into 32 bits"
     labels = np.where(both < 0, NO_CLASS, tiles.rule.labels(np.maximum(both, 0)))
@@ -177,12 +178,14 @@ def _sides(tiles: Tiles, block: int) -> tuple[_Side, _Side]:
     return q, k
 
 
-def _positions(axis: Axis, block: int) -> tuple[int, int, IntArray]:
+def _positions(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> tuple[int, int, IntArray]:
     """First slot, number of slots, and the position of each (-1: none), padded to whole blocks."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     slot, slot_step, position, step, length = np.unique(np.stack(columns, axis=1), axis=0).T
     first = int(slot.min()) // block * block
-    end = int((slot + (length - 1) * slot_step).max()) + 1
+    if slots:
+        first = min(first, (slots - shortest) // block * block)
+    end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)
     found = np.full(-(-(end - first) // block) * block, -1, dtype=np.int64)
     row = np.repeat(np.arange(len(length)), length)
     within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)

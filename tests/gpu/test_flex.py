@@ -1,7 +1,7 @@
 """The CUDA path, settled by one run on a GPU: kernel "flex" against float64, virtual ranks on one device.
 
 Nothing here is judged by itself: out, lse and every gradient are held against dense float64 on the same
-inputs, rounded to the dtype first. Run it with torch 2.13 and with torch 2.11 (gradients by a recomputed hop).
+inputs, rounded to the dtype first. Run it with torch 2.13 and with 2.11 (gradients by a recomputed hop).
 """
 
 from __future__ import annotations

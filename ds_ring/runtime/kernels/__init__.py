@@ -33,8 +33,8 @@ def get_kernel(
     Args:
         name: "auto", "cpu", "flex" or "reference".
         device_type: of the tensors, "cpu" or "cuda".
-        options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex" those of
-            FlexAttention.
+        options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
+            those of FlexAttention.
         block_size: of the JSON; side of a block of "flex", in slots.
 
     Raises:

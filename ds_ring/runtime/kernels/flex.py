@@ -12,8 +12,8 @@ compiled anew: another number of heads, head_dim, dtype, scale, number of branch
 [Note: the backward operator]
 The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
 `flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
-`_finalize_outputs` says so of the forward operator). Before torch 2.13 Dynamo cannot derive the operator's joint
-graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With
+`_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With
 w = exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
 """
 
@@ -42,6 +42,7 @@ from ds_ring.schedule.tiles import Tiles
 
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own
+SHORTEST = 128  # queries; Inductor compiles anew for fewer, whatever BACKEND says (torch 2.13)
 INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that this kernel sets itself
 DEFAULTS = {  # those of the public call, which this one goes past
     "PRESCALE_QK": False,
@@ -64,7 +65,7 @@ class Calls(NamedTuple):
 
 
 def _at(table: Tensor, *indices: Tensor) -> Tensor:
-    """One element, as an operator: Dynamo's derivation of a joint graph reads the numbers of `table[i, j]`."""
+    """One element, as an operator: a joint graph is derived by calling this, and `table[i, j]` would read."""
     found: Tensor = torch.ops.aten.index.Tensor(table, indices)
     return found
 
@@ -187,8 +188,8 @@ class FlexKernel:
         self._recompute = recompute if recompute is not None else bool(backend) and not operator_compiles()
         if self._recompute:
             _log.warning(
-                "ds_ring: kernel 'flex' computes every hop again in the backward pass (29 %% more FLOPs): torch"
-                " %s does not compile flex_attention_backward by itself, torch 2.13 does",
+                "ds_ring: kernel 'flex' computes every hop again in the backward pass (29 %% more FLOPs):"
+                " torch %s does not compile flex_attention_backward by itself, torch 2.13 does",
                 torch.__version__,
             )
 
@@ -196,9 +197,9 @@ class FlexKernel:
         if not len(tiles):
             return
         mask = self._mask(q, tiles)
-        keys = (_part(x, mask.k_rows) for x in (k, v))
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
         with torch.no_grad(), _no_autocast(q):
-            out, lse = self._attend(_part(q, mask.q_rows), *keys, mask, scale)
+            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, scale)
         yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
 
     def backward(
@@ -215,18 +216,18 @@ class FlexKernel:
         if not len(tiles):
             return
         mask = self._mask(q, tiles)
-        queries = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
-        keys = (_part(x, mask.k_rows) for x in (k, v))
+        grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
         call = self._recomputed if self._recompute else self._operator
         with _no_autocast(q):
-            grads = call(*queries, *keys, mask, scale)
-        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), *grads)
+            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale)
+        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
 
     def executed_pairs(self, tiles: Tiles) -> int:
         if not len(tiles):
             return 0
         tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors
-        counts = tensors.partial_rows.count + tensors.full_rows.count
+        counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * self._block**2 // counts.shape[1]
 
     def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
@@ -234,7 +235,7 @@ class FlexKernel:
             raise RingShapeError(
                 f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
             )
-        return hop_mask(tiles, self._block, q.device)
+        return hop_mask(tiles, self._block, q.device, min(q.shape[2], SHORTEST), q.shape[2])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse) of one hop, the lse natural."""
@@ -253,7 +254,7 @@ class FlexKernel:
         mask: HopMask,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) by the operator; a row that sees nothing has a finite lse, so that no NaN is formed."""
+        """(dq, dk, dv) by the operator; rows that see nothing get a finite lse: no NaN is formed."""
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
         tensors = _marked(mask.tensors)
@@ -272,7 +273,7 @@ class FlexKernel:
         scale: float,
     ) -> tuple[Tensor, ...]:
         """(dq, dk, dv) by autograd of a recomputed hop; see [Note: the backward operator]."""
-        leaves = tuple(x.requires_grad_() for x in (q, k, v))
+        leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out_hop, lse_hop = self._attend(*leaves, mask, scale)
         with torch.no_grad():
             finite = lse.masked_fill(lse == float("-inf"), 0.0)
@@ -330,8 +331,8 @@ def _marked(tensors: HopTensors) -> HopTensors:
         for labels in tokens.labels:
             _dynamic(labels, 1)
     for table in (tensors.partial_rows, tensors.full_rows, tensors.partial_columns, tensors.full_columns):
-        _dynamic(table.count, 2)
-        _dynamic(table.index, 2, 3)
+        _dynamic(table.counts, 2)
+        _dynamic(table.blocks, 2, 3)
     return tensors
 
 

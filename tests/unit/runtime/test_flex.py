@@ -1,5 +1,8 @@
-"""FlexAttention without a GPU: its masks against painted tiles, and the kernel on the CPU, compiled by Dynamo
-with the operators' dense mathematics (torch.compile's backend "eager"). What only CUDA runs is in tests/gpu."""
+"""FlexAttention without a GPU: its masks against painted tiles, and the kernel on the CPU.
+
+There Dynamo compiles it (torch.compile's backend "eager") and the operators' dense mathematics run. What only
+CUDA runs is in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_nam
             whole = np.zeros((rows * block, columns * block), dtype=int)
             whole[:n, :m] = painted[q0:, k0:]
             blocks = (whole > 0).reshape(rows, block, columns, block)
-            at = member % tensors.partial_rows.count.shape[1]
+            at = member % tensors.partial_rows.counts.shape[1]
             partial, full = (listed(t, at, columns)[:rows] for t in (tensors.partial_rows, tensors.full_rows))
             assert not (partial & full).any()
             assert (blocks.any((1, 3)) <= (partial | full)).all(), "a block is missing"
@@ -91,14 +94,12 @@ def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_nam
 
 def test_full_blocks_are_found() -> None:
     """Causal and dilated in residue order: what is wholly attended needs no mask."""
-    for pattern, name, least in (
-        (Causal(), "zigzag", 0.7),
-        (Dilated((256, 1024), (1, 4), False), "residue", 0.3),
-    ):
+    dilated = Dilated((256, 1024), (1, 4), False)
+    for pattern, name, least in ((Causal(), "zigzag", 0.7), (dilated, "residue", 0.3)):
         layout = layout_for(name, pattern, tokens=2048, ring_size=1)
         tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).walks[0].visits[0].tiles
         tensors = hop_mask(tiles, 64, CPU).tensors
-        full, partial = int(tensors.full_rows.count.sum()), int(tensors.partial_rows.count.sum())
+        full, partial = int(tensors.full_rows.counts.sum()), int(tensors.partial_rows.counts.sum())
         assert full / (full + partial) > least, (pattern, full, partial)
 
 
@@ -107,11 +108,8 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     tiles = SlidingWindow(1000).tiles(runs, runs)
     tensors = hop_mask(tiles, 128, CPU).tensors
     assert hop_mask(tiles, 128, CPU).tensors is tensors
-    for rows, columns in (
-        (tensors.partial_rows, tensors.full_rows),
-        (tensors.partial_columns, tensors.full_columns),
-    ):
-        assert rows.index.shape[3] + columns.index.shape[3] <= 1000 // 128 + 4
+    for partial, full in (tensors[4:6], tensors[6:8]):
+        assert partial.blocks.shape[3] + full.blocks.shape[3] <= 1000 // 128 + 4
     assert tensors.nbytes < 1 << 21
 
 
