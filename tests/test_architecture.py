@@ -39,6 +39,7 @@ VISITORS = {
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.placed": {"runtime.merge"},  # the accumulators' dtype
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
+    "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},

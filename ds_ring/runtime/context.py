@@ -43,13 +43,14 @@ class Options:
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
-        kernel: "auto", "cpu" or "reference".
+        kernel: "auto", "cpu", "flex" or "reference".
         transport: "ring", or the yardstick "all_gather".
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
+        block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes 1 MiB on the CPU and 64 MiB elsewhere, where few
             heads would not fill the device.
     """
@@ -63,6 +64,7 @@ class Options:
     check_finite: bool = False
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
+    block_size: int = 128
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -156,7 +158,11 @@ class RingContext:
         layout = self.layout_for(q.shape[2] * parts)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
-        return layout, get_kernel(self.options.kernel, q.device.type, self.options.kernel_options)
+        return layout, self._kernel(q)
+
+    def _kernel(self, q: Tensor) -> Kernel:
+        options = self.options
+        return get_kernel(options.kernel, q.device.type, options.kernel_options, options.block_size)
 
     def agree(
         self,
@@ -241,7 +247,7 @@ class RingContext:
             RingShapeError, RingMismatchError: as in `prepare`.
         """
         refused: RingError | None = None
-        options, where, fields = self.options, b"", {}
+        where, fields = b"", {}
         try:
             if self.refused is not None:
                 raise self.refused.with_traceback(None)
@@ -250,7 +256,7 @@ class RingContext:
             layout = self.layout_for(k.shape[2])
             check_keys(k.shape[2], layout.local_tokens)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
-            kernel = get_kernel(options.kernel, q.device.type, options.kernel_options)
+            kernel = self._kernel(q)
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",

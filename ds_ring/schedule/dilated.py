@@ -32,6 +32,8 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.rule import NO_CLASS
+from ds_ring.schedule.slots import IntArray
 from ds_ring.schedule.tiles import UNBOUNDED, Tiles, repeat_rows
 from ds_ring.schedule.weights import Weights
 
@@ -150,6 +152,11 @@ class BoundDilated(Pattern):
         for index, offsets in enumerate(self.members):
             parts += self._refine_one(tiles.for_member(index if len(self.members) > 1 else -1), offsets)
         return Tiles.concat(parts)
+
+    def labels(self, positions: IntArray) -> IntArray:
+        w, r = (np.array(x)[None, :, None] for x in (self.segment_lengths, self.dilation_rates))
+        held = positions % w % r == np.array(self.members)[:, :, None]
+        return np.where(held, positions // w, NO_CLASS)
 
     def _refine_one(self, tiles: Tiles, offsets: tuple[int, ...]) -> list[Tiles]:
         lengths, rates = self.segment_lengths, self.dilation_rates

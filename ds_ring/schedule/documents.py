@@ -10,6 +10,7 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.pattern import IntArray, Pattern
+from ds_ring.schedule.rule import NO_CLASS
 from ds_ring.schedule.tiles import Tiles, repeat_rows
 
 
@@ -74,6 +75,11 @@ class Documents(Pattern):
         partner = order[first[stretch[row]] + which]
         tiles = tiles.rows(row)
         return tiles.sides(tiles.q, tiles.k.between(starts[partner], ends[partner]))
+
+    def labels(self, positions: IntArray) -> IntArray:
+        ids = np.array(self.ids, dtype=np.int64)
+        numbers = np.where(ids < 0, NO_CLASS, np.unique(ids, return_inverse=True)[1])
+        return numbers[np.searchsorted(self.starts, positions, side="right") - 1][None, None]
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         per_token = np.repeat(self.ids, np.diff(np.append(self.starts, self.tokens)))

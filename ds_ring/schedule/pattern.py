@@ -8,7 +8,6 @@ A pattern knows no layout, no rank and no tensor library. Dilated and documents 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +15,10 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.cuts import cut_by_distance
+from ds_ring.schedule.rule import MaskFunction, meet, one_class
 from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles
 
 IntArray = np.ndarray
-MaskFunction = Callable[[Any, Any, Any, Any], Any]
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
 
@@ -55,6 +54,10 @@ class Pattern:
         """What is left of (FULL) rectangles, the band of distances not yet cut."""
         return tiles
 
+    def labels(self, positions: IntArray) -> IntArray:
+        """The classes that attend to one another; see schedule/rule.py, [Note: bands and labels]."""
+        return one_class(positions)
+
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
         """The pattern of the query heads that share one K/V head; equal patterns mean equal needs."""
         return self
@@ -71,7 +74,7 @@ class Pattern:
 
     def cut(self, rectangles: Tiles) -> Tiles:
         """The non-empty tiles of some rectangles."""
-        near = _may_touch(rectangles, *self.distance)
+        near = replace(_may_touch(rectangles, *self.distance), rule=self)
         if not self.masks:
             return cut_by_distance(self.refine(near), *self.distance)
         blocks = self.refine(near).in_blocks(MASK_BLOCK).of_kind(Kind.PARTIAL)
@@ -238,6 +241,9 @@ class Both(Pattern):
 
     def refine(self, tiles: Tiles) -> Tiles:
         return self.second.refine(self.first.refine(tiles))
+
+    def labels(self, positions: IntArray) -> IntArray:
+        return meet(self.first.labels(positions), self.second.labels(positions))
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
         return Both(*(part.bind(heads, query_heads, kv_heads) for part in (self.first, self.second)))

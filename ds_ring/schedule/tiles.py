@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_ring.schedule.rule import Rule
 from ds_ring.schedule.slots import IntArray
 from ds_ring.schedule.weights import Weights
 
@@ -106,6 +107,7 @@ class Tiles:
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
         mask: what is attended inside PARTIAL tiles, a function of query and key positions; None without.
+        rule: what the tiles were cut from; the same pairs, with the same m. None where nobody said.
     """
 
     q: Axis
@@ -116,6 +118,7 @@ class Tiles:
     weight: IntArray
     weights: tuple[Weights, ...] = ()
     mask: Callable[[Any, Any], Any] | None = None
+    rule: Rule | None = None
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -132,7 +135,7 @@ class Tiles:
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
         columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask)
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask, self.rule)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """The same rows with other sides; rows that became empty are dropped."""
@@ -189,6 +192,7 @@ class Tiles:
             np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
             weights,
             next((p.mask for p in parts if p.mask is not None), None),
+            next((p.rule for p in parts if p.rule is not None), None),
         )
 
     def in_blocks(self, side: int) -> Tiles:

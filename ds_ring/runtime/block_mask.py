@@ -1,0 +1,227 @@
+"""Tiles of a hop -> what FlexAttention reads: blocks to visit, and labels of tokens for what is inside.
+
+Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
+that the tiles were cut from (`schedule/rule.py`); tokens that no tile covers have no class and are not seen.
+
+[Note: tables of blocks]
+`BlockMask.from_kv_blocks` is not used: it turns the rows into columns through a dense table of all (n / B)^2
+blocks. Both directions are sorted from the list of blocks here, trimmed to the widest row. No side of a table
+is below 2: torch.compile takes a size of 1 for a constant and would compile again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.schedule.blocks import blocks_of_tiles
+from ds_ring.schedule.rule import NO_CLASS, MaskFunction
+from ds_ring.schedule.slots import IntArray
+from ds_ring.schedule.tiles import Axis, Tiles
+
+FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and a distance has to fit as well
+KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
+
+
+class Table(NamedTuple):
+    """Blocks row by row: how many int32 [1, members, rows], and which int32 [1, members, rows, widest]."""
+
+    counts: Tensor
+    blocks: Tensor
+
+
+class Tokens(NamedTuple):
+    """The queries or the keys of a hop, from the first block that a tile touches to the last slot of one.
+
+    Attributes:
+        position: int32 [n]; 0 where no tile covers the slot.
+        labels: int32 [members, n] for each branch; -1 for no class.
+    """
+
+    position: Tensor
+    labels: tuple[Tensor, ...]
+
+
+class HopTensors(NamedTuple):
+    """One hop on the device: all that a compiled function needs to know of it, without a number that varies.
+
+    Attributes:
+        q, k: its tokens.
+        least, most: of query position - key position; int32, 0-d.
+        partial_rows, full_rows: key blocks of each query block, with a mask inside and without.
+        partial_columns, full_columns: query blocks of each key block.
+        functions: masks of single pairs; Python, the same object for every hop.
+    """
+
+    q: Tokens
+    k: Tokens
+    least: Tensor
+    most: Tensor
+    partial_rows: Table
+    full_rows: Table
+    partial_columns: Table
+    full_columns: Table
+    functions: tuple[MaskFunction, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tables on the device."""
+        tables = (self.partial_rows, self.full_rows, self.partial_columns, self.full_columns)
+        tokens = (x for side in (self.q, self.k) for x in (side.position, *side.labels))
+        return sum(x.nbytes for table in tables for x in table) + sum(x.nbytes for x in tokens)
+
+
+class HopMask(NamedTuple):
+    """One hop: where in the local tensors its tokens lie, and its tensors.
+
+    Attributes:
+        q_rows, k_rows: first slot, a multiple of the block, and number of slots.
+        tensors: the rest.
+    """
+
+    q_rows: tuple[int, int]
+    k_rows: tuple[int, int]
+    tensors: HopTensors
+
+
+def hop_mask(tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0) -> HopMask:
+    """The mask of a table of tiles (not empty); the same object gives the same answer at once.
+
+    Args:
+        tiles: of one hop, with a rule.
+        block: side of a block in slots.
+        device: where the tables are to lie.
+        shortest: at least so many queries, of `slots` that there are.
+    """
+    key = (tiles, block, device, shortest, slots)
+    found = _kept.get(key)
+    if found is None:
+        found = _build(tiles, block, device, shortest, slots)
+        _kept[key] = found
+        while len(_kept) > 1 and sum(mask.tensors.nbytes for mask in list(_kept.values())) > KEPT_BYTES:
+            _kept.popitem(last=False)
+    else:
+        _kept.move_to_end(key)
+    return found
+
+
+_kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class _Side:
+    """`Tokens` in numpy, padded to whole blocks with tokens of no class; labels [members, branches, n]."""
+
+    first: int
+    length: int
+    position: IntArray
+    labels: IntArray
+
+    def blocks(self, block: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Of every block the least and the greatest position, and the label if all of it has one (or -1)."""
+        position = self.position.reshape(-1, block)
+        labels = self.labels.reshape(*self.labels.shape[:2], -1, block)
+        least = labels.min(-1)
+        return position.min(-1), position.max(-1), np.where(labels.max(-1) == least, least, NO_CLASS)
+
+    def on(self, device: torch.device) -> Tokens:
+        labels = torch.from_numpy(self.labels[..., : self.length].astype(np.int32)).to(device)
+        position = torch.from_numpy(self.position[: self.length].astype(np.int32)).to(device)
+        return Tokens(position, tuple(x.contiguous() for x in labels.unbind(1)))
+
+
+def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots: int) -> HopMask:
+    rule = tiles.rule
+    assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
+    q, k = _sides(tiles, block, shortest, slots)
+    least, most = (max(-FARTHEST, min(bound, FARTHEST)) for bound in rule.distance)
+    partial, full = [], []
+    shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
+    for member in range(q.labels.shape[0]):
+        found = blocks_of_tiles(shifted.for_member(member), block)
+        is_full = _are_full(found, member, q.blocks(block), k.blocks(block), (least, most))
+        is_full &= not rule.masks
+        of_member = np.concatenate([np.full((len(found), 1), member), found], axis=1)
+        partial.append(of_member[~is_full])
+        full.append(of_member[is_full])
+    shape = q.labels.shape[0], len(q.position) // block, len(k.position) // block
+    tables = (
+        _table(np.concatenate(blocks), shape, by_key, device)
+        for by_key in (False, True)
+        for blocks in (partial, full)
+    )
+    at_least, at_most = (torch.tensor(x, dtype=torch.int32, device=device) for x in (least, most))
+    rows, full_rows, columns, full_columns = tables
+    tensors = HopTensors(
+        q.on(device), k.on(device), at_least, at_most, rows, full_rows, columns, full_columns, rule.masks
+    )
+    return HopMask((q.first, q.length), (k.first, k.length), tensors)
+
+
+def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, _Side]:
+    """Both sides, labelled together."""
+    assert tiles.rule is not None
+    sides = [_positions(tiles.q, block, shortest, slots), _positions(tiles.k, block)]
+    both = np.concatenate([position for _, _, position in sides])
+    assert both.max(initial=0) <= FARTHEST, f"position {both.max()} does not fit into 32 bits"
+    labels = np.where(both < 0, NO_CLASS, tiles.rule.labels(np.maximum(both, 0)))
+    parts = np.split(labels, [len(sides[0][2])], axis=-1)
+    q, k = (
+        _Side(first, length, np.maximum(position, 0), part)
+        for (first, length, position), part in zip(sides, parts, strict=True)
+    )
+    return q, k
+
+
+def _positions(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> tuple[int, int, IntArray]:
+    """First slot, number of slots, and the position of each (-1: none), padded to whole blocks."""
+    columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
+    slot, slot_step, position, step, length = np.unique(np.stack(columns, axis=1), axis=0).T
+    first = int(slot.min()) // block * block
+    if slots:
+        first = min(first, (slots - shortest) // block * block)
+    end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)
+    found = np.full(-(-(end - first) // block) * block, -1, dtype=np.int64)
+    row = np.repeat(np.arange(len(length)), length)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
+    found[slot[row] - first + slot_step[row] * within] = position[row] + step[row] * within
+    return first, end - first, found
+
+
+def _from(axis: Axis, first: int) -> Axis:
+    return replace(axis, slot=axis.slot - first)
+
+
+def _are_full(
+    found: IntArray, member: int, q: tuple[IntArray, ...], k: tuple[IntArray, ...], bounds: tuple[int, int]
+) -> IntArray:
+    """True for the blocks (query block, key block) of which every pair is attended.
+
+    A block is one if some branch has all its queries and keys in one class, within the band; others that
+    are full cost a mask and are still right.
+    """
+    (q_least, q_most, q_class), (k_least, k_most, k_class) = q, k
+    i, j = found.T
+    within = (q_least[i] - k_most[j] >= bounds[0]) & (q_most[i] - k_least[j] <= bounds[1])
+    ours, theirs = q_class[member][:, i], k_class[member][:, j]
+    full: IntArray = within & ((ours == theirs) & (ours >= 0)).any(0)
+    return full
+
+
+def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> Table:
+    """Blocks (member, query block, key block), row by row; [Note: tables of blocks]."""
+    members, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
+    row = found[:, 0] * rows + found[:, 2 if by_key else 1]
+    column = found[:, 1 if by_key else 2]
+    order = np.lexsort([column, row])
+    row, column = row[order], column[order]
+    count = np.bincount(row, minlength=members * rows)
+    index = np.zeros((members * rows, max(int(count.max()), 2)), dtype=np.int32)
+    index[row, np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)] = column
+    counts = torch.from_numpy(count.astype(np.int32)).view(1, members, rows)
+    return Table(counts.to(device), torch.from_numpy(index).view(1, members, rows, -1).to(device))

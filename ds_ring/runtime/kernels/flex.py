@@ -1,0 +1,341 @@
+"""FlexAttention, forward and backward, compiled once for all hops and layers.
+
+Owns the calls into PyTorch's FlexAttention. What is attended comes as tensors (`runtime/block_mask.py`): a
+compiled function sees no number that differs from hop to hop.
+
+[Note: one compilation]
+torch.compile makes constants of Python integers and of sizes that it was not told about. So everything that
+differs from hop to hop enters as a tensor whose token dimensions are marked dynamic, the BlockMask is put
+together inside the compiled function, and inputs are contiguous (strides are constants too). What remains is
+compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function.
+
+[Note: the backward operator]
+The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
+`flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
+`_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With
+w = exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import (
+    flex_attention as forward_operator,
+)
+from torch._higher_order_ops.flex_attention import (
+    flex_attention_backward as backward_operator,
+)
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
+
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
+from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
+from ds_ring.schedule.tiles import Tiles
+
+ALL_HEADS = slice(None)
+BLOCK = 128  # side of a block, slots: FlexAttention's own
+SHORTEST = 128  # queries; Inductor compiles anew for fewer, whatever BACKEND says (torch 2.13)
+INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that this kernel sets itself
+DEFAULTS = {  # those of the public call, which this one goes past
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+_log = logging.getLogger(__name__)
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+class Calls(NamedTuple):
+    """Compiled functions; see `_forward` and `_backward` for what they take."""
+
+    forward: Call
+    backward: Call
+
+
+def _at(table: Tensor, *indices: Tensor) -> Tensor:
+    """One element, as an operator: a joint graph is derived by calling this, and `table[i, j]` would read."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
+def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """m of a pair, the band aside: in how many branches both have the same class."""
+    pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
+    members = pairs[0][0].shape[0]
+
+    def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        total = None
+        for q_label, k_label in pairs:
+            member = head % members
+            own = _at(q_label, member, query)
+            same = ((own == _at(k_label, member, key)) & (own >= 0)).to(torch.int32)
+            total = same if total is None else total + same
+        assert total is not None
+        return total
+
+    return count
+
+
+def _block_mask(mask: HopTensors, block: int) -> BlockMask:
+    """The BlockMask of a hop, its mask a function of captured tensors."""
+    count, (q, k, least, most) = _count(mask), mask[:4]
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        q_position, k_position = q.position[query], k.position[key]
+        gap = q_position - k_position
+        visible = (count(head, query, key) > 0) & (gap >= least) & (gap <= most)
+        for function in mask.functions:
+            visible = visible & function(None, None, q_position, k_position)
+        return visible
+
+    return BlockMask(
+        (q.position.shape[0], k.position.shape[0]),
+        *mask.partial_rows,
+        *mask.full_rows,
+        *mask.partial_columns,
+        *mask.full_columns,
+        BLOCK_SIZE=(block, block),
+        mask_mod=mask_mod,
+    )
+
+
+def _score_mod(mask: HopTensors) -> Callable[..., Tensor]:
+    """Adds log m where it can be other than 0."""
+    count = _count(mask)
+
+    def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + count(head, query, key).clamp(min=1).to(score.dtype).log()
+
+    def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score
+
+    return plain if len(mask.q.labels) == 1 else weighted
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: HopTensors, block: int, scale: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one hop; the lse as the operator has it."""
+    blocks = _block_mask(mask, block).as_tuple()
+    out, lse, *_ = forward_operator(q, k, v, _score_mod(mask), blocks, scale, options)
+    return out, lse
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: HopTensors,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
+    blocks = _block_mask(mask, block).as_tuple()
+    joint_graph: Any = None  # derived from the score_mod; [Note: the backward operator]
+    dq, dk, dv, _ = backward_operator(
+        q, k, v, out, lse, grad_out, None, _score_mod(mask), joint_graph, blocks, scale, options, (), ()
+    )
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=8)
+def compiled_calls(backend: str | None) -> Calls:
+    """The two functions, compiled by a backend of torch.compile; None leaves them as they are."""
+    if backend is None:
+        return Calls(_forward, _backward)
+    return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
+
+
+class FlexKernel:
+    """FlexAttention over blocks.
+
+    Args:
+        block_size: side of a block in slots.
+        backend: of torch.compile; None computes densely without compiling, on any device, for tests.
+        recompute: differentiate a recomputed hop; None does so where the operator cannot be compiled.
+        kernel_options: FlexAttention's `kernel_options`.
+    """
+
+    name = "flex"
+
+    def __init__(
+        self,
+        block_size: int = BLOCK,
+        backend: str | None = "inductor",
+        recompute: bool | None = None,
+        **kernel_options: Any,
+    ) -> None:
+        self._options = DEFAULTS | _checked_options(kernel_options)
+        self._natural = self._options.get("BACKEND") == "FLASH"
+        self._block = block_size
+        self._calls = compiled_calls(backend)
+        self._recompute = recompute if recompute is not None else bool(backend) and not operator_compiles()
+        if self._recompute:
+            _log.warning(
+                "ds_ring: kernel 'flex' computes every hop again in the backward pass (29 %% more FLOPs):"
+                " torch %s does not compile flex_attention_backward by itself, torch 2.13 does",
+                torch.__version__,
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        if not len(tiles):
+            return
+        mask = self._mask(q, tiles)
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        with torch.no_grad(), _no_autocast(q):
+            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, scale)
+        yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        scale: float,
+    ) -> Iterator[PartialGrads]:
+        if not len(tiles):
+            return
+        mask = self._mask(q, tiles)
+        grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        call = self._recomputed if self._recompute else self._operator
+        with _no_autocast(q):
+            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale)
+        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
+
+    def executed_pairs(self, tiles: Tiles) -> int:
+        if not len(tiles):
+            return 0
+        tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors
+        counts = tensors.partial_rows.counts + tensors.full_rows.counts
+        return int(counts.sum()) * self._block**2 // counts.shape[1]
+
+    def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
+        if q.shape[-1] < 16 and q.device.type != "cpu":
+            raise RingShapeError(
+                f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
+            )
+        return hop_mask(tiles, self._block, q.device, min(q.shape[2], SHORTEST), q.shape[2])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one hop, the lse natural."""
+        out, lse = self._calls.forward(q, k, v, _marked(mask.tensors), self._block, scale, self._options)
+        return out, lse if self._natural else lse * math.log(2)
+
+    @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
+    def _operator(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: HopMask,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv) by the operator; rows that see nothing get a finite lse: no NaN is formed."""
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
+        tensors = _marked(mask.tensors)
+        return self._calls.backward(grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options)
+
+    @torch.enable_grad()
+    def _recomputed(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: HopMask,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv) by autograd of a recomputed hop; see [Note: the backward operator]."""
+        leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+        out_hop, lse_hop = self._attend(*leaves, mask, scale)
+        with torch.no_grad():
+            finite = lse.masked_fill(lse == float("-inf"), 0.0)
+            weight = torch.exp(lse_hop - finite).unsqueeze(-1)
+            grad = grad_out.to(weight.dtype)
+            grad_lse = (weight * grad * (out_hop.to(weight.dtype) - out)).sum(-1)
+        return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), grad_lse))
+
+
+def operator_compiles() -> bool:
+    """True if Dynamo derives the joint graph of `flex_attention_backward`; [Note: the backward operator]."""
+    from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
+
+    return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
+
+
+def _checked_options(given: dict[str, Any]) -> dict[str, Any]:
+    """FlexAttention's options; the kernel for many queries unless another one is asked for."""
+    known = set(FlexKernelOptions.__annotations__) - INTERNAL
+    for option in given:
+        if option.removeprefix("fwd_").removeprefix("bwd_") not in known:
+            raise RingConfigError(
+                f'kernel_options of kernel "flex": unknown option {option!r} for torch {torch.__version__};'
+                f" expected some of {', '.join(sorted(known))}, or one with fwd_ or bwd_ before it"
+            )
+    if "BACKEND" in given or "FORCE_USE_FLEX_ATTENTION" in given:
+        return given
+    # "AUTO" would choose by the number of queries, and compile again
+    return given | ({"BACKEND": "TRITON"} if "BACKEND" in known else {"FORCE_USE_FLEX_ATTENTION": True})
+
+
+def _rows(first_and_length: tuple[int, int]) -> Rows:
+    first, length = first_and_length
+    return Rows(first, 1, length)
+
+
+def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
+    first, length = rows
+    part = x.detach()[:, :, first : first + length].contiguous()
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
+    return _dynamic(part.as_strided(part.shape, strides), 2)
+
+
+def _dynamic(x: Tensor, *dims: int) -> Tensor:
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def _marked(tensors: HopTensors) -> HopTensors:
+    """The same tensors, their token and block dimensions marked as dynamic (once: marks stay)."""
+    for tokens in (tensors.q, tensors.k):
+        _dynamic(tokens.position, 0)
+        for labels in tokens.labels:
+            _dynamic(labels, 1)
+    for table in (tensors.partial_rows, tensors.full_rows, tensors.partial_columns, tensors.full_columns):
+        _dynamic(table.counts, 2)
+        _dynamic(table.blocks, 2, 3)
+    return tensors
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Inputs are computed in their own dtype; the operator would cast them."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,75 @@
+"""A ring in one process for kernels: every rank's hops one after the other, merged as the ring pass does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.kernels import Kernel
+from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import build_plan, query_heads_of
+from ds_ring.schedule.rank_plan import Visit
+from ds_ring.schedule.slots import expand_ranges
+from tests.reference import Dense
+
+
+def ring_hops(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern, layout: Layout
+) -> Dense:
+    """Out, lse and gradients of global tensors [B, heads, T, D], in the accumulators' dtype."""
+    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+    plan = build_plan(pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1])
+    order = [torch.from_numpy(layout.positions(rank)).to(q.device) for rank in range(layout.ring_size)]
+    q_s, k_s, v_s, grad_s = ([_shard(x, where) for where in order] for x in (q, k, v, grad_out))
+    dtype = accumulator_dtype(q.dtype)
+    out, dq, dk, dv = ([torch.zeros_like(x, dtype=dtype) for x in s] for s in (q_s, q_s, k_s, v_s))
+    lse = [x.new_full(x.shape[:-1], -torch.inf) for x in out]
+    for rank in range(layout.ring_size):
+        for heads, kv, visit in _visits(plan.rank(rank).walks, group):
+            held = _held(visit, q.device)
+            k_p, v_p = (x[visit.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
+            for part in kernel.forward(q_s[rank][:, heads], k_p, v_p, visit.tiles, scale):
+                rows, own = part.q_rows, part.heads
+                merge_(rows.of(out[rank][:, heads][:, own]), rows.of(lse[rank][:, heads][:, own]), *part[2:])
+        final = out[rank].to(q.dtype)
+        for heads, kv, visit in _visits(plan.rank(rank).walks, group):
+            held = _held(visit, q.device)
+            k_p, v_p = (x[visit.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
+            queries = (x[:, heads] for x in (grad_s[rank], q_s[rank]))
+            results = (final[:, heads], lse[rank][:, heads])
+            dk_p, dv_p = (torch.zeros_like(x, dtype=dtype) for x in (k_p, v_p))
+            for grads in kernel.backward(*queries, k_p, v_p, *results, visit.tiles, scale):
+                grads.q_rows.of(dq[rank][:, heads][:, grads.heads]).add_(grads.dq_BHSD)
+                grads.k_rows.of(dk_p).add_(grads.dk_BGSD)
+                grads.k_rows.of(dv_p).add_(grads.dv_BGSD)
+            for total, part in ((dk, dk_p), (dv, dv_p)):
+                total[visit.origin][:, kv] = total[visit.origin][:, kv].index_add(2, held, part)
+    whole = (_unshard(parts, order, q.shape[2]) for parts in (out, lse, dq, dk, dv))
+    return Dense(*whole)
+
+
+def _visits(walks: tuple, group: int) -> Iterator[tuple[slice, slice, Visit]]:
+    for walk in walks:
+        for visit in walk.visits:
+            yield query_heads_of(walk.kv_heads, group), walk.kv_heads, visit
+
+
+def _held(visit: Visit, device: torch.device) -> Tensor:
+    return torch.from_numpy(expand_ranges(visit.held)).to(device)
+
+
+def _shard(x: Tensor, where: Tensor) -> Tensor:
+    """Slots of a shard; what is in padding must not matter."""
+    return torch.where((where >= 0)[:, None], x[:, :, where.clamp(min=0)], 7.0).to(x.dtype)
+
+
+def _unshard(parts: list[Tensor], order: list[Tensor], tokens: int) -> Tensor:
+    first = parts[0]
+    whole = first.new_zeros((*first.shape[:2], tokens, *first.shape[3:]))
+    for part, where in zip(parts, order, strict=True):
+        whole[:, :, where[where >= 0]] = part[:, :, where >= 0]
+    return whole

@@ -1,0 +1,158 @@
+"""FlexAttention without a GPU: its masks against painted tiles, and the kernel on the CPU.
+
+There Dynamo compiles it (torch.compile's backend "eager") and the operators' dense mathematics run. What only
+CUDA runs is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from ds_ring import Causal, Dilated, Documents, SlidingWindow
+from ds_ring.errors import RingConfigError
+from ds_ring.runtime.block_mask import HopTensors, Table, hop_mask
+from ds_ring.runtime.kernels import get_kernel
+from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.tiles import Tiles
+from tests.cases import PATTERNS, document_ids, layout_for
+from tests.hops import ring_hops
+from tests.reference import dense_attention, relative_error
+from tests.unit.schedule.painting import paint
+
+CPU, TOKENS = torch.device("cpu"), 203
+MORE = {
+    "two dilations": lambda tokens: Dilated((16, 48), (2, 3), True, "zero") & Dilated((20, 60), (1, 2)),
+    "dilated documents": lambda tokens: Dilated((32, 64), (1, 2)) & Documents(document_ids(tokens)),
+    "padding": lambda tokens: Documents(np.repeat([3, -1, 3, 8], [50, 20, 50, tokens - 120])) & Causal(),
+}
+RULES = {**PATTERNS, **MORE}
+
+
+def seen(tensors: HopTensors, member: int) -> np.ndarray:
+    """m of every pair as the kernel computes it, [queries, keys]."""
+    q, k = tensors.q, tensors.k
+    gap = q.position[:, None] - k.position[None]
+    m = torch.zeros_like(gap)
+    for ours, theirs in zip(q.labels, k.labels, strict=True):
+        ours, theirs = (x[member % len(x)] for x in (ours, theirs))
+        m += (ours[:, None] == theirs[None]) & (ours[:, None] >= 0)
+    m *= (gap >= tensors.least) & (gap <= tensors.most)
+    for function in tensors.functions:
+        m *= function(None, None, q.position[:, None], k.position[None])
+    return m.numpy()
+
+
+def listed(table: Table, member: int, columns: int) -> np.ndarray:
+    """A table as a dense matrix of blocks, bool [rows, columns]."""
+    count, index = (x[0, member].numpy() for x in table)
+    dense = np.zeros((len(count), columns), dtype=int)
+    for row, width in enumerate(count):
+        np.add.at(dense[row], index[row, :width], 1)
+    assert dense.max() <= 1, "a block twice"
+    return dense.astype(bool)
+
+
+def hops_of(pattern: Pattern, layout_name: str, ring_size: int) -> Iterator[Tiles]:
+    layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ring_size)
+    plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
+    for rank in range(ring_size):
+        for walk in plan.rank(rank).walks:
+            yield from (visit.tiles for visit in walk.visits if len(visit.tiles))
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped", "residue"])
+@pytest.mark.parametrize("name", RULES)
+def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_name: str) -> None:
+    block, pattern = 16, RULES[name](TOKENS)
+    for tiles in (t for ring_size in (1, 3) for t in hops_of(pattern, layout_name, ring_size)):
+        (q0, n), (k0, m), tensors = hop_mask(tiles, block, CPU)
+        rows, columns = -(-n // block), -(-m // block)
+        for member in range(2):
+            painted = paint(tiles, q0 + n, k0 + m, member)
+            np.testing.assert_array_equal(seen(tensors, member), painted[q0:, k0:])
+            assert not painted[:q0].any() and not painted[:, :k0].any()
+            whole = np.zeros((rows * block, columns * block), dtype=int)
+            whole[:n, :m] = painted[q0:, k0:]
+            blocks = (whole > 0).reshape(rows, block, columns, block)
+            at = member % tensors.partial_rows.counts.shape[1]
+            partial, full = (listed(t, at, columns)[:rows] for t in (tensors.partial_rows, tensors.full_rows))
+            assert not (partial & full).any()
+            assert (blocks.any((1, 3)) <= (partial | full)).all(), "a block is missing"
+            assert (full <= blocks.all((1, 3))).all(), "a block is not full"
+            if not pattern.masks:
+                assert ((partial | full) <= blocks.any((1, 3))).all(), "an empty block is visited"
+            for table, want in ((tensors.partial_columns, partial), (tensors.full_columns, full)):
+                np.testing.assert_array_equal(listed(table, at, rows)[:columns].T, want)
+
+
+def test_full_blocks_are_found() -> None:
+    """Causal and dilated in residue order: what is wholly attended needs no mask."""
+    dilated = Dilated((256, 1024), (1, 4), False)
+    for pattern, name, least in ((Causal(), "zigzag", 0.7), (dilated, "residue", 0.3)):
+        layout = layout_for(name, pattern, tokens=2048, ring_size=1)
+        tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).walks[0].visits[0].tiles
+        tensors = hop_mask(tiles, 64, CPU).tensors
+        full, partial = int(tensors.full_rows.counts.sum()), int(tensors.partial_rows.counts.sum())
+        assert full / (full + partial) > least, (pattern, full, partial)
+
+
+def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
+    runs = np.array([[0, 1, 65536]])
+    tiles = SlidingWindow(1000).tiles(runs, runs)
+    tensors = hop_mask(tiles, 128, CPU).tensors
+    assert hop_mask(tiles, 128, CPU).tensors is tensors
+    for partial, full in (tensors[4:6], tensors[6:8]):
+        assert partial.blocks.shape[3] + full.blocks.shape[3] <= 1000 // 128 + 4
+    assert tensors.nbytes < 1 << 21
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_kernel_equals_float64_over_a_ring(name: str) -> None:
+    """Operators on the CPU: dense, but with our masks; gradients by the recomputed hop."""
+    pattern = PATTERNS[name](TOKENS)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, TOKENS, 16) for heads in (4, 2, 2, 4))
+    layout = layout_for("zigzag", pattern, tokens=TOKENS, ring_size=3)
+    got = ring_hops(FlexKernel(32, "eager", recompute=True), q, k, v, grad, pattern, layout)
+    want = dense_attention(q, k, v, grad, pattern)
+    sees = want.lse.isfinite()
+    assert torch.equal(got.lse.isfinite(), sees) and got.out[~sees].eq(0).all()
+    assert relative_error(got.lse[sees], want.lse[sees]) < 2e-6
+    for part, expected in ((got.out, want.out), *zip(got[2:], want[2:], strict=True)):
+        assert relative_error(part, expected) < 2e-6
+
+
+def test_the_backward_operator_takes_the_global_out_and_lse_and_all_hops_are_one_compilation() -> None:
+    """Hops of other lengths, ranks and windows, windows that leave a rank without keys: two graphs in all."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, heads, TOKENS, 16) for heads in (2, 1, 1, 2))
+    kernel = FlexKernel(16, "eager", recompute=False)
+    for pattern, name, ring_size in (
+        (SlidingWindow(50), "contiguous", 4),
+        (Causal(), "zigzag", 2),
+        (Documents(document_ids(TOKENS)), "contiguous", 3),
+    ):
+        layout = layout_for(name, pattern, tokens=TOKENS, ring_size=ring_size)
+        got = ring_hops(kernel, q, k, v, grad, pattern, layout)
+        for part, expected in zip(got, dense_attention(q, k, v, grad, pattern), strict=True):
+            assert relative_error(part, expected) < 2e-6
+    assert counters["stats"]["unique_graphs"] == 2  # forward and backward
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(RingConfigError, match="unknown option 'BLOK_M'"):
+        FlexKernel(BLOK_M=64)
+    with pytest.raises(RingConfigError, match='"flex" got cpu tensors'):
+        get_kernel("flex", "cpu")
+    FlexKernel(bwd_BLOCK_M1=64, num_warps=4)
+    assert get_kernel("auto", "cpu").name == "cpu" and get_kernel("auto", "cuda").name == "flex"
