@@ -37,6 +37,7 @@ VISITORS = {
     "runtime.ring_pass": set(ROOMS),
     "runtime.journey": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
+    "runtime.placed": {"runtime.merge"},  # the accumulators' dtype
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
     "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither

@@ -7,6 +7,7 @@ cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `se
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.pattern_config import pattern_from_config
 
 log = logging.getLogger(__name__)
+
+_DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
 
 Source = str | dict[str, Any]
 
@@ -113,6 +116,7 @@ def initialize(
         config=deepspeed_config,
     )
     _equip(engine, session)
+    _teach_compile(engine, session)
     guard_checkpoints(engine)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
@@ -230,6 +234,26 @@ def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
         session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
     engine.register_forward_pre_hook(find_placement, with_kwargs=True)
+
+
+def _teach_compile(engine: DeepSpeedEngine, session: RingSession) -> None:
+    """Let `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
+    compile_as_before = engine.compile
+
+    @functools.wraps(compile_as_before)
+    def compile_with_session(backend: Any = _DEFAULT_BACKEND, *args: Any, **kwargs: Any) -> None:
+        if backend == "ds_ring":
+            if engine.is_deepcompile_enabled():
+                raise RingConfigError(
+                    'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has'
+                    " a backend of its own; set it to false"
+                )
+            from ds_ring.integrations.compile_backend import backend_of
+
+            backend = backend_of(session)
+        compile_as_before(backend, *args, **kwargs)
+
+    engine.compile = compile_with_session
 
 
 def _training_loader(

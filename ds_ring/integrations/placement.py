@@ -20,6 +20,7 @@ from ds_ring.config import RingConfig
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.packing import RowGroup
 from ds_ring.module import RingAttention
+from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
@@ -73,6 +74,13 @@ class RowsAttention:
         self._parts, self._rows = parts, rows
         flat = [row for group in rows for row in group]
         self._back = sorted(range(len(flat)), key=flat.__getitem__)
+
+    @property
+    def contexts(self) -> tuple[tuple[RingContext, tuple[int, ...]], ...]:
+        """The context of each pass and its rows, in the order of the passes; no rows stand for all."""
+        if len(self._parts) == 1:
+            return ((self._parts[0].context, ()),)
+        return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
 
     def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
         """[B, H, S, D] of the queries; rows stay where they are."""

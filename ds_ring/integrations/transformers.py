@@ -14,6 +14,7 @@ Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations import transformers_checks as checks
+from ds_ring.integrations.graph_placement import needs_backend_op
 from ds_ring.integrations.placement import Placement
 from ds_ring.integrations.session import RingSession
 from ds_ring.schedule.pattern_config import pattern_from_config
 
+log = logging.getLogger(__name__)
+
 NAME = "ds_ring"
+UNMODIFIED = "sdpa"  # what compile_backend.py rewrites
 PLACEMENT = "ds_ring_placement"
 
 
@@ -75,6 +80,8 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         if config.sequence_parallel_size == 1 and checks.is_plain_causal(config) and implementation != NAME:
             continue  # nothing to do for a ring
         checks.check_class(part)
+        if implementation == UNMODIFIED:
+            continue  # the backend may replace it; `attach` sees to it that nothing else runs it
         if implementation != NAME:
             fault = (
                 "attend to this rank's tokens only"
@@ -86,7 +93,8 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
                 f"{type(part).__name__}: expected attn_implementation='{NAME}', got {implementation!r}, which"
                 f" would {fault}; build the model with"
                 " attn_implementation='ds_ring' or call model.set_attn_implementation('ds_ring') (import"
-                " ds_ring.integrations.transformers before)"
+                " ds_ring.integrations.transformers before), or leave 'sdpa' and say"
+                ' engine.compile(backend="ds_ring")'
             )
 
 
@@ -97,9 +105,13 @@ def attach(model: nn.Module, session: RingSession) -> None:
     loss from labels that were shifted before they were sharded.
     """
     check_model(model, session.config)
+    config = session.config
+    alone = config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
     for part in _pretrained(model, outermost=True):
         if part.config._attn_implementation == NAME:
             _attach_one(part, session)
+        elif part.config._attn_implementation == UNMODIFIED and not alone:
+            _attach_unmodified(part)
 
 
 def _attach_one(model: PreTrainedModel, session: RingSession) -> None:
@@ -128,6 +140,39 @@ def _attach_one(model: PreTrainedModel, session: RingSession) -> None:
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
+
+
+def _attach_unmodified(model: PreTrainedModel) -> None:
+    """Let a model with its own attention run through the backend "ds_ring" only.
+
+    The mark on its position ids raises wherever the backend has not taken it away. What the model's masks ask
+    for is checked where the backend reads them.
+    """
+    guard = checks.LossGuard(model.loss_function)
+    model.loss_function = guard
+    name, signature = type(model).__name__, inspect.signature(model.forward)
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        guard.used = False
+        bound = signature.bind_partial(*args, **kwargs)
+        given = dict(bound.arguments) | kwargs
+        checks.check_model_call(name, given)
+        marked = needs_backend_op(given["position_ids"])
+        return bound.args, {"use_cache": False} | bound.kwargs | {"position_ids": marked}
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        checks.check_loss(model, guard, output)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+    log.info(
+        'attn_implementation=%r in %s: its attention is the ring\'s after engine.compile(backend="ds_ring"),'
+        " and a forward pass without it raises",
+        UNMODIFIED,
+        name,
+    )
 
 
 def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:

@@ -152,6 +152,7 @@ class Exchange:
         self.hop_timeout_s = hop_timeout_s
         self.counters = Counters()
         self.call = 0  # number of the call that this rank is in, for messages
+        self._latest: Pending | None = None
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop at once; returns at once.
@@ -189,7 +190,8 @@ class Exchange:
             raise blame(self.mesh, hop, peers[0], cause) from error
         if len(works) < len(peers):  # NCCL answers with one Work for the whole batch
             peers = [tuple(sorted({peer for one in peers for peer in one}))]
-        return Pending(works, peers, self.mesh, place, deadline, sent, received)
+        self._latest = Pending(works, peers, self.mesh, place, deadline, sent, received)
+        return self._latest
 
     def _check_alive(self, hop: int | None) -> None:
         """After a fault nothing works any more, and every call says why."""
@@ -205,6 +207,7 @@ class Exchange:
         except RingPeerError:
             raise
         except BaseException as error:
+            keep_for_ever(self._latest)  # what it posted last may still be under way
             if self.mesh.watch is not None:
                 text = str(error).splitlines()[0][:300] if str(error) else ""
                 self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")

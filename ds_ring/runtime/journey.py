@@ -135,9 +135,9 @@ class Journey:
         if len(parts) == 1:
             return parts[0][1]
         slots = sum(count_slots(ranges) for ranges, _ in parts)
-        payload = Pair(*(self.buffers.take(x, slots, x.dtype).zero_() for x in self.own))
+        payload = Pair(*(self.buffers.take(x, slots, x.dtype) for x in self.own))
         for ranges, part in parts:
-            _add_at(payload, ranges, part)
+            _copy_to(payload, ranges, part)
             self._give(part)
         return payload
 
@@ -188,6 +188,17 @@ def _messages(
 def _in_payload(visit: Visit, slots: SlotRanges) -> SlotRanges:
     """Where slots lie in what is here; at hop 0 the shard itself is here, in place."""
     return slots if visit.hop == 0 else visit.in_payload(slots)
+
+
+def _copy_to(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:
+    for tensor, part in zip(pair, packed, strict=True):
+        if len(ranges) > FEW_RANGES:
+            tensor.index_copy_(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device), part)
+            continue
+        offset = 0
+        for start, end in ranges.tolist():
+            tensor[:, :, start:end].copy_(part[:, :, offset : offset + end - start])
+            offset += end - start
 
 
 def _add_at(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:

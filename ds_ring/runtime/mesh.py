@@ -116,6 +116,12 @@ class RingMesh:
             weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
         return mesh
 
+    def close(self) -> None:
+        """Leave the watch and free buffers; happens by itself when the mesh is garbage, or at exit."""
+        if self.watch is not None:
+            self.watch.leave()
+        self.buffers.release()
+
     @property
     def ring_size(self) -> int:
         return self.grid.ring_size

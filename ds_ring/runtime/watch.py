@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,10 @@ def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Addre
             f" and {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host"
             f" of rank {rank}"
         )
-    addresses = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
-    hosts = ["127.0.0.1", *(a for a in addresses if not a.startswith("127.")), socket.gethostname()]
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
+    outside = [a for a in found if not a.startswith(("127.", "::1", "fe80"))]  # fe80: of one cable only
+    hosts = ["127.0.0.1", *outside, socket.gethostname()]
     return Address(int(done.stdout), hosts, token, rank)
 
 
@@ -147,12 +150,14 @@ class Watch:
         self.noticed, self.exit_after_s = False, exit_after_s
         self._host = address.started_by
         self._since = 0.0  # when the fault was known here
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
+        self._lock, self._sending = threading.RLock(), threading.RLock()
         self._waiting: set[threading.Event] = set()
         hello = json.dumps({"token": address.token, "rank": rank}).encode() + b"\n"
         self._connection = _connect(address, hello)
         self._connection.settimeout(heartbeat_timeout_s)
         self._open = True
+        _prepare_the_end()
         threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
         _living.add(self)
 
@@ -234,6 +239,8 @@ class Watch:
 
     def _close(self) -> None:
         self._open = False
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the reader
         self._connection.close()
 
     def _run(self) -> None:
@@ -307,6 +314,16 @@ def _say_goodbye() -> None:
         os._exit(1)
 
 
+_prepared_in: set[int] = set()
+
+
+def _prepare_the_end() -> None:
+    """Children of multiprocessing run no atexit functions, and forget at their start what was registered."""
+    if os.getpid() not in _prepared_in:
+        _prepared_in.add(os.getpid())
+        util.Finalize(None, _say_goodbye, exitpriority=100)
+
+
 def _forget_in_child() -> None:
     """A forked child (a data loader's worker) must not keep the connection open after this process's end."""
     for watch in list(_living):
@@ -316,5 +333,4 @@ def _forget_in_child() -> None:
 
 
 atexit.register(_say_goodbye)
-util.Finalize(None, _say_goodbye, exitpriority=100)  # children of multiprocessing run no atexit functions
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -283,10 +283,17 @@ class Board:
             self._drop(client)
 
 
+def _listen() -> socket.socket:
+    """On every address of this host, of both families where it has both."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
 def main(world_size: int, heartbeat_timeout_s: float) -> None:
     """Print the port once it is bound, leave the parent, serve. The token comes on standard input."""
     token = sys.stdin.readline().strip()
-    listener = socket.create_server(("", 0), backlog=1024)
+    listener = _listen()
     listener.setblocking(False)
     print(listener.getsockname()[1], flush=True)
     if os.fork():

@@ -191,8 +191,7 @@ def build_plan(
             " use a number of query heads that K/V heads divide (GQA)"
         )
     classes = [
-        (heads, ReadsOfShards(bound, layout))
-        for heads, bound in head_classes(pattern, query_heads, kv_heads)
+        (heads, ReadsOfShards(bound, layout)) for heads, bound in head_classes(pattern, query_heads, kv_heads)
     ]
     # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
     lanes = lanes or (choose_lanes(classes[0][1]) if prune else one_way(layout.ring_size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -107,7 +108,8 @@ def _answer(rank: int, world_size: int, request: bytes) -> bytes:
 
 
 def _forget_the_last_call() -> None:
-    """Groups of an earlier call hold threads and sockets. Only now are all ranks through with them."""
+    """Groups and meshes of an earlier call hold threads and sockets. Only now are all ranks through with them."""
+    gc.collect()
     world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not world:

@@ -69,7 +69,8 @@ def counting(counted: Counted) -> Iterator[None]:
     def watch(method: Callable[..., Iterator[Any]], way: int, flops_of_pair: int) -> Callable[..., Any]:
         def watched(self: Any, *arguments: Any) -> Iterator[Any]:
             tiles = next(x for x in arguments if isinstance(x, Tiles))
-            counted.claimed_flops[way] += self.executed_pairs(tiles) * arguments[0].shape[1] * flops_of_pair
+            pairs = self.executed_pairs(tiles, backward=way == 1) * arguments[0].shape[1]
+            counted.claimed_flops[way] += pairs * flops_of_pair
             parts = method(self, *arguments)
             while True:
                 with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:

@@ -113,9 +113,9 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         r"ring_size 2 x ulysses_size 2 = 4, but sequence_parallel_size is 2; set",
     ),
     "another attention": (
-        {"implementation": "sdpa", "config": GOOD},
+        {"implementation": "eager", "config": GOOD},
         CONFIG,
-        "got 'sdpa', which would attend to this rank's tokens only",
+        "got 'eager', which would attend to this rank's tokens only",
     ),
     "inexact scale": (
         {"config": GOOD | UNEQUAL_SCALES},

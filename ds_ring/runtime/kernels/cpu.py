@@ -167,8 +167,8 @@ class CpuKernel:
             yield PartialGrads(heads, rows, keys, _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv))
             del dq, dk, dv
 
-    def executed_pairs(self, tiles: Tiles) -> int:
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(
             call.q_rows.repeats * call.q_rows.length * call.k_rows.length
-            for call in calls(tiles, self._forward)
+            for call in calls(tiles, self._backward if backward else self._forward)
         )

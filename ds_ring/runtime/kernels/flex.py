@@ -223,7 +223,7 @@ class FlexKernel:
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale)
         yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
 
-    def executed_pairs(self, tiles: Tiles) -> int:
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
             return 0
         tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors

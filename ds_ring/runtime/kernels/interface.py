@@ -202,6 +202,6 @@ class Kernel(Protocol):
         """Partial gradients, exact and additive because `out` and `lse` are the global ones (DESIGN, 4)."""
         ...
 
-    def executed_pairs(self, tiles: Tiles) -> int:
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """(query, key) pairs per head that the kernel really multiplies for these tiles, waste included."""
         ...

@@ -74,7 +74,7 @@ class ReferenceKernel:
             dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
 
-    def executed_pairs(self, tiles: Tiles) -> int:
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return int((tiles.q.length * tiles.k.length).sum())
 
     @staticmethod

@@ -1,0 +1,318 @@
+"""`backend="ds_ring"`: unmodified models on 2 ranks, by torch.compile and by engine.compile, against one process.
+
+What the rewriting reads and refuses is tested on one rank, in tests/unit/integrations/test_compile_backend.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.dist.deepspeed_ranks import (
+    LEARNING_RATE,
+    Run,
+    Size,
+    build_batch,
+    build_model,
+    full_gradient,
+    json_config,
+    start_deepspeed,
+    train_alone,
+)
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+
+SAMPLES, TOKENS, VOCABULARY, WINDOW = 2, 45, 61, 10
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED: dict[str, Any] = COMMON | {"num_key_value_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", GROUPED),
+    "Qwen2": ("Qwen2Config", GROUPED),
+    "Qwen3": ("Qwen3Config", GROUPED | {"head_dim": 8}),
+    "Mistral": ("MistralConfig", GROUPED | {"sliding_window": WINDOW}),
+    "GPT-NeoX": ("GPTNeoXConfig", COMMON),
+}
+CASES = [
+    ("Llama", "zigzag", "inductor"),
+    ("Qwen2", "striped", "aot_eager"),
+    ("Qwen3", "contiguous", "aot_eager"),
+    ("Mistral", "zigzag", "aot_eager"),
+    ("GPT-NeoX", "zigzag", "aot_eager"),
+]
+
+
+class Result(NamedTuple):
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+class OnRanks(NamedTuple):
+    """A result, the graphs that Dynamo made, its graph breaks, and the attentions rewritten in each graph."""
+
+    result: Result
+    graphs: int
+    breaks: int
+    attentions: list[int]
+
+
+def build(family: str) -> torch.nn.Module:
+    import transformers
+
+    name, values = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**values)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def whole_ids() -> Tensor:
+    return torch.randint(0, VOCABULARY, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def whole_gradient() -> Tensor:
+    return torch.randn(SAMPLES, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(2))
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def on_one_process(family: str) -> Result:
+    model = build(family)
+    logits = model(input_ids=whole_ids(), use_cache=False).logits
+    logits.backward(whole_gradient())
+    return Result(logits.detach(), gradients_of(model))
+
+
+def use_the_name() -> None:
+    """"ds_ring" as a backend of torch, whatever copy of the package is installed; see the entry point's test."""
+    from torch._dynamo.backends import registry
+
+    from ds_ring.integrations.compile_backend import backend
+
+    registry.list_backends()
+    registry._COMPILER_FNS.pop("ds_ring", None)
+    registry.register_backend(backend, name="ds_ring")
+
+
+def count_attentions() -> list[int]:
+    """A list that every rewritten graph adds its number of attentions to."""
+    from ds_ring.integrations import compile_backend
+
+    counted: list[int] = []
+
+    class Counting(compile_backend.Rewriting):
+        def run(self, module: torch.fx.GraphModule) -> int:
+            counted.append(super().run(module))
+            return counted[-1]
+
+    compile_backend.Rewriting = Counting  # type: ignore[misc]
+    return counted
+
+
+def start_counting() -> list[int]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    use_the_name()
+    return count_attentions()
+
+
+def on_a_ring(rank: int, world_size: int, family: str, layout_name: str, inner: str) -> OnRanks:
+    from torch._dynamo.utils import counters
+
+    import ds_ring
+
+    counted = start_counting()
+    mesh = ds_ring.RingMesh.from_world(world_size)
+    pattern = ds_ring.SlidingWindow(WINDOW) if family == "Mistral" else ds_ring.Causal()
+    layout = ds_ring.make_layout(layout_name, tokens=TOKENS, ring_size=world_size)
+    model = build(family)
+    options = {"mesh": mesh, "pattern": pattern, "layout": layout, "inner": inner}
+    compiled = torch.compile(model, backend="ds_ring", fullgraph=True, options=options)
+    ids, positions, gradient = (
+        ds_ring.shard_sequence(x, layout, mesh=mesh, dim=1)
+        for x in (whole_ids(), torch.arange(TOKENS)[None], whole_gradient())
+    )
+    logits = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits.backward(gradient)
+    gradients = gradients_of(model)
+    for one in gradients.values():
+        dist.all_reduce(one)
+    whole = ds_ring.gather_sequence(logits.detach(), layout, mesh=mesh, dim=1)
+    breaks = sum(counters["graph_break"].values())
+    return OnRanks(Result(whole, gradients), counters["stats"]["unique_graphs"], breaks, counted)
+
+
+@pytest.mark.parametrize(("family", "layout", "inner"), CASES)
+def test_an_unmodified_family_equals_one_process(
+    rank_pool: Pool, family: str, layout: str, inner: str
+) -> None:
+    expected = on_one_process(family)
+    for got in rank_pool(2).run(on_a_ring, family, layout, inner, timeout_s=280):
+        assert (got.graphs, got.breaks, got.attentions) == (1, 0, [2])
+        assert float((got.result.logits - expected.logits).abs().max()) < 1e-5
+        assert got.result.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            error = float((got.result.gradients[name] - gradient).norm() / gradient.norm())
+            assert error < 1e-5, f"gradient of {name}: relative error {error:.3e}"
+
+
+def wrong_call(rank: int, world_size: int, case: str) -> None:
+    """A Llama or Mistral whose masks the pattern must not stand for; `alone`: on rank 1 only."""
+    import ds_ring
+
+    start_counting()
+    mesh = ds_ring.RingMesh.from_world(world_size)
+    layout = ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
+    options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout, "inner": "eager"}
+    model = build("Mistral" if case == "window" else "Llama")
+    if case == "no options":
+        options = {}
+    compiled = torch.compile(model, backend="ds_ring", options=options)
+    ids, positions = (
+        ds_ring.shard_sequence(x, layout, mesh=mesh, dim=1) for x in (whole_ids(), torch.arange(TOKENS)[None])
+    )
+    more: dict[str, Any] = {"position_ids": positions}
+    if case == "padding":
+        more["attention_mask"] = torch.ones_like(ids)
+    elif case == "no positions" or (case == "alone" and rank == 1):
+        del more["position_ids"]
+    elif case == "packed":
+        packed = torch.cat([torch.arange(20), torch.arange(TOKENS - 20)])[None]
+        more["position_ids"] = ds_ring.shard_sequence(packed, layout, mesh=mesh, dim=1)
+    with torch.no_grad():
+        compiled(input_ids=ids, use_cache=False, **more)
+
+
+WRONG_CALLS = {
+    "padding": (["RingPatternError"] * 2, r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out"),
+    "no positions": (["RingPatternError"] * 2, "expected this rank's positions of"),
+    "packed": (["RingPatternError"] * 2, "for packed documents say so"),
+    "window": (["RingPatternError"] * 2, "a sliding window of 10 tokens.*configure the window"),
+    "alone": (["RingMismatchError", "RingPatternError"], "position"),
+    "no options": (["RingMeshError"] * 2, "pass options="),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, case: str) -> None:
+    import re
+
+    errors, words = WRONG_CALLS[case]
+    outcomes = rank_pool(2).collect(wrong_call, case, timeout_s=120)
+    assert [one.error_type for one in outcomes] == errors, [one.report for one in outcomes]
+    assert all(re.search(words, one.message) for one in outcomes), [one.message for one in outcomes]
+
+
+SIZE = Size(hidden=32, layers=2, tokens=TOKENS, samples=2)
+
+
+def start_engine(world_size: int, stage: int, **changes: Any) -> tuple[Any, Any]:
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    engine, _, _, _ = ds_ring.initialize(
+        model=model, optimizer=sgd, config=json_config(world_size, 2, stage, **changes)
+    )
+    return deepspeed, engine
+
+
+def train_compiled(rank: int, world_size: int, stage: int, masks: str) -> tuple[Run, list[int]]:
+    counted = start_counting()
+    deepspeed, engine = start_engine(world_size, stage)
+    options = {"inner": "aot_eager", "masks": masks}
+    engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": stage < 3, "options": options})
+    losses, gradients = [], {}
+    for _ in range(2):
+        loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
+        engine.backward(loss)
+        losses.append(float(engine.ring.mean_loss(loss)))
+        if not gradients:
+            gradients = {name: full_gradient(deepspeed, p) for name, p in engine.module.named_parameters()}
+        engine.step()
+    return Run(losses, gradients), counted
+
+
+@pytest.mark.parametrize(("stage", "masks"), [(1, "check"), (3, "replace")])
+def test_a_compiled_engine_trains_like_one_process(rank_pool: Pool, stage: int, masks: str) -> None:
+    expected = train_alone(SIZE, 2)
+    for run, attentions in rank_pool(2).run(train_compiled, stage, masks, timeout_s=280):
+        assert sum(attentions) >= 1  # ZeRO 3 breaks the graph around layers, which share one
+        assert stage == 3 or [n for n in attentions if n] == [SIZE.layers]  # one graph for the model
+        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+        for name, gradient in expected.gradients.items():
+            error = float((run.gradients[name] - gradient).norm() / gradient.norm())
+            assert error < 1e-5, f"gradient of {name}: relative error {error:.3e}"
+
+
+def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[int]]:
+    """Batches with one number of local tokens, other lengths and other documents: losses, and graphs."""
+    counted = start_counting()
+    pattern = {"layout": "zigzag", "pattern": {"documents": True}}
+    _, engine = start_engine(world_size, 0, ring_attention=pattern)
+    engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "aot_eager"}})
+    losses = []
+    with torch.no_grad():
+        for batch in batches():
+            loss = engine(**engine.ring.shard_batch(batch)).loss
+            losses.append(float(engine.ring.mean_loss(loss)))
+    return losses, counted
+
+
+def batches() -> list[dict[str, Tensor]]:
+    ids = torch.randint(1, VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(3))
+    rows = torch.arange(48)
+    packed = [torch.stack([rows // 20, rows // 9]), torch.stack([rows // 31, rows // 31]), rows[None] // 100]
+    found = [{"input_ids": ids, "labels": ids, "document_ids": one.expand(2, -1)} for one in packed]
+    return [*found, {key: value[:, :47] for key, value in found[0].items()}]
+
+
+def loss_alone(batch: dict[str, Tensor]) -> float:
+    """By the documents' own attention: each is a call of its own, its tokens' losses summed."""
+    model, total, count = build_model(SIZE, "sdpa"), 0.0, 0
+    for ids, documents in zip(batch["input_ids"], batch["document_ids"], strict=True):
+        for document in documents.unique():
+            own = ids[documents == document]
+            if len(own) > 1:
+                logits = model(input_ids=own[None], use_cache=False).logits[0, :-1]
+                total += float(torch.nn.functional.cross_entropy(logits, own[1:], reduction="sum"))
+                count += len(own) - 1
+    return total / count
+
+
+def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> None:
+    with torch.no_grad():
+        expected = [loss_alone(batch) for batch in batches()]
+    for losses, attentions in rank_pool(2).run(batches_of_one_graph, timeout_s=280):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert [n for n in attentions if n] == [SIZE.layers]
+
+
+def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> None:
+    start_counting()
+    _, engine = start_engine(world_size, 0)
+    if backend is not None:
+        engine.compile(backend=backend)
+    engine(**engine.ring.shard_batch(build_batch(SIZE)))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_an_unmodified_model_runs_through_the_backend_only(rank_pool: Pool, backend: str | None) -> None:
+    for one in rank_pool(2).collect(not_through_the_backend, backend, timeout_s=120):
+        assert one.error_type == "RingConfigError", one.report
+        assert 'engine.compile(backend="ds_ring")' in one.message
