@@ -18,9 +18,16 @@ from tests.reference import Dense
 
 
 def ring_hops(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern, layout: Layout
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    pattern: Pattern,
+    layout: Layout,
+    gradients: bool = True,
 ) -> Dense:
-    """Out, lse and gradients of global tensors [B, heads, T, D], in the accumulators' dtype."""
+    """Out, lse and gradients (or zeros) of global [B, heads, T, D], in the accumulators' dtype."""
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     plan = build_plan(pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1])
     order = [torch.from_numpy(layout.positions(rank)).to(q.device) for rank in range(layout.ring_size)]
@@ -36,7 +43,7 @@ def ring_hops(
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out[rank][:, heads][:, own]), rows.of(lse[rank][:, heads][:, own]), *part[2:])
         final = out[rank].to(q.dtype)
-        for heads, kv, visit in _visits(plan.rank(rank).walks, group):
+        for heads, kv, visit in _visits(plan.rank(rank).walks, group) if gradients else ():
             held = _held(visit, q.device)
             k_p, v_p = (x[visit.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
             queries = (x[:, heads] for x in (grad_s[rank], q_s[rank]))

@@ -161,16 +161,17 @@ def check(name: str, pattern: Pattern, layout_name: str, tokens: int, sources: l
     q, k, v, grad = (torch.randn(1, h, tokens, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS))
     layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=RING)
     kernel = FlexKernel(BLOCK, "interpreted_cuda", **TILES)
-    got = ring_hops(kernel, q, k, v, grad, pattern, layout)
+    gradients = operator_compiles()
+    got = ring_hops(kernel, q, k, v, grad, pattern, layout, gradients)
     want = dense_attention(q, k, v, grad, pattern)
     sees = want.lse.isfinite()
     errors = {"out": relative_error(got.out, want.out), "lse": relative_error(got.lse[sees], want.lse[sees])}
-    for label in ("dq", "dk", "dv"):
+    for label in ("dq", "dk", "dv") if gradients else ():
         errors[label] = relative_error(getattr(got, label), getattr(want, label))
     kernels = sum(text.count("async_compile.triton(") for text in sources)
     compilations = counters["stats"]["unique_graphs"]
-    # forward and backward; recomputing, the hop without and with gradients
-    good = max(errors.values()) < LIMIT and torch.equal(got.lse.isfinite(), sees) and compilations == 2
+    good = max(errors.values()) < LIMIT and torch.equal(got.lse.isfinite(), sees)
+    good = good and compilations == 1 + gradients
     figures = " ".join(f"{label} {error:.1e}" for label, error in errors.items())
     print(
         f"{'ok  ' if good else 'FAIL'} {name} ({layout_name}): {figures}; {compilations} graphs compiled,"
@@ -194,8 +195,10 @@ def main() -> int:
         return 1
     sources: list[str] = []
     prepare(sources)
-    way = "the backward operator" if operator_compiles() else "a recomputed hop"
-    print(f"torch {torch.__version__}: Triton kernels interpreted on the CPU, gradients by {way}", flush=True)
+    way = "gradients by the backward operator" if operator_compiles() else "WITHOUT gradients"
+    print(f"torch {torch.__version__}: Triton kernels interpreted on the CPU, {way}", flush=True)
+    if not operator_compiles():
+        print("this torch differentiates a recomputed hop, and autograd's engine asks for a real device")
     good = [
         check(name, PATTERNS[name](arguments.tokens), cases.get(name, "zigzag"), arguments.tokens, sources)
         for name in arguments.patterns
