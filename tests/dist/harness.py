@@ -272,7 +272,8 @@ def _text(path: Path) -> str:
 
 
 def _has_main_thread(path: Path) -> bool:
-    return "Current thread" in _text(path)  # the one that took the signal: the main one
+    """Whole: the thread that took the signal is the main one, and its outermost frame is written last."""
+    return _text(path).rpartition("Current thread")[2].endswith((" in <module>\n", "\n  ...\n"))
 
 
 def _state(pid: int | None) -> str:

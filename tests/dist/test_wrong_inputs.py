@@ -280,7 +280,7 @@ WRONG = {
     ),
     "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError", ("'pigeon'",), ALL),
     "kernel unknown": Wrong(
-        put(kernel="fast"), "RingConfigError", ("unknown kernel 'fast'", "auto, cpu, reference")
+        put(kernel="fast"), "RingConfigError", ("unknown kernel 'fast'", "auto, cpu, flex, reference")
     ),
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ("'fast'",), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got nan", "1 / sqrt(head_dim)")),
@@ -516,7 +516,10 @@ CALLS = {
         ("expected a RingConfig or a Pattern, got dict", "from_deepspeed"),
     ),
     "kernel not there": WrongCall(
-        module_of(kernel="flex"), CONFIG, ("unknown kernel 'flex'", "auto, cpu, reference")
+        module_of(kernel="flesh"), CONFIG, ('expected one of "auto", "reference"', 'got "flesh"')
+    ),
+    "kernel of another device": WrongCall(
+        module_of(kernel="flex"), CONFIG, ('kernel "flex" got cpu tensors', 'use "auto" or "reference"')
     ),
     "kernel option unknown": WrongCall(
         module_of(options={"blok": 64}), CONFIG, ("'blok': 64", "kernel 'cpu'", "remove")
