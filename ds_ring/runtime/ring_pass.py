@@ -11,8 +11,16 @@ journey ends its accumulator is sent home to its owner directly. No hop's K/V is
 
 [Note: heads in groups]
 A walk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
-here and leaving). Heads are independent, so they go round one group after the other and the buffers
-shrink by the number of groups, as long as a group's messages stay large enough to be worth sending.
+here and leaving), and 14 with the walk that sets out before it ends. Heads are independent, so they go round
+one group after the other and the buffers shrink by the number of groups, as long as a group's messages stay
+large enough to be worth sending.
+
+[Note: one walk after another]
+The last hop of a walk has nothing to receive, and gradients come home after it: with two ranks half of all
+that is sent would be waited for. So a walk sets out while the one before it is at its last hop: its first
+keys and values travel then, and the gradients of the one before come home while it computes. Only the
+first hop of the first walk and the last gradients of the last one are exposed, 1 / groups of it all. A walk's
+number of hops here is that of its lanes, which is the same on all ranks: so is the order of all messages.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.exchange import Exchange, Message, Pending
 from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
@@ -70,14 +78,14 @@ class RingPass:
         Returns:
             out [B, H, S, D] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        dtype = accumulator_dtype(q.dtype)
         out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=dtype)
-        for walk, heads, kv_heads in self._chunks(k):
-            with _accumulating(dtype, out[:, heads]) as (out_chunk,):
-                own = Pair(k[:, kv_heads], v[:, kv_heads])
-                journeys = [Journey(lane, self.buffers, own) for lane in walk.lanes]
-                self._forward_walk(journeys, q[:, heads], out_chunk, lse[:, heads])
+        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
+
+        def walk(plan: WalkPlan, heads: slice, kv: slice) -> Iterator[_Messages | None]:
+            own = Pair(k[:, kv], v[:, kv])
+            return self._forward_walk(plan, own, q[:, heads], out[:, heads], lse[:, heads])
+
+        self._go((plan.limit, walk(plan, heads, kv)) for plan, heads, kv in self._chunks(k))
         return out, lse
 
     @torch.no_grad()
@@ -93,14 +101,14 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dtype = accumulator_dtype(q.dtype)
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-        for walk, heads, kv_heads in self._chunks(k):
+
+        def walk(plan: WalkPlan, heads: slice, kv: slice) -> Iterator[_Messages | None]:
             queries = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
-            with _accumulating(dtype, dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]) as (dq_chunk, *home):
-                own = Pair(k[:, kv_heads], v[:, kv_heads])
-                journeys = [Journey(lane, self.buffers, own, Pair(*home)) for lane in walk.lanes]
-                self._backward_walk(journeys, queries, dq_chunk)
+            own, home = Pair(k[:, kv], v[:, kv]), Pair(dk[:, kv], dv[:, kv])
+            return self._backward_walk(plan, own, queries, dq[:, heads], home)
+
+        self._go((plan.limit, walk(plan, heads, kv)) for plan, heads, kv in self._chunks(k))
         return dq, dk, dv
 
     def _chunks(self, k: Tensor) -> Iterator[tuple[WalkPlan, slice, slice]]:
@@ -110,46 +118,111 @@ class RingPass:
             for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
                 yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
 
-    def _forward_walk(self, journeys: list[Journey], q: Tensor, out: Tensor, lse: Tensor) -> None:
-        """The walk for some heads, merged into the accumulators out and lse."""
-        for hop in range(max(journey.plan.hops for journey in journeys)):
-            batch = _Batch(self, journeys, hop + 1)
-            for journey in _computing(journeys, hop):
-                tiles = journey.tiles(hop)
-                for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
-                    rows, heads = part.q_rows, part.heads
-                    merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
-                    del part  # or it would live on while the kernel computes the next one
-            if self.check is not None:
-                self.check(hop, out=out, lse=lse)
-            batch.wait()
-            for journey in journeys:
-                journey.advance()
-        for journey in journeys:
-            journey.end()
+    def _go(self, walks: Iterator[tuple[int, Iterator[_Messages | None]]]) -> None:
+        """All walks, each with its number of hops after the first; [Note: one walk after another].
 
-    def _backward_walk(self, journeys: list[Journey], queries: _Queries, dq: Tensor) -> None:
-        """The walk back for some heads, added to the accumulators dq and every journey's home."""
-        grad_out, q, out, lse = queries
-        for hop in range(max(journey.plan.backward_batches for journey in journeys)):
-            batch = _Batch(self, journeys, hop + 1)
-            for journey in journeys:
-                journey.start_gradients(hop)
-            for journey in _computing(journeys, hop):
-                tiles, grads = journey.tiles(hop), journey.finished
-                assert grads is not None
-                for part in self.kernel.backward(grad_out, q, *journey.payload, out, lse, tiles, self.scale):
-                    part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
-                    part.k_rows.of(grads.first).add_(part.dk_BGSD)
-                    part.k_rows.of(grads.second).add_(part.dv_BGSD)
-                    del part
+        A walk gives the messages of a batch, then computes what it has, in turn. It is made when it sets out.
+        """
+        under_way: list[Iterator[_Messages | None]] = []
+        left = 0  # hops until the next walk sets out
+        hop = 0  # of the walk that set out last
+        following = next(walks, None)
+        while following is not None or under_way:
+            if following is not None and left == 0:
+                limit, newest = following
+                under_way.append(newest)
+                left, hop = max(limit, 1), 0
+                following = next(walks, None)
+            batch, going = _Messages([], []), []
+            for walk in under_way:
+                messages = next(walk, None)
+                if messages is not None:
+                    going.append(walk)
+                    batch.sends.extend(messages.sends)
+                    batch.receives.extend(messages.receives)
+            under_way = going
+            left, hop = max(left - 1, 0), hop + 1
+            pending = self._post(batch, hop)
+            for walk in under_way:
+                next(walk)
+            if pending is not None:
+                pending.wait()
+
+    def _post(self, batch: _Messages, hop: int) -> Pending | None:
+        if not (batch.sends or batch.receives):
+            return None
+        assert self.exchange is not None, "a plan with messages on a ring of one"
+        pending = self.exchange.post(batch.sends, batch.receives, hop)
+        if not self.overlap:
+            pending.wait()
+        return pending
+
+    def _forward_walk(
+        self, plan: WalkPlan, own: Pair, q: Tensor, out: Tensor, lse: Tensor
+    ) -> Iterator[_Messages | None]:
+        """The walk for some heads, merged into out and lse."""
+        journeys = [Journey(lane, self.buffers, own) for lane in plan.lanes]
+        with _accumulating(lse.dtype, out) as (total,):
+            for hop in range(max(lane.hops for lane in plan.lanes)):
+                yield _messages_of(journeys, hop + 1)
+                for journey in _computing(journeys, hop):
+                    tiles = journey.tiles(hop)
+                    for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
+                        rows, heads = part.q_rows, part.heads
+                        merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+                        del part  # or it would live on while the kernel computes the next one
                 if self.check is not None:
-                    self.check(hop, dq=dq, dk=grads.first, dv=grads.second)
-            batch.wait()
+                    self.check(hop, out=total, lse=lse)
+                yield None
+                for journey in journeys:
+                    journey.advance()
             for journey in journeys:
-                journey.advance()
-        for journey in journeys:
-            journey.end()
+                journey.end()
+
+    def _backward_walk(
+        self, plan: WalkPlan, own: Pair, queries: _Queries, dq: Tensor, home: Pair
+    ) -> Iterator[_Messages | None]:
+        """The walk back for some heads, added to dq and, of the own keys and values, to `home`."""
+        grad_out, q, out, lse = queries
+        with _accumulating(lse.dtype, dq, *home) as (dq_total, *home_total):
+            journeys = [Journey(lane, self.buffers, own, Pair(*home_total)) for lane in plan.lanes]
+            for hop in range(max(lane.backward_batches for lane in plan.lanes)):
+                yield _messages_of(journeys, hop + 1)
+                for journey in journeys:
+                    journey.start_gradients(hop)
+                for journey in _computing(journeys, hop):
+                    tiles, grads = journey.tiles(hop), journey.finished
+                    assert grads is not None
+                    pair = journey.payload
+                    for part in self.kernel.backward(grad_out, q, *pair, out, lse, tiles, self.scale):
+                        part.q_rows.of(dq_total[:, part.heads]).add_(part.dq_BHSD)
+                        part.k_rows.of(grads.first).add_(part.dk_BGSD)
+                        part.k_rows.of(grads.second).add_(part.dv_BGSD)
+                        del part
+                    if self.check is not None:
+                        self.check(hop, dq=dq_total, dk=grads.first, dv=grads.second)
+                yield None
+                for journey in journeys:
+                    journey.advance()
+            for journey in journeys:
+                journey.end()
+
+
+class _Messages(NamedTuple):
+    """Of one batch."""
+
+    sends: list[Message]
+    receives: list[Message]
+
+
+def _messages_of(journeys: list[Journey], hop: int) -> _Messages:
+    """What all lanes of a walk post before hop - 1 is computed."""
+    batch = _Messages([], [])
+    for journey in journeys:
+        sends, receives = journey.messages(hop)
+        batch.sends.extend(sends)
+        batch.receives.extend(receives)
+    return batch
 
 
 @contextmanager
@@ -186,26 +259,3 @@ def _computing(journeys: list[Journey], hop: int) -> Iterator[Journey]:
     for journey in journeys if hop else journeys[:1]:
         if journey.plan.visit(hop) is not None:
             yield journey
-
-
-class _Batch:
-    """All messages of all lanes that are posted before a hop is computed."""
-
-    def __init__(self, walk: RingPass, journeys: list[Journey], hop: int) -> None:
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for journey in journeys:
-            lane_sends, lane_receives = journey.messages(hop)
-            sends += lane_sends
-            receives += lane_receives
-        self.pending = None
-        if sends or receives:
-            assert walk.exchange is not None, "a plan with messages on a ring of one"
-            self.pending = walk.exchange.post(sends, receives, hop)
-            if not walk.overlap:
-                self.pending.wait()
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        if self.pending is not None:
-            self.pending.wait()

@@ -140,10 +140,12 @@ class WalkPlan:
     Attributes:
         kv_heads: the K/V heads of the class, a slice of all of them.
         lanes: one or two; only the first computes the own shard (hop 0).
+        limit: hops after the first that a lane has at most on any rank; the same on all.
     """
 
     kv_heads: slice
     lanes: tuple[LanePlan, ...]
+    limit: int
 
     @property
     def visits(self) -> list[Visit]:

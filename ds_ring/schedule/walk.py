@@ -140,7 +140,8 @@ class Walk:
 
     def rank(self, ring_rank: int) -> WalkPlan:
         """The part of one rank."""
-        return WalkPlan(self.kv_heads, tuple(self._lane(ring_rank, lane) for lane in self.lanes))
+        lanes = tuple(self._lane(ring_rank, lane) for lane in self.lanes)
+        return WalkPlan(self.kv_heads, lanes, max(lane.limit for lane in self.lanes))
 
     def _lane(self, ring_rank: int, lane: Lane) -> LanePlan:
         visits = [self._visit(ring_rank, lane, hop) for hop in range(lane.limit + 1)]

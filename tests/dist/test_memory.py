@@ -84,8 +84,8 @@ def test_each_doubling_of_the_ring_halves_the_peak(rank_pool: Pool) -> None:
     for size in (2, 4):
         ratio = ring[size // 2].peak_bytes / ring[size].peak_bytes
         assert 1.8 < ratio < 2.2, (size, ring)
-    # Eight tensors, ten buffers of one head of sixteen ([Note: heads in groups]), the lse, and a workspace.
-    assert all(TENSORS < found.peak < TENSORS + 10 / 16 + 1 / 32 + 0.25 for found in ring.values()), ring
+    # Eight tensors, 14 buffers of one head of sixteen ([Note: heads in groups]), the lse, and a workspace.
+    assert all(TENSORS < found.peak < TENSORS + 14 / 16 + 1 / 32 + 0.1 for found in ring.values()), ring
     gathered = largest(rank_pool(4), SHAPE, "all_gather")
     assert gathered.peak > 1.5 * ring[4].peak, (gathered, ring)
 
@@ -114,5 +114,5 @@ def test_fake_ranks_of_a_ring_of_64_need_what_those_of_8_need() -> None:
     eight, many = (json.loads(line) for line in done.stdout.splitlines())
     assert (eight["ring_size"], many["ring_size"]) == (8, 64)
     assert many["shard_units"] == pytest.approx(eight["shard_units"], rel=0.01)
-    # Of two heads one goes round: 10 / 2 buffers, and as workspace a whole head's dq, dk and dv.
-    assert TENSORS + 10 / 2 <= many["shard_units"] <= TENSORS + 10 / 2 + 3 / 2 + 0.1
+    # Of two heads one goes round at a time: 14 / 2 buffers, and as workspace a whole head's dq, dk and dv.
+    assert TENSORS + 10 / 2 <= many["shard_units"] <= TENSORS + 14 / 2 + 3 / 2 + 0.1

@@ -1,0 +1,98 @@
+"""Low precision: the error against float64 does not grow with the number of ranks.
+
+Rings that merge in the input's dtype, or send gradients in it, lose a little at every hop; here everything
+that is added up is float32, whatever comes in. And the same inputs give the same bits, run after run, with
+overlap and without: nothing depends on when a message arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import (
+    Causal,
+    Dilated,
+    Documents,
+    RingMesh,
+    SlidingWindow,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from ds_ring.schedule.pattern import Pattern
+from tests.cases import Shape, document_ids, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention
+
+Pool = Callable[[int], RankPool]
+SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=512, head_dim=32)
+NAMES = ("out", "dq", "dk", "dv")
+PATTERNS: dict[str, tuple[Pattern, str]] = {
+    "causal": (Causal(), "zigzag"),
+    "window": (SlidingWindow(70), "contiguous"),
+    "LongNet": (Dilated((64, 256, 512), (1, 2, 4)), "residue"),
+    "documents": (Documents(document_ids(512, mean=60)) & Causal(), "auto"),
+}
+
+
+def passed(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, overlap: bool = True, whole: bool = True
+) -> list[Tensor]:
+    """out, dq, dk, dv: of the whole sequence, or the local ones."""
+    pattern, layout_name = PATTERNS[name]
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
+    q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*leaves, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
+    out.backward(grad)
+    found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    assert all(x.dtype == dtype for x in found)
+    return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found] if whole else found
+
+
+def errors(found: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
+    """Relative to the exact result for the rounded inputs, in the Euclidean norm; of out, dq, dk and dv."""
+    q, k, v, grad = (x.to(dtype).double() for x in tensors(SHAPE))
+    exact = dense_attention(q, k, v, grad, PATTERNS[name][0])
+    wanted = (getattr(exact, tensor) for tensor in NAMES)
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("causal", torch.bfloat16), ("LongNet", torch.float16)])
+def test_the_error_does_not_grow_with_the_ring(rank_pool: Pool, name: str, dtype: torch.dtype) -> None:
+    """It is that of rounding the results once: at most half a unit in the last place, relative."""
+    by_size = {
+        size: errors(rank_pool(size).run(passed, name, dtype, timeout_s=120)[0], name, dtype)
+        for size in (1, 2, 4, 8, 16)
+    }
+    rounding = torch.finfo(dtype).eps / 2
+    for size, found in by_size.items():
+        for tensor, error, alone in zip(NAMES, found, by_size[1], strict=True):
+            assert error < 1.02 * alone, (size, tensor, by_size)
+            assert error < rounding, (size, tensor, by_size)
+
+
+def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:
+    """In three more passes, with overlap and without."""
+    first = passed(rank, world_size, name, dtype, whole=False)
+    found = []
+    for turn in range(3):
+        again = passed(rank, world_size, name, dtype, overlap=turn % 2 == 0, whole=False)
+        pairs = zip(NAMES, first, again, strict=True)
+        found += [f"pass {turn}: {tensor}" for tensor, x, y in pairs if not torch.equal(x, y)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(PATTERNS))
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_inputs_give_the_same_bits(
+    rank_pool: Pool, size: int, name: str, dtype: torch.dtype
+) -> None:
+    assert rank_pool(size).run(bits_that_differ, name, dtype, timeout_s=120) == [[]] * size
