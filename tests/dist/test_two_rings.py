@@ -35,7 +35,7 @@ from ds_ring import (
 from ds_ring.schedule.pattern import Pattern
 from tests.cases import Shape, document_ids, tensors
 
-ROUNDS = 12
+ROUNDS = 4
 
 
 class Job(NamedTuple):

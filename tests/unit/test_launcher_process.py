@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,16 @@ from ds_ring_launcher import process
 from ds_ring_launcher.job import Invocation
 
 SCRIPT = "train.py"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def heard_signals() -> Iterator[None]:
+    """A run in the background of a shell ignores SIGINT, one under nohup SIGHUP; the launcher leaves it so."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def run(*argv: str) -> int:
@@ -77,7 +88,7 @@ def test_success_that_leaves_a_rank_running_is_a_failure(
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     pid_file = tmp_path / "pid"
 

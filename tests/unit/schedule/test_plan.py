@@ -40,13 +40,10 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
     ("tokens", "ring_size", "prune"),
     [
         (40, 1, True),
-        (40, 2, True),
-        (41, 3, True),
         (41, 3, False),
         (64, 4, True),
         (5, 8, True),
         (83, 8, True),
-        (83, 8, False),
     ],
 )
 def test_a_plan_computes_the_mask_and_every_key_is_there(
@@ -132,7 +129,7 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("ring_size", [3, 4, 8])
+@pytest.mark.parametrize("ring_size", [3, 8])
 def test_the_lanes_of_the_fewest_links_are_taken(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
