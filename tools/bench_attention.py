@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -41,6 +43,7 @@ from ds_ring.runtime.trace import measure_cpu_memory
 
 BASE, SERIAL = "SDPA, one process", "SDPA, one thread"
 NAMES = ("out", "dq", "dk", "dv")
+WRONG = 1e-3  # a relative error beyond this is no rounding
 
 
 class Job(NamedTuple):
@@ -98,7 +101,7 @@ class Worker:
 
     def _memory(self, job: Job, entry: Entry) -> int:
         """Peak tensor bytes of a pass, with its inputs."""
-        with measure_cpu_memory() as memory:
+        with silent_profiler(), measure_cpu_memory() as memory:
             shape = (1, self.options.heads, len(entry.positions), self.options.head_dim)
             self._pass([torch.randn(shape) for _ in range(4)], entry)
         return memory.peak_bytes
@@ -111,6 +114,19 @@ class Worker:
             float((x - y[:, :, entry.positions]).abs().max() / y.abs().max())
             for x, y in zip(found, exact, strict=True)
         ]
+
+
+@contextmanager
+def silent_profiler() -> Iterator[None]:
+    """torch's profiler writes two lines to the terminal whenever it runs."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def global_inputs(tokens: int, options: argparse.Namespace) -> list[Tensor]:
@@ -291,14 +307,16 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"| {row['contestant']} | {row['tokens']} | does not run: {row['cannot_run'][:100]} |"
             )
             continue
-        error = max((row.get(f"error_{name}", float("nan")) for name in NAMES), default=float("nan"))
+        errors = {name: row[f"error_{name}"] for name in NAMES if f"error_{name}" in row}
+        wrong = ", ".join(name for name, error in errors.items() if error > WRONG)
+        error = f"{max(errors.values(), default=float('nan')):.1e}" + (f" ({wrong} wrong)" if wrong else "")
         cells = [
             row["contestant"],
             row["tokens"],
             row["median_s"],
             f"{row['fastest_s']} to {row['slowest_s']}",
         ]
-        cells += [row.get("ratio", ""), row.get("cpu_ratio", ""), f"{error:.1e}"]
+        cells += [row.get("ratio", ""), row.get("cpu_ratio", ""), error]
         cells += [f"{row['peak_mib']} ({row['of_budget']} of budget)", row["sent_mib"]]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -112,6 +113,7 @@ class RingMesh:
             data_group=_my_group(grid.data_groups(), timeout, None),
             cpu_group=sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo"),
         )
+        _warm_up(mesh.ring_group)
         if watch is not None:
             weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
         return mesh
@@ -179,6 +181,15 @@ class RingMesh:
         if self.sequence_size == self.grid.world_size == self.ring_size:
             return place
         return f"{place} (rank {self.global_rank_in_sequence(sequence_rank)} of the world)"
+
+
+def _warm_up(group: ProcessGroup | None) -> None:
+    """NCCL connects at a group's first call, which all its ranks must make; a hop may have messages of a few.
+
+    (Written for NCCL, not run so far: no GPU was at hand.)
+    """
+    if group is not None and dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
 def _my_group(
