@@ -40,6 +40,8 @@ def contestants(tokens: int) -> dict[str, Pattern]:
         DENSE: Causal(),
         "LongNet": Dilated(lengths, rates, True, "paper"),
         "LongNet, equal offsets": Dilated(lengths, rates, True, "zero"),
+        "window 4096": SlidingWindow(4096),
+        "window 2048": SlidingWindow(2048),
         "window 1024": SlidingWindow(1024),
         "window 256": SlidingWindow(256),
     }

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+BUCKET = 512  # of the pure PyTorch ring
 RANKS, WHOLE, ONE_THREAD = "ranks", "one process", "one process, one thread"
 
 
@@ -57,10 +58,9 @@ class Place:
         pieces = torch.arange(self.tokens).chunk(2 * self.size)
         return torch.cat([pieces[self.rank], pieces[2 * self.size - 1 - self.rank]])
 
-    @property
-    def striped(self) -> Tensor:
-        """Every P-th position."""
-        return torch.arange(self.rank, self.tokens, self.size)
+    def striped(self, bucket: int) -> Tensor:
+        """Consecutive buckets, each of every (T / bucket)-th position."""
+        return torch.arange(self.tokens).view(bucket, -1).T.flatten().chunk(self.size)[self.rank]
 
 
 class Entry(NamedTuple):
@@ -194,7 +194,10 @@ def _lent_backward(*arguments: Any, **options: Any) -> None:
 
 @contestant("yunchang zigzag ring")
 def yunchang_zigzag(place: Place) -> Entry:
-    """The zigzag ring of yunchang (and of ring-flash-attn), with PyTorch's CPU kernel lent to it."""
+    """The zigzag ring of yunchang (and of ring-flash-attn), with PyTorch's CPU kernel lent to it.
+
+    It is made for half precision: in float32 `dq_buffer.to(torch.float32)` is no copy, and dq adds to itself.
+    """
     from yunchang.ring import zigzag_ring_flash_attn as module
 
     def lend(kind: object, stage: str, *_: object, **__: object) -> Callable[..., Any]:
@@ -225,11 +228,11 @@ def pure_pytorch_ring(place: Place) -> Entry:
             causal=True,
             ring_reduce_col=True,
             striped_ring_attn=True,
-            bucket_size=512,
+            bucket_size=BUCKET,
         )
         return out.transpose(1, 2)
 
-    return Entry(place.striped, attend)
+    return Entry(place.striped(BUCKET), attend)
 
 
 class LowerTriangular:

@@ -11,16 +11,17 @@ journey ends its accumulator is sent home to its owner directly. No hop's K/V is
 
 [Note: heads in groups]
 A walk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
-here and leaving), and 14 with the walk that sets out before it ends. Heads are independent, so they go round
-one group after the other and the buffers shrink by the number of groups, as long as a group's messages stay
-large enough to be worth sending.
+here and leaving). Heads are independent, so they go round one group after the other and the buffers
+shrink by the number of groups, as long as a group's messages stay large enough to be worth sending.
 
 [Note: one walk after another]
 The last hop of a walk has nothing to receive, and gradients come home after it: with two ranks half of all
 that is sent would be waited for. So a walk sets out while the one before it is at its last hop: its first
 keys and values travel then, and the gradients of the one before come home while it computes. Only the
-first hop of the first walk and the last gradients of the last one are exposed, 1 / groups of it all. A walk's
-number of hops here is that of its lanes, which is the same on all ranks: so is the order of all messages.
+first hop of the first walk and the last gradients of the last one are exposed, 1 / groups of it all. In the
+backward pass that takes up to 14 buffers. Where groups are fewer than `MANY`, and so their buffers large, a
+walk sets out one hop later, while the gradients of the one before come home. A walk's number of hops here is
+that of its lanes, which is the same on all ranks: so is the order of all messages.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
+
+MANY = 16  # groups of heads, from which on one of them is small beside the shard
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,9 @@ class RingPass:
             own, home = Pair(k[:, kv], v[:, kv]), Pair(dk[:, kv], dv[:, kv])
             return self._backward_walk(plan, own, queries, dq[:, heads], home)
 
-        self._go((plan.limit, walk(plan, heads, kv)) for plan, heads, kv in self._chunks(k))
+        chunks = list(self._chunks(k))
+        later = int(len(chunks) < MANY)
+        self._go((plan.limit + later, walk(plan, heads, kv)) for plan, heads, kv in chunks)
         return dq, dk, dv
 
     def _chunks(self, k: Tensor) -> Iterator[tuple[WalkPlan, slice, slice]]:
@@ -119,7 +124,7 @@ class RingPass:
                 yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
 
     def _go(self, walks: Iterator[tuple[int, Iterator[_Messages | None]]]) -> None:
-        """All walks, each with its number of hops after the first; [Note: one walk after another].
+        """All walks, each with the hops until the next one sets out; [Note: one walk after another].
 
         A walk gives the messages of a batch, then computes what it has, in turn. It is made when it sets out.
         """
@@ -129,17 +134,17 @@ class RingPass:
         following = next(walks, None)
         while following is not None or under_way:
             if following is not None and left == 0:
-                limit, newest = following
+                hops, newest = following
                 under_way.append(newest)
-                left, hop = max(limit, 1), 0
+                left, hop = max(hops, 1), 0
                 following = next(walks, None)
             batch, going = _Messages([], []), []
             for walk in under_way:
-                messages = next(walk, None)
-                if messages is not None:
+                if (messages := next(walk, None)) is not None:
                     going.append(walk)
                     batch.sends.extend(messages.sends)
                     batch.receives.extend(messages.receives)
+                del messages
             under_way = going
             left, hop = max(left - 1, 0), hop + 1
             pending = self._post(batch, hop)
@@ -147,6 +152,7 @@ class RingPass:
                 next(walk)
             if pending is not None:
                 pending.wait()
+            del batch, pending  # or buffers would live on while the next ones are made
 
     def _post(self, batch: _Messages, hop: int) -> Pending | None:
         if not (batch.sends or batch.receives):
@@ -193,14 +199,15 @@ class RingPass:
                 for journey in _computing(journeys, hop):
                     tiles, grads = journey.tiles(hop), journey.finished
                     assert grads is not None
-                    pair = journey.payload
-                    for part in self.kernel.backward(grad_out, q, *pair, out, lse, tiles, self.scale):
+                    keys_values = journey.payload
+                    for part in self.kernel.backward(grad_out, q, *keys_values, out, lse, tiles, self.scale):
                         part.q_rows.of(dq_total[:, part.heads]).add_(part.dq_BHSD)
                         part.k_rows.of(grads.first).add_(part.dk_BGSD)
                         part.k_rows.of(grads.second).add_(part.dv_BGSD)
                         del part
                     if self.check is not None:
                         self.check(hop, dq=dq_total, dk=grads.first, dv=grads.second)
+                    del keys_values, grads  # or they would live on when they have been sent
                 yield None
                 for journey in journeys:
                     journey.advance()

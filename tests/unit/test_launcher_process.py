@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def heard_signals() -> Iterator[None]:
-    """A run in the background of a shell ignores SIGINT, one under nohup SIGHUP; the launcher leaves it so."""
+    """Runs in the background of a shell ignore SIGINT, under nohup SIGHUP; the launcher leaves it so."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     for number, handler in before.items():
