@@ -76,7 +76,7 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, toke
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize(("ring_size", "layouts"), [(2, LAYOUTS), (4, LAYOUTS), (8, ("zigzag", "auto"))])
+@pytest.mark.parametrize(("ring_size", "layouts"), [(3, LAYOUTS), (8, ("zigzag", "auto"))])
 def test_every_pattern_is_within_1e_5_of_float64(
     rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]
 ) -> None:
