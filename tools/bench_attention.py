@@ -4,8 +4,8 @@ Every contestant of `contestants.py` takes its turn in every round, so that a bu
 ranks with one thread each, or one process with P threads. Reported are medians of the slowest rank, their
 spread, the ratio to SDPA in one process with the same cores, the processor time of the busiest rank against
 that of SDPA with one thread / P, the error against float64 (out and the three gradients, worst of them,
-relative to the largest value), the peak of tensor memory on a rank with its inputs (of what line 2 of the
-README's table allows), and what crossed the loopback device.
+relative to the largest value), the peak of tensor memory on a rank with its inputs (and as part of a budget:
+q, k, v, out, lse, their gradients, two K/V buffers with accumulators), and what crossed the loopback device.
 
 Example:
     python tools/bench_attention.py --tokens 4096 8192 16384 --rounds 7 --picture attention.png
@@ -254,7 +254,7 @@ class Comparison:
 
     @cached_property
     def _budget(self) -> float:
-        """Line 2 of the comparison: q, k, v, out, their gradients, and two K/V buffers with accumulators."""
+        """Bytes of q, k, v, out, lse, their gradients, and two K/V buffers with their accumulators."""
         local = self.tokens // self.options.ranks
         unit = self.options.heads * local * self.options.head_dim * 4
         return 16 * unit + 4 * self.options.heads * local
@@ -273,7 +273,7 @@ class Comparison:
         wall, cpu = statistics.median(times.wall), statistics.median(times.cpu)
         row |= {"median_s": round(wall, 4), "fastest_s": round(min(times.wall), 4)}
         row |= {"slowest_s": round(max(times.wall), 4), "busiest_rank_cpu_s": round(cpu, 4)}
-        if base is not None and name in self.times:
+        if base is not None:
             pairs = zip(times.wall, self.times[BASE].wall, strict=True)
             row["ratio"] = round(wall / base, 3)
             row["ratio_by_round"] = round(statistics.median(mine / other for mine, other in pairs), 3)

@@ -121,11 +121,11 @@ class Journey:
             self.payload, self._arriving = self._together(self._arriving), []
         if self._partial is not None:
             assert self.finished is not None
-            _add_at(self.finished, *self._partial)
+            _put(self.finished, *self._partial, add=True)
             self._give(self._partial[1])
         for slots, arrived in self._homecomings:
             assert self.home is not None
-            _add_at(self.home, slots, arrived)
+            _put(self.home, slots, arrived, add=True)
             self._give(arrived)
         self._give(self._in_flight)
         self._partial, self._homecomings, self._in_flight = None, [], []
@@ -137,7 +137,7 @@ class Journey:
         slots = sum(count_slots(ranges) for ranges, _ in parts)
         payload = Pair(*(self.buffers.take(x, slots, x.dtype) for x in self.own))
         for ranges, part in parts:
-            _copy_to(payload, ranges, part)
+            _put(payload, ranges, part, add=False)
             self._give(part)
         return payload
 
@@ -190,23 +190,15 @@ def _in_payload(visit: Visit, slots: SlotRanges) -> SlotRanges:
     return slots if visit.hop == 0 else visit.in_payload(slots)
 
 
-def _copy_to(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:
+def _put(pair: Pair, ranges: SlotRanges, packed: Pair, *, add: bool) -> None:
+    """Packed slots where they belong: added to what is there, or in its place."""
     for tensor, part in zip(pair, packed, strict=True):
         if len(ranges) > FEW_RANGES:
-            tensor.index_copy_(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device), part)
+            index = torch.from_numpy(expand_ranges(ranges)).to(tensor.device)
+            (tensor.index_add_ if add else tensor.index_copy_)(2, index, part)
             continue
         offset = 0
         for start, end in ranges.tolist():
-            tensor[:, :, start:end].copy_(part[:, :, offset : offset + end - start])
-            offset += end - start
-
-
-def _add_at(pair: Pair, ranges: SlotRanges, packed: Pair) -> None:
-    for tensor, part in zip(pair, packed, strict=True):
-        if len(ranges) > FEW_RANGES:
-            tensor.index_add_(2, torch.from_numpy(expand_ranges(ranges)).to(tensor.device), part)
-            continue
-        offset = 0
-        for start, end in ranges.tolist():
-            tensor[:, :, start:end] += part[:, :, offset : offset + end - start]
+            there, piece = tensor[:, :, start:end], part[:, :, offset : offset + end - start]
+            (there.add_ if add else there.copy_)(piece)
             offset += end - start

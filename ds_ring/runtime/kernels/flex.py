@@ -218,6 +218,7 @@ class FlexKernel:
         mask = self._mask(q, tiles)
         grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
         k, v = (_part(x, mask.k_rows) for x in (k, v))
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
         call = self._recomputed if self._recompute else self._operator
         with _no_autocast(q):
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale)
@@ -254,8 +255,7 @@ class FlexKernel:
         mask: HopMask,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) by the operator; rows that see nothing get a finite lse: no NaN is formed."""
-        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        """(dq, dk, dv) by the operator; the lse is finite."""
         lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
         tensors = _marked(mask.tensors)
         return self._calls.backward(grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options)
@@ -272,12 +272,11 @@ class FlexKernel:
         mask: HopMask,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) by autograd of a recomputed hop; see [Note: the backward operator]."""
+        """The same by autograd of a recomputed hop; see [Note: the backward operator]."""
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out_hop, lse_hop = self._attend(*leaves, mask, scale)
         with torch.no_grad():
-            finite = lse.masked_fill(lse == float("-inf"), 0.0)
-            weight = torch.exp(lse_hop - finite).unsqueeze(-1)
+            weight = torch.exp(lse_hop - lse).unsqueeze(-1)
             grad = grad_out.to(weight.dtype)
             grad_lse = (weight * grad * (out_hop.to(weight.dtype) - out)).sum(-1)
         return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), grad_lse))
