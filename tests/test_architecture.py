@@ -256,7 +256,9 @@ def test_every_module_says_what_it_owns() -> None:
 def test_packages_are_all_installed() -> None:
     listed = set(re.findall(r'^  "(ds_ring[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}
-    assert listed == {".".join(folder.parts) for folder in folders} | {"ds_ring_launcher"}
+    launcher = {path.parent.relative_to(ROOT) for path in (ROOT / "launcher").rglob("__init__.py")}
+    parts = [folder.parts for folder in folders] + [("ds_ring_launcher", *f.parts[1:]) for f in launcher]
+    assert listed == {".".join(names) for names in parts}
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
