@@ -24,6 +24,7 @@ from ds_ring.schedule.documents import Documents
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.pattern import Causal, Full, MaskMod, SlidingWindow
 from ds_ring.schedule.plan import build_plan
+from ds_ring.simulate import simulate
 
 if TYPE_CHECKING:
     from ds_ring.integrations.deepspeed import initialize
@@ -57,6 +58,7 @@ __all__ = [
     "make_layout",
     "ring_attention",
     "shard_sequence",
+    "simulate",
 ]
 
 

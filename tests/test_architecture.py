@@ -27,7 +27,7 @@ FLOORS = [
     ["config_errors", "config_json", "config_deepspeed", "config"],
     ["schedule"],
     ["runtime"],
-    ["module", "simulate"],
+    ["module", "simulate", "simulation"],
     ["integrations"],
 ]
 
@@ -47,9 +47,12 @@ VISITORS = {
     "runtime.ulysses": {"runtime.exchange"},
     "integrations.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched, too
     "integrations.loss": {"runtime.exchange"},
+    "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
+    "simulation.exchange": {"runtime.exchange"},  # its messages
+    "simulation.rank": {"runtime.kernels"},
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
-MAY_IMPORT_A_WALK = {"runtime.autograd"}  # simulate walks, too, when it is there
+MAY_IMPORT_A_WALK = {"runtime.autograd", "simulation.rank"}  # for real ranks, and for virtual ones
 
 # A package from outside, and the one place that may import it.
 OUTSIDE = {"deepspeed": "integrations", "transformers": "integrations"}
@@ -83,6 +86,7 @@ PUBLIC_NAMES = {
     "make_layout",
     "ring_attention",
     "shard_sequence",
+    "simulate",
 }
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}

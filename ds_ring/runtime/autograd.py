@@ -41,6 +41,7 @@ def _walk(
         chunk_bytes,
         context.mesh.buffers,
         context.check_finite if options.check_finite else None,
+        trace=context.mesh.trace,
     )
 
 

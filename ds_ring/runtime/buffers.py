@@ -31,6 +31,11 @@ class Buffers:
         """Kept, and not in use."""
         return self._free_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """In use, or kept for the next use."""
+        return self._used_bytes + self._free_bytes
+
     def take(self, like: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised, contiguous [B, G, slots, D] with B, G, D and the device of `like`."""
         shape = (*like.shape[:2], slots, like.shape[3])

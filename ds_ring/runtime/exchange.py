@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,21 @@ from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
 from ds_ring.runtime.watch import keep_for_ever
+from ds_ring.schedule.slots import SlotRanges
+
+
+class Cargo(NamedTuple):
+    """Which tokens a message of a pass is about. Nothing here reads it; it is what virtual ranks go by.
+
+    Attributes:
+        origin: ring rank in whose shard they lie.
+        slots: their slots there, in the order in which the message has them.
+        heads: the K/V heads, a slice of all that a rank has.
+    """
+
+    origin: int
+    slots: SlotRanges
+    heads: slice
 
 
 class Message(NamedTuple):
@@ -41,6 +56,7 @@ class Message(NamedTuple):
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
         slots: as planned; None outside a pass.
         dtype: as agreed; None outside a pass.
+        cargo: of which tokens; None outside a pass.
     """
 
     tensor: Tensor
@@ -48,6 +64,7 @@ class Message(NamedTuple):
     what: str = ""
     slots: int | None = None
     dtype: torch.dtype | None = None
+    cargo: Cargo | None = None
 
 
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
@@ -61,7 +78,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         RingMismatchError: another size, dtype or order than planned, or a tensor with gaps.
     """
     due = None  # what must follow now, and to whom
-    for tensor, peer, what, slots, dtype in messages:
+    for tensor, peer, what, slots, dtype, _ in messages:
         if not tensor.is_contiguous():
             _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
         if slots is not None and tensor.shape[2] != slots:
@@ -89,6 +106,34 @@ class Counters:
     bytes_sent: int = 0
     messages_sent: int = 0
     batches: int = 0
+
+    def count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """One batch more."""
+        self.batches += bool(sends or receives)
+        self.messages_sent += len(sends)
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+
+
+class InFlight(Protocol):
+    """A batch under way."""
+
+    def wait(self) -> None:
+        """Return when every message of the batch has arrived."""
+        ...
+
+
+class Carrier(Protocol):
+    """What a ring pass needs of an exchange: between ranks, or between virtual ones in one process."""
+
+    counters: Counters
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> InFlight:
+        """Start all messages of a hop at once."""
+        ...
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Around a walk."""
+        ...
 
 
 @dataclass
@@ -167,9 +212,7 @@ class Exchange:
             for tensor, peer, *_ in messages:
                 to = self.mesh.global_rank_of(peer)
                 operations.append(dist.P2POp(function, tensor, to, group=self.mesh.ring_group))
-        self.counters.batches += bool(operations)
-        self.counters.messages_sent += len(sends)
-        self.counters.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.counters.count(sends, receives)
         return self._start(operations, hop)
 
     def _start(self, operations: list[dist.P2POp], hop: int | None) -> Pending:

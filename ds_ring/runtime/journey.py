@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Message
+from ds_ring.runtime.exchange import Cargo, Message
 from ds_ring.schedule.rank_plan import LanePlan, Visit
 from ds_ring.schedule.slots import SlotRanges, count_slots, expand_ranges
 from ds_ring.schedule.tiles import Tiles
@@ -36,12 +36,20 @@ class Journey:
         buffers: where the memory of messages comes from.
         own: K and V of this rank, which departures leave from.
         home: accumulators of the own shard (backward only).
+        heads: the K/V heads that these are, a slice of all that the rank has.
         payload: K and V of the present hop.
         finished: accumulators of the present hop.
     """
 
-    def __init__(self, plan: LanePlan, buffers: Buffers, own: Pair, home: Pair | None = None) -> None:
-        self.plan, self.buffers, self.own, self.home = plan, buffers, own, home
+    def __init__(
+        self,
+        plan: LanePlan,
+        buffers: Buffers,
+        own: Pair,
+        home: Pair | None = None,
+        heads: slice = slice(None),
+    ) -> None:
+        self.plan, self.buffers, self.own, self.home, self.heads = plan, buffers, own, home, heads
         self.payload = own
         self.finished: Pair | None = None
         self._arriving: list[tuple[SlotRanges, Pair]] = []
@@ -77,16 +85,18 @@ class Journey:
         receives: list[Message] = []
         here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
         if here is not None and len(here.forward):
-            sends += self._packed(here.goes_to, self.payload, _in_payload(here, here.forward), KEYS)
+            ranges, cargo = _in_payload(here, here.forward), self._cargo(here.origin, here.forward)
+            sends += self._packed(here.goes_to, self.payload, ranges, KEYS, cargo)
         for departure in self.plan.departures:
             if departure.hop == hop:
-                sends += self._packed(departure.receiver, self.own, departure.slots, KEYS)
+                cargo = self._cargo(self._ring_rank, departure.slots)
+                sends += self._packed(departure.receiver, self.own, departure.slots, KEYS, cargo)
         if coming is not None:
             for sender, slots in ((coming.came_from, coming.relayed), (coming.origin, coming.from_origin)):
                 if len(slots):
                     arriving = self._take(self.own, slots)
                     self._arriving.append((coming.in_payload(slots), arriving))
-                    receives += _messages(sender, arriving, slots, KEYS, self.own)
+                    receives += _messages(sender, arriving, KEYS, self.own, self._cargo(coming.origin, slots))
         if self.home is not None:
             self._add_accumulators(hop, sends, receives)
         return sends, receives
@@ -98,21 +108,25 @@ class Journey:
         if done is not None and done.hop > 0:
             assert self.finished is not None
             if len(done.forward):
-                sends += self._packed(done.goes_to, self.finished, done.in_payload(done.forward), GRADIENTS)
+                ranges, cargo = done.in_payload(done.forward), self._cargo(done.origin, done.forward)
+                sends += self._packed(done.goes_to, self.finished, ranges, GRADIENTS, cargo)
         if here is not None and here.hop > 1 and len(here.relayed):
             partial = self._take(self.home, here.relayed)
             self._partial = here.in_payload(here.relayed), partial
-            receives += _messages(here.came_from, partial, here.relayed, GRADIENTS, self.home)
+            cargo = self._cargo(here.origin, here.relayed)
+            receives += _messages(here.came_from, partial, GRADIENTS, self.home, cargo)
         if done is not None and done.hop > 0:
             assert self.finished is not None
             if len(done.ends_here):
-                sends += self._packed(done.origin, self.finished, done.in_payload(done.ends_here), GRADIENTS)
+                ranges, cargo = done.in_payload(done.ends_here), self._cargo(done.origin, done.ends_here)
+                sends += self._packed(done.origin, self.finished, ranges, GRADIENTS, cargo)
             self._in_flight += self.finished
         for coming in self.plan.homecomings:
             if coming.hop == hop - 2:
                 arrived = self._take(self.home, coming.slots)
                 self._homecomings.append((coming.slots, arrived))
-                receives += _messages(coming.sender, arrived, coming.slots, GRADIENTS, self.home)
+                cargo = self._cargo(self._ring_rank, coming.slots)
+                receives += _messages(coming.sender, arrived, GRADIENTS, self.home, cargo)
 
     def advance(self) -> None:
         """After the wait: take the next payload, add up the gradients that arrived, give back the rest."""
@@ -147,11 +161,23 @@ class Journey:
             self._give(self.payload)
             self.payload = self.own
 
-    def _packed(self, peer: int, pair: Pair, ranges: SlotRanges, names: tuple[str, str]) -> list[Message]:
-        """The slots of `ranges` as messages; no copy where they lie side by side already."""
+    @property
+    def _ring_rank(self) -> int:
+        """Of this rank: hop 0 is its own shard."""
+        own = self.plan.visit(0)
+        assert own is not None
+        return own.origin
+
+    def _cargo(self, origin: int, slots: SlotRanges) -> Cargo:
+        return Cargo(origin, slots, self.heads)
+
+    def _packed(
+        self, peer: int, pair: Pair, ranges: SlotRanges, names: tuple[str, str], cargo: Cargo
+    ) -> list[Message]:
+        """What lies at `ranges` as messages; no copy where that is side by side already."""
         packed = Pair(*(self._pack(tensor, ranges) for tensor in pair))
         agreed = self.own if names is KEYS or self.home is None else self.home
-        return _messages(peer, packed, ranges, names, agreed)
+        return _messages(peer, packed, names, agreed, cargo)
 
     def _pack(self, tensor: Tensor, ranges: SlotRanges) -> Tensor:
         if len(ranges) == 1:
@@ -177,12 +203,10 @@ class Journey:
             self.buffers.give(tensor)
 
 
-def _messages(
-    peer: int, pair: Pair, slots: SlotRanges, names: tuple[str, str], agreed: Pair
-) -> list[Message]:
+def _messages(peer: int, pair: Pair, names: tuple[str, str], agreed: Pair, cargo: Cargo) -> list[Message]:
     """A pair as messages, with what the plan and the agreement say of them."""
-    parts = zip(pair, names, agreed, strict=True)
-    return [Message(tensor, peer, name, count_slots(slots), like.dtype) for tensor, name, like in parts]
+    parts, count = zip(pair, names, agreed, strict=True), count_slots(cargo.slots)
+    return [Message(tensor, peer, name, count, like.dtype, cargo) for tensor, name, like in parts]
 
 
 def _in_payload(visit: Visit, slots: SlotRanges) -> SlotRanges:

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingMeshError
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.trace import Trace
 from ds_ring.runtime.watch import Watch, meet
 from ds_ring.schedule.grid import Grid
 
@@ -43,6 +44,8 @@ class RingMesh:
         watch: hears who failed; None where the sequence has one rank, or the process group is fake.
         buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
+        traces: those that `runtime/trace.py` is making, the innermost last. Here and not in a variable of the
+            thread, since autograd runs the backward pass in a thread of its own.
     """
 
     grid: Grid
@@ -57,6 +60,7 @@ class RingMesh:
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
+    traces: list[Trace] = field(default_factory=list, repr=False)
 
     @classmethod
     def single(cls) -> RingMesh:
@@ -123,6 +127,11 @@ class RingMesh:
         if self.watch is not None:
             self.watch.leave()
         self.buffers.release()
+
+    @property
+    def trace(self) -> Trace | None:
+        """What passes on this mesh are noted in; None for nothing."""
+        return self.traces[-1] if self.traces else None
 
     @property
     def ring_size(self) -> int:

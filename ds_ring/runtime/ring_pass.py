@@ -27,18 +27,19 @@ that of its lanes, which is the same on all ranks: so is the order of all messag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Exchange, Message, Pending
+from ds_ring.runtime.exchange import Carrier, InFlight, Message
 from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
 
@@ -59,16 +60,21 @@ class RingPass:
             [Note: heads in groups].
         buffers: memory for what travels.
         check: told the hop and, by name, what was computed up to it; None if nobody wants to look.
+        settle: told the K/V heads of a walk back and the own shard's dK and dV before they are rounded, when
+            all of theirs that travelled has come home; None if nobody wants to look.
+        trace: notes what happened when; None for no trace, which costs nothing.
     """
 
     plan: RankPlan
     kernel: Kernel
-    exchange: Exchange | None
+    exchange: Carrier | None
     scale: float
     overlap: bool = True
     chunk_bytes: int = 1 << 20
     buffers: Buffers = field(default_factory=Buffers)
     check: Callable[..., None] | None = None
+    settle: Callable[[slice, Tensor, Tensor], None] | None = None
+    trace: Trace | None = None
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,12 +87,13 @@ class RingPass:
         Returns:
             out [B, H, S, D] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
+        self._phase("forward")
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
 
-        def walk(plan: WalkPlan, heads: slice, kv: slice) -> Iterator[_Messages | None]:
+        def walk(plan: WalkPlan, heads: slice, kv: slice) -> _Walk:
             own = Pair(k[:, kv], v[:, kv])
-            return self._forward_walk(plan, own, q[:, heads], out[:, heads], lse[:, heads])
+            return self._forward_walk(plan, kv, own, q[:, heads], out[:, heads], lse[:, heads])
 
         self._go((plan.limit, walk(plan, heads, kv)) for plan, heads, kv in self._chunks(k))
         return out, lse
@@ -104,12 +111,13 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
+        self._phase("backward")
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
 
-        def walk(plan: WalkPlan, heads: slice, kv: slice) -> Iterator[_Messages | None]:
+        def walk(plan: WalkPlan, heads: slice, kv: slice) -> _Walk:
             queries = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
             own, home = Pair(k[:, kv], v[:, kv]), Pair(dk[:, kv], dv[:, kv])
-            return self._backward_walk(plan, own, queries, dq[:, heads], home)
+            return self._backward_walk(plan, kv, own, queries, dq[:, heads], home)
 
         chunks = list(self._chunks(k))
         later = int(len(chunks) < MANY)
@@ -123,12 +131,12 @@ class RingPass:
             for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
                 yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
 
-    def _go(self, walks: Iterator[tuple[int, Iterator[_Messages | None]]]) -> None:
+    def _go(self, walks: Iterator[tuple[int, _Walk]]) -> None:
         """All walks, each with the hops until the next one sets out; [Note: one walk after another].
 
         A walk gives the messages of a batch, then computes what it has, in turn. It is made when it sets out.
         """
-        under_way: list[Iterator[_Messages | None]] = []
+        under_way: list[_Walk] = []
         left = 0  # hops until the next walk sets out
         hop = 0  # of the walk that set out last
         following = next(walks, None)
@@ -138,23 +146,26 @@ class RingPass:
                 under_way.append(newest)
                 left, hop = max(hops, 1), 0
                 following = next(walks, None)
-            batch, going = _Messages([], []), []
-            for walk in under_way:
-                if (messages := next(walk, None)) is not None:
-                    going.append(walk)
-                    batch.sends.extend(messages.sends)
-                    batch.receives.extend(messages.receives)
-                del messages
-            under_way = going
-            left, hop = max(left - 1, 0), hop + 1
-            pending = self._post(batch, hop)
-            for walk in under_way:
-                next(walk)
-            if pending is not None:
-                pending.wait()
+            with self._span("send", hop + 1):
+                batch, under_way = _messages_of_all(under_way)
+                left, hop = max(left - 1, 0), hop + 1
+                pending = self._post(batch, hop)
+            with self._span("compute", hop - 1):
+                for walk in under_way:
+                    next(walk)
+            with self._span("wait", hop):
+                if pending is not None:
+                    pending.wait()
             del batch, pending  # or buffers would live on while the next ones are made
 
-    def _post(self, batch: _Messages, hop: int) -> Pending | None:
+    def _phase(self, name: str) -> None:
+        if self.trace is not None:
+            self.trace.phase = name
+
+    def _span(self, what: str, hop: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.span(what, hop, self.buffers)
+
+    def _post(self, batch: _Messages, hop: int) -> InFlight | None:
         if not (batch.sends or batch.receives):
             return None
         assert self.exchange is not None, "a plan with messages on a ring of one"
@@ -164,11 +175,11 @@ class RingPass:
         return pending
 
     def _forward_walk(
-        self, plan: WalkPlan, own: Pair, q: Tensor, out: Tensor, lse: Tensor
-    ) -> Iterator[_Messages | None]:
+        self, plan: WalkPlan, kv: slice, own: Pair, q: Tensor, out: Tensor, lse: Tensor
+    ) -> _Walk:
         """The walk for some heads, merged into out and lse."""
-        journeys = [Journey(lane, self.buffers, own) for lane in plan.lanes]
-        with _accumulating(lse.dtype, out) as (total,):
+        journeys = [Journey(lane, self.buffers, own, heads=kv) for lane in plan.lanes]
+        with _accumulating(self.trace, lse.dtype, out) as (total,):
             for hop in range(max(lane.hops for lane in plan.lanes)):
                 yield _messages_of(journeys, hop + 1)
                 for journey in _computing(journeys, hop):
@@ -186,12 +197,12 @@ class RingPass:
                 journey.end()
 
     def _backward_walk(
-        self, plan: WalkPlan, own: Pair, queries: _Queries, dq: Tensor, home: Pair
-    ) -> Iterator[_Messages | None]:
+        self, plan: WalkPlan, kv: slice, own: Pair, queries: _Queries, dq: Tensor, home: Pair
+    ) -> _Walk:
         """The walk back for some heads, added to dq and, of the own keys and values, to `home`."""
         grad_out, q, out, lse = queries
-        with _accumulating(lse.dtype, dq, *home) as (dq_total, *home_total):
-            journeys = [Journey(lane, self.buffers, own, Pair(*home_total)) for lane in plan.lanes]
+        with _accumulating(self.trace, lse.dtype, dq, *home) as (dq_total, *home_total):
+            journeys = [Journey(lane, self.buffers, own, Pair(*home_total), kv) for lane in plan.lanes]
             for hop in range(max(lane.backward_batches for lane in plan.lanes)):
                 yield _messages_of(journeys, hop + 1)
                 for journey in journeys:
@@ -213,6 +224,8 @@ class RingPass:
                     journey.advance()
             for journey in journeys:
                 journey.end()
+            if self.settle is not None:
+                self.settle(kv, *home_total)
 
 
 class _Messages(NamedTuple):
@@ -220,6 +233,21 @@ class _Messages(NamedTuple):
 
     sends: list[Message]
     receives: list[Message]
+
+
+_Walk: TypeAlias = "Iterator[_Messages | None]"  # what a batch has of it, then None when it has computed
+
+
+def _messages_of_all(walks: list[_Walk]) -> tuple[_Messages, list[_Walk]]:
+    """One batch of what all walks post now, and those of them that are still under way."""
+    batch, going = _Messages([], []), []
+    for walk in walks:
+        if (messages := next(walk, None)) is not None:
+            going.append(walk)
+            batch.sends.extend(messages.sends)
+            batch.receives.extend(messages.receives)
+        del messages
+    return batch, going
 
 
 def _messages_of(journeys: list[Journey], hop: int) -> _Messages:
@@ -233,10 +261,15 @@ def _messages_of(journeys: list[Journey], hop: int) -> _Messages:
 
 
 @contextmanager
-def _accumulating(dtype: torch.dtype, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _accumulating(trace: Trace | None, dtype: torch.dtype, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Zeroed accumulators of `dtype` for zeroed results: these themselves where the dtype is the same."""
     accumulators = tuple(x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results)
+    if trace is not None:
+        own = [x for x, result in zip(accumulators, results, strict=True) if x is not result]
+        trace.accumulators_bytes += sum(x.nbytes for x in own)
     yield accumulators
+    if trace is not None:
+        trace.accumulators_bytes -= sum(x.nbytes for x in own)
     for result, accumulator in zip(results, accumulators, strict=True):
         if result is not accumulator:
             result.copy_(accumulator)

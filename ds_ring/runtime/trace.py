@@ -1,20 +1,107 @@
-"""Measuring a pass: the peak of tensor memory, in real runs and in fake ones.
+"""Measuring a pass: the peak of tensor memory, in real runs and in fake ones, and what happened when.
 
-Owns the two ways of counting. Real: the running sum of the profiler's allocation events, which is exact and
-includes kernel workspaces (a resident-set figure is neither). Fake: torch's `MemTracker` over fake tensors,
-which allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop.
+Owns the two ways of counting memory. Real: the running sum of the profiler's allocation events, which is
+exact and includes kernel workspaces (a resident-set figure is neither). Fake: torch's `MemTracker` over fake
+tensors, which allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop.
+And owns the trace: what a ring pass did from when to when.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+if TYPE_CHECKING:
+    from ds_ring.runtime.buffers import Buffers
+    from ds_ring.runtime.mesh import RingMesh
+
+_MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
+
+
+class Span(NamedTuple):
+    """Something that a ring pass did.
+
+    Attributes:
+        what: "send" (take what arrived, pack and post the next batch), "compute" (a hop's attention of every
+            walk under way) or "wait" (for the batch). One of each, in this order, is a step.
+        phase: "forward" or "backward".
+        step: counts the steps of a phase from 0.
+        hop: of the walk that set out last; "send" and "wait" have the hop that the messages are for, one more
+            than what is computed meanwhile.
+        start_ns, end_ns: of the system's clock (`time.time_ns`).
+        buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
+        accumulators_bytes: float32 accumulators of low-precision results.
+    """
+
+    what: str
+    phase: str
+    step: int
+    hop: int
+    start_ns: int
+    end_ns: int
+    buffers_bytes: int
+    accumulators_bytes: int
+
+
+@dataclass
+class Trace:
+    """What passes did, in order.
+
+    Attributes:
+        ring_rank: whose passes.
+        spans: one after the other; none overlap.
+        phase: of the pass that is under way.
+        accumulators_bytes: as they are now.
+    """
+
+    ring_rank: int = 0
+    spans: list[Span] = field(default_factory=list)
+    phase: str = ""
+    accumulators_bytes: int = 0
+
+    @contextmanager
+    def span(self, what: str, hop: int, buffers: Buffers) -> Iterator[None]:
+        """Note a block; under a profiler it is an event of that, too."""
+        profiled = _profiler_enabled()
+        start_ns = time.time_ns()
+        with record_function(f"{_MARK}{len(self.spans)}") if profiled else nullcontext():
+            yield
+        where = (self.phase, self._step(what), hop)
+        sizes = (buffers.held_bytes, self.accumulators_bytes)
+        self.spans.append(Span(what, *where, start_ns, time.time_ns(), *sizes))
+
+    def _step(self, what: str) -> int:
+        last = self.spans[-1] if self.spans else None
+        if last is None or last.phase != self.phase:
+            return 0
+        return last.step + (what == "send")
+
+
+@contextmanager
+def tracing(mesh: RingMesh) -> Iterator[Trace]:
+    """Note what ring passes on a mesh do inside the block; a few microseconds a hop, nothing outside it."""
+    trace = Trace(mesh.ring_rank)
+    mesh.traces.append(trace)
+    try:
+        yield trace
+    finally:
+        mesh.traces.remove(trace)
+
+
+class Level(NamedTuple):
+    """Tensor memory from `time_ns` of the profiler's clock on, above what lived when measuring began."""
+
+    time_ns: int
+    live_bytes: int
 
 
 @dataclass
@@ -24,10 +111,14 @@ class MemoryPeak:
     Attributes:
         peak_bytes: highest total of live tensor bytes above what lived at the start of the block.
         end_bytes: total still alive at its end.
+        levels: after every allocation and release, by time.
+        spans: start and end of the spans of a trace, by their number in it, ns of the same clock.
     """
 
     peak_bytes: int = 0
     end_bytes: int = 0
+    levels: list[Level] = field(default_factory=list, repr=False)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)
 
 
 @contextmanager
@@ -36,10 +127,16 @@ def measure_cpu_memory() -> Iterator[MemoryPeak]:
     result = MemoryPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield result
-    events = profiler.profiler.kineto_results.events()
-    allocations = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    for _, change_bytes in sorted(allocations, key=lambda event: event[0]):
+    allocations = []
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            allocations.append((event.start_ns(), event.nbytes()))
+        elif name.startswith(_MARK):
+            result.spans[int(name[len(_MARK) :])] = event.start_ns(), event.end_ns()
+    for time_ns, change_bytes in sorted(allocations, key=lambda event: event[0]):
         result.end_bytes += change_bytes
+        result.levels.append(Level(time_ns, result.end_bytes))
         result.peak_bytes = max(result.peak_bytes, result.end_bytes)
 
 

@@ -82,3 +82,26 @@ def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
     """`locate_slots` for whole ranges, each of which lies inside one range of `within`."""
     start = locate_slots(ranges[:, 0], within)
     return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
+
+
+def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
+    """What lies in some slots of a shard, as progressions of positions in slot order.
+
+    Args:
+        runs: of the shard, int64 [n, 3] of (start, step, length), one after the other in its slots.
+        slots: ranges of them.
+
+    Returns:
+        int64 [m, 3] of (start, step, length), none empty.
+    """
+    if not len(slots) or not len(runs):
+        return np.empty((0, 3), dtype=np.int64)
+    ends = np.cumsum(runs[:, 2])
+    first = np.searchsorted(ends, slots[:, 0], side="right")
+    last = np.searchsorted(ends, slots[:, 1] - 1, side="right")
+    count = last - first + 1
+    piece = np.repeat(np.arange(len(slots)), count)
+    row = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    begins = ends[row] - runs[row, 2]
+    low, high = np.maximum(slots[piece, 0], begins), np.minimum(slots[piece, 1], ends[row])
+    return np.stack([runs[row, 0] + (low - begins) * runs[row, 1], runs[row, 1], high - low], axis=1)

@@ -46,6 +46,12 @@ def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype) ->
     return inside.bias(queries, keys, dtype, torch.device("cpu"))
 
 
+def drop_kept() -> None:
+    """Free the biases that are kept from call to call; for measuring one rank after another."""
+    _hidden.cache_clear()
+    _square_of_weights.cache_clear()
+
+
 def _computable(*tensors: Tensor) -> list[Tensor]:
     """float64 and float32 as they are, anything lower in float32; with the last dimension dense.
 

@@ -1,0 +1,227 @@
+"""`simulate`: P virtual ranks in one process, one after the other, by the walk that real ranks take.
+
+Owns the public call, its argument checks and its result. What is evidence here and not a formula: the plan,
+the ring pass, the kernel, the buffers and the merge are those of real ranks; only the exchange looks up what
+would arrive (`simulation/exchange.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
+from ds_ring.runtime.context import Options
+from ds_ring.runtime.kernels import get_kernel
+from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import build_plan
+from ds_ring.simulation.exchange import GradientSums
+from ds_ring.simulation.generate import GeneratedSource
+from ds_ring.simulation.profile import RankMemory, Step
+from ds_ring.simulation.rank import BytesSent, RankResult, VirtualRanks
+from ds_ring.simulation.source import Source, TensorSource, put_rows
+
+__all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
+
+PROGRESS_AFTER_S = 2.0
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What all virtual ranks found, in the order of positions, padding stripped.
+
+    Attributes:
+        out: [B, H, T, D], in q's dtype. NaN at the tokens of ranks that were not simulated.
+        lse: [B, H, T] natural log, float32 (float64 for float64 inputs); NaN likewise.
+        memory: by ring rank, tensor memory; empty without `measure_memory`.
+        bytes_sent: by ring rank, payload bytes that would leave it.
+        dq: [B, H, T, D] in q's dtype, NaN likewise; None without grad_out.
+        dk, dv: [B, G, T, D] in k's dtype; None without grad_out, or where not all ranks were simulated, since
+            every rank may add to them.
+    """
+
+    out: Tensor
+    lse: Tensor
+    memory: dict[int, RankMemory]
+    bytes_sent: dict[int, BytesSent]
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most; 0 where memory was not measured."""
+        return max((memory.peak_bytes for memory in self.memory.values()), default=0)
+
+
+@torch.no_grad()
+def simulate(
+    q: Tensor | Source,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    pattern: Pattern,
+    layout: Layout,
+    grad_out: Tensor | bool | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
+    chunk_bytes: int | None = None,
+    prune: bool = True,
+    ranks: Iterable[int] | None = None,
+    measure_memory: bool = True,
+    progress: bool = True,
+) -> SimulationResult:
+    """Ring attention of a whole sequence with all its ranks in this process, one at a time.
+
+    Each virtual rank does what a real one would: same plan, same messages, same kernel, same buffers. What a
+    rank of a cluster will need and send can so be known before there is a cluster, and what P ranks compute
+    can be compared with what one does.
+
+    Args:
+        q: global queries [B, H, T, D] on the CPU, in memory or mapped from a file; or a `Source`, which has k
+            and v as well (`GeneratedSource` for more tokens than memory holds).
+        k, v: global keys and values [B, G, T, D]; H a multiple of G.
+        pattern: which position attends to which.
+        layout: which position lies on which rank; says how many ranks there are.
+        grad_out: gradient of the output [B, H, T, D], for the backward pass; with a `Source` True, and it is
+            asked for "grad_out".
+        scale: of the scores; None is 1 / sqrt(D).
+        kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
+        chunk_bytes: heads go round in groups whose K and V are each at least this large; None is the 1 MiB of
+            real CPU ranks.
+        prune: send only what is read; False for comparison.
+        ranks: ring ranks to simulate; None for all.
+        measure_memory: count tensor memory under the profiler (slower by a few percent where calls are
+            large, by more where they are small).
+        progress: a bar on stderr once two seconds have passed.
+
+    Raises:
+        RingShapeError: tensors that do not fit each other or the layout, or are not on the CPU.
+        RingLayoutError, RingPatternError: no layout or pattern, or one for another length.
+        RingConfigError: unknown kernel, scale, ranks or options.
+    """
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"pattern: expected a pattern, got {pattern!r}; use ds_ring.Causal() or ds_ring.Full()"
+        )
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"layout: expected a layout, got {layout!r}; use make_layout(name, tokens=T, ring_size=P)"
+        )
+    source = _source_of(q, k, v, grad_out)
+    sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
+    if sizes.tokens != layout.tokens:
+        raise RingShapeError(
+            f"the layout is for {layout.tokens} tokens, q has {sizes.tokens}; pass global tensors of all"
+            f" tokens, or make the layout with tokens={sizes.tokens}"
+        )
+    options = _options(scale, kernel, kernel_options, chunk_bytes)
+    whole, backward = len(wanted) == layout.ring_size, grad_out is not None and grad_out is not False
+    job = VirtualRanks(
+        source,
+        build_plan(pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=prune),
+        get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
+        options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
+        options.chunk_bytes_on("cpu"),
+        GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
+        measure_memory,
+    )
+    return _collected(job, wanted, whole, progress)
+
+
+def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool) -> SimulationResult:
+    """All ranks one after the other, their results put together."""
+    sizes, layout = job.source.geometry, job.plan.layout
+    shape = (sizes.batch, sizes.query_heads, sizes.tokens, sizes.head_dim)
+    out = torch.full(shape, torch.nan, dtype=sizes.dtype)
+    lse = torch.full(shape[:-1], torch.nan, dtype=accumulator_dtype(sizes.dtype))
+    dq = None if job.sums is None else torch.full_like(out, torch.nan)
+    memory: dict[int, RankMemory] = {}
+    bytes_sent: dict[int, BytesSent] = {}
+    for rank in tqdm(ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, disable=not progress):
+        found: RankResult = job.run(rank)
+        valid = layout.valid_tokens(rank)
+        for whole_tensor, part in ((out, found.out), (lse, found.lse), (dq, found.dq)):
+            if whole_tensor is not None and part is not None and valid:
+                put_rows(whole_tensor, layout.runs(rank), part[:, :, :valid])
+        bytes_sent[rank] = found.bytes_sent
+        if found.memory is not None:
+            memory[rank] = found.memory
+    dk = dv = None
+    if job.sums is not None and whole:
+        dk, dv = job.sums.dk.to(sizes.dtype), job.sums.dv.to(sizes.dtype)
+    return SimulationResult(out, lse, memory, bytes_sent, dq, dk, dv)
+
+
+def _source_of(
+    q: Tensor | Source, k: Tensor | None, v: Tensor | None, grad_out: Tensor | bool | None
+) -> Source:
+    """The one source of all tensors, checked.
+
+    Raises:
+        RingShapeError: what is no q, k, v and grad_out of one attention.
+    """
+    if not isinstance(q, Tensor) and hasattr(q, "fill") and hasattr(q, "geometry"):
+        if k is not None or v is not None or isinstance(grad_out, Tensor):
+            raise RingShapeError(
+                "simulate: expected a source alone, got tensors beside it; a source has k and v as well, and"
+                " grad_out=True asks it for the gradient of the output"
+            )
+        return q
+    for name, x in (("q", q), ("k", k), ("v", v), *([] if grad_out is None else [("grad_out", grad_out)])):
+        why = why_not_an_operand(name, x)
+        if why is not None:
+            raise RingShapeError(why)
+        assert isinstance(x, Tensor)
+        if x.device.type != "cpu":
+            raise RingShapeError(f"{name}: expected a tensor on the CPU, got {x.device}; call .cpu() first")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    check_tensors(q, k, v)
+    check_heads(q.shape[1], k.shape[1], 1)
+    if q.shape[2] != k.shape[2]:
+        raise RingShapeError(
+            f"q has {q.shape[2]} tokens, k has {k.shape[2]}; pass global tensors of one sequence"
+        )
+    if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (q.shape, q.dtype):
+        raise RingShapeError(
+            f"grad_out: expected {tuple(q.shape)} of {q.dtype}, as q, got {tuple(grad_out.shape)} of"
+            f" {grad_out.dtype}"
+        )
+    return TensorSource(q, k, v, grad_out if isinstance(grad_out, Tensor) else None)
+
+
+def _options(
+    scale: float | None, kernel: str, kernel_options: Mapping[str, Any] | None, chunk_bytes: int | None
+) -> Options:
+    """The options of a real call, checked by them.
+
+    Raises:
+        RingConfigError: what they do not take.
+    """
+    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1):
+        raise RingConfigError(f"chunk_bytes: expected a positive number of bytes, got {chunk_bytes!r}")
+    pairs = tuple(sorted((kernel_options or {}).items()))
+    return Options(scale=scale, kernel=kernel, kernel_options=pairs, chunk_bytes=chunk_bytes)
+
+
+def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
+    """The ranks to simulate.
+
+    Raises:
+        RingConfigError: one that the layout does not have, or one twice.
+    """
+    wanted = list(range(ring_size)) if ranks is None else list(ranks)
+    for rank in wanted:
+        if not isinstance(rank, int) or not 0 <= rank < ring_size or wanted.count(rank) > 1:
+            raise RingConfigError(f"ranks: expected each of 0 to {ring_size - 1} at most once, got {wanted}")
+    return wanted

@@ -1,0 +1,104 @@
+"""The exchange of a virtual rank: nothing is sent, what would arrive is looked up.
+
+[Note: one rank at a time]
+Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
+tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
+and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
+at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
+home, or stays in the accumulators of its own shard, which are added at the end of a walk
+(`RingPass.settle`). So each is counted once, and no two ranks have to be alive together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.exchange import Cargo, Counters, Message, check_messages
+from ds_ring.schedule.layout import IntArray, Layout
+from ds_ring.schedule.slots import progressions_at
+from ds_ring.simulation.source import Geometry, Source, put_rows
+
+SOURCE_OF = {"K": "k", "V": "v"}
+
+
+class GradientSums:
+    """dK and dV of all tokens, summed over the ranks that were simulated.
+
+    Args:
+        geometry: of the global tensors.
+        dtype: of the sums, float32 or float64.
+
+    Attributes:
+        dk, dv: [B, G, T, D], in the order of positions.
+    """
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        shape = (geometry.batch, geometry.kv_heads, geometry.tokens, geometry.head_dim)
+        self.dk, self.dv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+    def add(self, what: str, heads: slice, runs: IntArray, part: Tensor) -> None:
+        """Add a message "dK" or "dV": [B, heads, n, D] for the tokens at `runs`."""
+        put_rows((self.dk if what == "dK" else self.dv)[:, heads], runs, part, add=True)
+
+
+class Arrived:
+    """A batch that is there at once."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class VirtualExchange:
+    """What a ring pass takes for an exchange; [Note: one rank at a time].
+
+    Args:
+        source: K and V of all tokens.
+        layout: which of them lie on which rank.
+        sums: takes the gradients that are sent; None for a forward pass.
+    """
+
+    def __init__(self, source: Source, layout: Layout, sums: GradientSums | None = None) -> None:
+        self.source, self.layout, self.sums = source, layout, sums
+        self.counters = Counters()
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Arrived:
+        """Fill what is received, take what is sent.
+
+        Raises:
+            RingMismatchError: a message is not what the plan says, as in the real exchange.
+        """
+        check_messages(sends)
+        check_messages(receives)
+        self.counters.count(sends, receives)
+        for message in sends:
+            if message.what not in SOURCE_OF:
+                self._take(message)
+        for message in receives:
+            if message.what in SOURCE_OF:
+                cargo = _cargo_of(message)
+                self.source.fill(SOURCE_OF[message.what], cargo.heads, self._runs(cargo), message.tensor)
+            else:
+                message.tensor.zero_()
+        return Arrived()
+
+    def _take(self, message: Message) -> None:
+        cargo = _cargo_of(message)
+        assert self.sums is not None, "gradients in a forward pass"
+        self.sums.add(message.what, cargo.heads, self._runs(cargo), message.tensor)
+
+    def _runs(self, cargo: Cargo) -> IntArray:
+        return progressions_at(self.layout.runs(cargo.origin), cargo.slots)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """There is no other rank to be told."""
+        yield
+
+
+def _cargo_of(message: Message) -> Cargo:
+    assert message.cargo is not None, "a message of a pass says what it carries"
+    return message.cargo

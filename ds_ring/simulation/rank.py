@@ -1,0 +1,123 @@
+"""One virtual rank: its shards, the production walk over them, and what that took.
+
+Owns the order in which a real rank would allocate: q, k, v, the forward pass, then grad_out, then the
+backward pass, with one set of message buffers for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.kernels import Kernel
+from ds_ring.runtime.kernels.cpu import drop_kept
+from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
+from ds_ring.schedule.plan import Plan
+from ds_ring.simulation.exchange import GradientSums, VirtualExchange
+from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.source import Source
+
+
+class BytesSent(NamedTuple):
+    """Payload bytes that leave a rank, as `Exchange.counters` counts them."""
+
+    forward: int
+    backward: int
+
+
+class RankResult(NamedTuple):
+    """What a virtual rank found, local: out, dq [B, H, S, D], lse [B, H, S]; padding slots included."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+    bytes_sent: BytesSent
+    memory: RankMemory | None
+
+
+@dataclass(frozen=True)
+class VirtualRanks:
+    """What all virtual ranks of one simulation share.
+
+    Attributes:
+        source: all tokens.
+        plan: of all ranks.
+        kernel: computes.
+        scale: of the scores.
+        chunk_bytes: see [Note: heads in groups].
+        sums: collects dK and dV; None for the forward pass alone.
+        measure: count memory.
+    """
+
+    source: Source
+    plan: Plan
+    kernel: Kernel
+    scale: float
+    chunk_bytes: int
+    sums: GradientSums | None
+    measure: bool
+
+    def run(self, ring_rank: int) -> RankResult:
+        """The passes of one rank."""
+        exchange = None
+        if self.plan.ring_size > 1:
+            exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
+        trace = Trace(ring_rank) if self.measure else None
+        plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
+        walk = RingPass(
+            plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
+            buffers=Buffers(), settle=self._settler(ring_rank), trace=trace,
+        )  # fmt: skip
+        drop_kept()  # of the rank before: a real one has its own
+        with _measured(self.measure) as peak:
+            q, k, v = (self._shard(name, ring_rank) for name in ("q", "k", "v"))
+            out, lse = walk.forward(q, k, v)
+            forward = exchange.counters.bytes_sent if exchange is not None else 0
+            dq = None
+            if self.sums is not None:
+                dq, *_ = walk.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
+        total = exchange.counters.bytes_sent if exchange is not None else 0
+        memory = None
+        if trace is not None:
+            memory = profile_of(peak, trace, Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes))
+        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory)
+
+    def _shard(self, name: str, ring_rank: int) -> Tensor:
+        """A rank's tokens, zeros in padding slots; [B, H, S, D], as `shard_sequence` cuts them."""
+        sizes, layout = self.source.geometry, self.plan.layout
+        shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.head_dim)
+        x = torch.zeros(shape, dtype=sizes.dtype)
+        valid = layout.valid_tokens(ring_rank)
+        if valid:
+            self.source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
+        return x
+
+    def _settler(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
+        """Adds a rank's accumulators of its own shard to the sums; see `RingPass.settle`."""
+        sums, layout = self.sums, self.plan.layout
+        if sums is None:
+            return None
+        runs, valid = layout.runs(ring_rank), layout.valid_tokens(ring_rank)
+
+        def settle(heads: slice, dk: Tensor, dv: Tensor) -> None:
+            if valid:
+                sums.add("dK", heads, runs, dk[:, :, :valid])
+                sums.add("dV", heads, runs, dv[:, :, :valid])
+
+        return settle
+
+
+@contextmanager
+def _measured(wanted: bool) -> Iterator[MemoryPeak]:
+    if not wanted:
+        yield MemoryPeak()
+        return
+    with measure_cpu_memory() as peak:
+        yield peak
