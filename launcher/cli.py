@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .commands import launch, verify_checkpoint
+from .commands import launch, simulate, verify_checkpoint
 
-COMMANDS = (launch, verify_checkpoint)
+COMMANDS = (launch, simulate, verify_checkpoint)
 
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
+  ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
   ds-ring COMMAND --help                                   more examples
 """
 
@@ -39,7 +40,7 @@ def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-ring",
-        description="Ring attention for DeepSpeed: start a training run, check what it saved.",
+        description="Ring attention for DeepSpeed: see what a run will need, start it, check what it saved.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,0 +1,230 @@
+"""`ds-ring simulate`: what each rank of a ring would need and send, found by virtual ranks here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .parsers import Commands, add_command, add_json, refuse_extra
+
+if TYPE_CHECKING:
+    from ds_ring.config import RingConfig
+    from ds_ring.simulate import GeneratedSource, SimulationResult
+
+_EXAMPLE = """\
+examples:
+  ds-ring simulate --tokens 8192 --heads 8 --layout zigzag --chunk-bytes 1      causal, rings of 1 to 16
+  ds-ring simulate --tokens 65536 --pattern '{"window": 4096}' --backward --check
+  ds-ring simulate --tokens 65536 --config configs/longnet.json --ring-sizes 1 8 --json
+"""
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MIB = 2**20
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "simulate",
+        help="run all ranks of a ring here, one after the other; print what each needs and sends",
+        description=(
+            "Run all ranks of a ring on this machine, one at a time, by the code that real ranks run, on"
+            " generated numbers. Tensor memory is measured, bytes are counted, results can be checked."
+        ),
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
+    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="P")
+    parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (8)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="G", help="K/V heads; as many as query heads if left out"
+    )
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head_dim (64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--layout", help="contiguous, zigzag, striped, residue, balanced or auto")
+    parser.add_argument("--pattern", metavar="JSON", help='as "pattern" in the JSON; causal if left out')
+    parser.add_argument(
+        "--config", metavar="DS_JSON", type=Path, help="take pattern, layout and kernel from this file"
+    )
+    parser.add_argument("--backward", action="store_true", help="the backward pass as well")
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        const=64,
+        metavar="ROWS",
+        help="compare with float64, so many rows (64); all rows, and dk and dv, where ROWS is at least T",
+    )
+    parser.add_argument(
+        "--chunk-bytes",
+        type=int,
+        metavar="BYTES",
+        help="least size of a K or V message (1 MiB); 1: head by head",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    """Print one row for each ring size; RingError for what cannot be."""
+    from ds_ring.errors import RingConfigError
+
+    refuse_extra("simulate", extra_args)
+    if options.check is not None and options.check < 1:
+        raise RingConfigError(f"--check: expected at least 1 row, got {options.check}; leave it out for none")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
+    rows: list[dict[str, Any]] = []
+    source, config = _source(options), _config(options)
+    exact = _Exact(options, source, config)
+    for ring_size in options.ring_sizes:
+        rows.append(_row(options, config, source, ring_size, exact))
+        first = rows[0]
+        if first["ring_size"] == 1:
+            rows[-1]["less_percent"] = round(100 * (1 - rows[-1]["peak_bytes"] / first["peak_bytes"]), 2)
+        if options.json:
+            print(json.dumps(rows[-1]), flush=True)
+    if not options.json:
+        _print_table(rows, options)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> RingConfig:
+    """The section that says pattern, layout and kernel: of --config, or made of --pattern.
+
+    Raises:
+        RingConfigError: both, JSON that cannot be read, or keys that there are not.
+    """
+    from ds_ring.config import RingConfig
+    from ds_ring.errors import RingConfigError
+
+    if options.config is not None and options.pattern is not None:
+        raise RingConfigError("simulate: expected --pattern or --config, got both; leave one of them out")
+    if options.config is not None:
+        return RingConfig.from_deepspeed(options.config)
+    try:
+        pattern = json.loads(options.pattern or "{}")
+    except json.JSONDecodeError as error:
+        raise RingConfigError(
+            f"--pattern: expected JSON like '{{\"window\": 4096}}', got {options.pattern!r}: {error}"
+        ) from None
+    return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
+
+
+def _source(options: argparse.Namespace) -> GeneratedSource:
+    import torch
+
+    from ds_ring.simulate import GeneratedSource
+
+    return GeneratedSource(
+        options.tokens,
+        options.heads,
+        options.kv_heads,
+        options.head_dim,
+        dtype=getattr(torch, options.dtype),
+        seed=options.seed,
+    )
+
+
+def _row(
+    options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, exact: _Exact
+) -> dict[str, Any]:
+    """One ring size."""
+    from ds_ring.errors import RingConfigError
+    from ds_ring.schedule.layout import make_layout
+    from ds_ring.schedule.pattern_config import pattern_from_config
+    from ds_ring.simulate import simulate
+
+    if config.pattern.documents:
+        raise RingConfigError(
+            'simulate: expected a pattern without "documents", which come with a batch, got true; set it to'
+            " false, or call ds_ring.simulate with Documents(...)"
+        )
+    pattern = pattern_from_config(config)
+    layout = make_layout(
+        options.layout or config.layout, tokens=options.tokens, ring_size=ring_size, pattern=pattern
+    )
+    began = time.perf_counter()
+    result = simulate(
+        source,
+        pattern=pattern,
+        layout=layout,
+        grad_out=options.backward or None,
+        kernel=config.kernel,
+        kernel_options=config.kernel_options,
+        chunk_bytes=options.chunk_bytes,
+        prune=config.prune,
+    )
+    busiest = max(result.memory.values(), key=lambda memory: memory.peak_bytes)
+    sent = [both.forward + both.backward for both in result.bytes_sent.values()]
+    return {
+        "ring_size": ring_size,
+        "layout": layout.name,
+        "peak_bytes": result.peak_bytes,
+        "at_peak": busiest.components,
+        "sent_bytes": max(sent),
+        "sent_bytes_all_ranks": sum(sent),
+        "seconds": round(time.perf_counter() - began, 2),
+        **exact.errors(result),
+    }
+
+
+class _Exact:
+    """The rows that results are compared with: found once, for all ring sizes."""
+
+    def __init__(self, options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> None:
+        from ds_ring.schedule.pattern_config import pattern_from_config
+        from ds_ring.simulation.oracle import exact_rows, sampled_rows
+
+        self._wanted = options.check is not None
+        if self._wanted:
+            self._rows = sampled_rows(options.tokens, options.check, options.seed)
+            scale = options.head_dim**-0.5
+            pattern = pattern_from_config(config)
+            self._exact = exact_rows(source, pattern, self._rows, scale, options.backward)
+            self._all = len(self._rows) == options.tokens
+
+    def errors(self, result: SimulationResult) -> dict[str, Any]:
+        """Largest differences over the largest magnitude; of dk and dv where all rows were looked at."""
+        import torch
+
+        if not self._wanted:
+            return {}
+        at = torch.from_numpy(self._rows)
+        found = {"out": result.out[:, :, at]}
+        if result.dq is not None:
+            found["dq"] = result.dq[:, :, at]
+        if result.dk is not None and result.dv is not None and self._all:
+            found |= {"dk": result.dk, "dv": result.dv}
+        errors = {}
+        for name, got in found.items():
+            want = getattr(self._exact, name)
+            errors[name] = float((got.double() - want).abs().max() / want.abs().max())
+        return {"rows_checked": len(at), "errors": errors}
+
+
+def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parts = [name for name in rows[0]["at_peak"] if any(row["at_peak"][name] for row in rows)]
+    passes = "forward + backward" if options.backward else "forward"
+    shape = f"{options.tokens} tokens, {options.heads} heads, head_dim {options.head_dim}, {options.dtype}"
+    table = Table(title=f"{shape}, {passes}: MiB of the rank that needs most")
+    for name in ("ring", "layout", "peak", "less", *parts, "sent by a rank", "error"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for row in rows:
+        less = f"{row['less_percent']:.2f} %" if "less_percent" in row else ""
+        sizes = [f"{row['at_peak'][name] / MIB:.2f}" for name in parts]
+        worst = f"{max(row['errors'].values()):.1e}" if "errors" in row else ""
+        table.add_row(
+            str(row["ring_size"]), row["layout"], f"{row['peak_bytes'] / MIB:.2f}", less, *sizes,
+            f"{row['sent_bytes'] / MIB:.2f}", worst,
+        )  # fmt: skip
+    # a file or a pipe has no width: lines are not to be broken there
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

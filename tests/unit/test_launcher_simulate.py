@@ -1,0 +1,102 @@
+"""`ds-ring simulate`: its figures, its table, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_ring_launcher import cli
+
+SMALL = ["simulate", "--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    assert cli.main([*SMALL, "--json", *arguments]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--pattern", '{"window": 50}'], ["--dtype", "bfloat16"]])
+def test_every_gradient_is_checked(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    one, three = rows_of(
+        capsys, "--ring-sizes", "1", "3", "--backward", "--check", "500", "--chunk-bytes", "1", *arguments
+    )
+    assert (one["ring_size"], three["ring_size"]) == (1, 3)
+    limit = 2**-7 if "bfloat16" in arguments else 2e-6
+    for row in (one, three):
+        assert row["rows_checked"] == 500 and set(row["errors"]) == {"out", "dq", "dk", "dv"}
+        assert 0 < max(row["errors"].values()) < limit, row
+        assert row["peak_bytes"] == sum(row["at_peak"].values())
+    assert one["sent_bytes"] == 0 < three["sent_bytes"] <= three["sent_bytes_all_ranks"]
+    assert one["less_percent"] == 0 and three["less_percent"] > 40
+
+
+def test_a_wrong_result_would_be_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check does not go through what it checks: keys of another seed are an error of order 1."""
+    from ds_ring.simulation import oracle
+
+    monkeypatch.setattr(
+        oracle, "_read", lambda source, name, head, at: _of_another_seed(source, name, head, at)
+    )
+    (row,) = rows_of(capsys, "--ring-sizes", "2", "--check", "20")
+    assert row["errors"]["out"] > 0.1
+
+
+def _of_another_seed(source, name, head, positions):
+    import numpy as np
+    import torch
+
+    from ds_ring.simulate import GeneratedSource
+
+    sizes = source.geometry
+    other = GeneratedSource(sizes.tokens, sizes.query_heads, sizes.kv_heads, sizes.head_dim, seed=1)
+    x = torch.empty(1, 1, len(positions), sizes.head_dim)
+    other.fill(name, slice(head, head + 1), np.stack([positions, *np.ones((2, len(positions)), int)], 1), x)
+    return x[:, 0].double()
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "longnet.json")
+    assert cli.main([*SMALL, "--config", config, "--ring-sizes", "1", "2", "--check"]) == 0
+    printed = capsys.readouterr()
+    assert "500 tokens, 4 heads" in printed.out and "workspace" in printed.out and "e-0" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "0"], "tokens: expected a positive integer, got 0"),
+        (["--kv-heads", "3"], "query heads must be a multiple of K/V heads: got 4 and 3"),
+        (["--ring-sizes", "0"], "ring_size: expected a positive integer, got 0"),
+        (["--layout", "zigzig"], "unknown layout 'zigzig'"),
+        (["--layout", "residue"], "residue"),
+        (["--pattern", "{window: 3}"], "--pattern: expected JSON like"),
+        (["--pattern", '{"windw": 3}'], "did you mean 'window'?"),
+        (["--pattern", '{"documents": true}'], 'without "documents"'),
+        (["--pattern", "{}", "--config", "x.json"], "--pattern or --config, got both"),
+        (["--config", "no_such.json"], "no_such.json"),
+        (["--check", "0"], "--check: expected at least 1 row, got 0"),
+        (["--chunk-bytes", "0"], "chunk_bytes: expected a positive number of bytes"),
+        (["--seed", "-1"], "seed: expected 0 to 2^64 - 1, got -1"),
+        (["--", "more"], "expected nothing after --"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert cli.main([*SMALL, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
+    assert words in printed.err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["simulate", "--help"])
+    assert ended.value.code == 0
+    assert "ds-ring simulate --tokens 65536 --pattern" in capsys.readouterr().out
