@@ -10,6 +10,9 @@ of branch i; where segments nest as well, a pair is decided by the smallest segm
 If that is one of branch i, the pair is attended if both are tokens of branch i, and m counts the branches
 from i on that have both. So there is one rectangle for each two neighbouring segments, as large as can be,
 in which nothing is masked and m is periodic (`Weights`): large tiles are what a kernel is fast on.
+A rate of at least the segment's length has one token at most in it, so it only adds to the pair of that token
+with itself: a tile of its own in the smallest segments, and nothing beyond. The period stays below the
+segment's length, and tiles of all segments are alike.
 
 [Note: levels]
 In general the common branches of a pair follow from the residues modulo the least common multiple of the
@@ -182,11 +185,14 @@ class BoundDilated(Pattern):
         )
         for index, length in enumerate(lengths):
             inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
+            far = [c for c in classes[index + 1 :] if c[1] >= length]
             if index == 0:
                 found = [_same_segment(inside, length)]
+                parts += [found[0].sides(found[0].q.residue(*c), found[0].k.residue(*c)) for c in far]
             else:
                 found = _between_segments(inside, lengths[index - 1], length, self.causal)
-            parts += [part.weighted(Weights(classes[index:])) for part in found]
+            near = classes[index : len(classes) - len(far)]
+            parts += [part.weighted(Weights(near)) for part in found]
         return parts
 
     def _levels(self, tiles: Tiles, lengths: list[int]) -> list[Tiles]:

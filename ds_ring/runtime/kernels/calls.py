@@ -176,13 +176,22 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
     alike: dict[tuple[object, ...], list[Tile]] = defaultdict(list)
     for piece in pieces:
         q, k = piece.q_rows, piece.k_rows
-        if q.repeats > 1 or q.length > SMALL or piece.kind == Kind.PARTIAL:
+        whole = q.repeats > 1 and (piece.kind == Kind.BAND or 2 * q.repeats * q.length > block)
+        if whole or q.length > SMALL or piece.kind == Kind.PARTIAL:
             yield piece
         else:
             key = (q.step, q.length, k.step, k.length, k.start - q.start, *piece[2:])
-            alike[key].append(piece)
+            alike[key].extend(_singles(piece))
     for group in alike.values():
         yield from _fold_equal(sorted(group, key=lambda piece: piece.q_rows.start), block)
+
+
+def _singles(piece: Tile) -> Iterator[Tile]:
+    """The repetitions of a piece, one by one."""
+    q, k = piece.q_rows, piece.k_rows
+    for n in range(q.repeats):
+        q_rows, k_rows = (r._replace(start=r.start + n * r.stride, repeats=1, stride=0) for r in (q, k))
+        yield piece._replace(q_rows=q_rows, k_rows=k_rows)
 
 
 def _fold_equal(group: list[Tile], block: int) -> Iterator[Tile]:

@@ -20,6 +20,7 @@ from ds_ring.runtime.kernels.calls import BIASED, BLOCK, TRIANGLE, Sizes, calls
 from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile
 from ds_ring.schedule.tiles import Kind, Tiles
 
+SMALL_BIAS = 256  # side of the squares of log m that several of are kept: 256 KiB each
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -39,10 +40,17 @@ def _square_of_weights(inside: Inside, dtype: torch.dtype) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
 
 
+@lru_cache(maxsize=16)
+def _small_square_of_weights(inside: Inside, dtype: torch.dtype) -> Tensor:
+    return inside.bias(SMALL_BIAS, SMALL_BIAS, dtype, torch.device("cpu"))
+
+
 def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     """log m; calls of all sizes with the same first positions share one square of it."""
-    if inside.mask is None and max(queries, keys) <= BIASED:
-        return _square_of_weights(inside, dtype)[:queries, :keys]
+    most = max(queries, keys)
+    if inside.mask is None and most <= BIASED:
+        square = _small_square_of_weights if most <= SMALL_BIAS else _square_of_weights
+        return square(inside, dtype)[:queries, :keys]
     return inside.bias(queries, keys, dtype, torch.device("cpu"))
 
 
@@ -50,6 +58,7 @@ def drop_kept() -> None:
     """Free the biases that are kept from call to call; for measuring one rank after another."""
     _hidden.cache_clear()
     _square_of_weights.cache_clear()
+    _small_square_of_weights.cache_clear()
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:

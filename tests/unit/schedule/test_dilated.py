@@ -31,6 +31,8 @@ SETS = [
     ((6, 12, 30), (2, 3, 5), 90),
     ((1000,), (4,), 73),  # a segment longer than the sequence
     ((8, 500), (1, 16), 97),
+    ((4, 16, 64, 256), (1, 4, 16, 64), 300),  # rates that grow past the smaller segments
+    ((8, 16, 160), (2, 16, 32), 333),
     ((9, 27), (1, 3), 85),
     ((5, 9), (7, 11), 64),  # rates larger than their segments
     ((37, 74), (31, 37), 150),  # residues too many to enumerate
