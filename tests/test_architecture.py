@@ -49,10 +49,15 @@ VISITORS = {
     "integrations.loss": {"runtime.exchange"},
     "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
-    "simulation.rank": {"runtime.kernels"},
+    "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
+    "simulation.streamed": {"runtime.kernels", "runtime.merge", "runtime.exchange"},
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
-MAY_IMPORT_A_WALK = {"runtime.autograd", "simulation.rank"}  # for real ranks, and for virtual ones
+MAY_IMPORT_A_WALK = {
+    "runtime.autograd",
+    "simulation.rank",
+    "simulation.streamed",
+}  # for real ranks, and for virtual ones
 
 # A package from outside, and the one place that may import it.
 OUTSIDE = {"deepspeed": "integrations", "transformers": "integrations"}

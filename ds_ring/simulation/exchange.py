@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,21 @@ from ds_ring.schedule.slots import progressions_at
 from ds_ring.simulation.source import Geometry, Source, put_rows
 
 SOURCE_OF = {"K": "k", "V": "v"}
+
+
+class Sums(Protocol):
+    """Takes gradients that leave a virtual rank."""
+
+    def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
+        """Add "dK" or "dV" of some tokens; `part` is used again once this returns.
+
+        Args:
+            what: which.
+            cargo: whose tokens.
+            runs: their positions, int64 [m, 3] of (start, step, length).
+            part: [B, heads, n, D], float32 or float64.
+        """
+        ...
 
 
 class GradientSums:
@@ -40,9 +56,9 @@ class GradientSums:
         shape = (geometry.batch, geometry.kv_heads, geometry.tokens, geometry.head_dim)
         self.dk, self.dv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
-    def add(self, what: str, heads: slice, runs: IntArray, part: Tensor) -> None:
-        """Add a message "dK" or "dV": [B, heads, n, D] for the tokens at `runs`."""
-        put_rows((self.dk if what == "dK" else self.dv)[:, heads], runs, part, add=True)
+    def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
+        """See `Sums.add`."""
+        put_rows((self.dk if what == "dK" else self.dv)[:, cargo.heads], runs, part, add=True)
 
 
 class Arrived:
@@ -61,7 +77,7 @@ class VirtualExchange:
         sums: takes the gradients that are sent; None for a forward pass.
     """
 
-    def __init__(self, source: Source, layout: Layout, sums: GradientSums | None = None) -> None:
+    def __init__(self, source: Source, layout: Layout, sums: Sums | None = None) -> None:
         self.source, self.layout, self.sums = source, layout, sums
         self.counters = Counters()
 
@@ -88,7 +104,7 @@ class VirtualExchange:
     def _take(self, message: Message) -> None:
         cargo = _cargo_of(message)
         assert self.sums is not None, "gradients in a forward pass"
-        self.sums.add(message.what, cargo.heads, self._runs(cargo), message.tensor)
+        self.sums.add(message.what, cargo, self._runs(cargo), message.tensor)
 
     def _runs(self, cargo: Cargo) -> IntArray:
         return progressions_at(self.layout.runs(cargo.origin), cargo.slots)

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.exchange import Cargo
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
 from ds_ring.runtime.ring_pass import RingPass
@@ -108,8 +110,9 @@ class VirtualRanks:
 
         def settle(heads: slice, dk: Tensor, dv: Tensor) -> None:
             if valid:
-                sums.add("dK", heads, runs, dk[:, :, :valid])
-                sums.add("dV", heads, runs, dv[:, :, :valid])
+                cargo = Cargo(ring_rank, np.array([[0, valid]]), heads)
+                sums.add("dK", cargo, runs, dk[:, :, :valid])
+                sums.add("dV", cargo, runs, dv[:, :, :valid])
 
         return settle
 

@@ -1,0 +1,203 @@
+"""One virtual rank in blocks of queries: for shards that are larger than the memory at hand.
+
+Owns the cut of a rank's work into what a block of its queries reads of its own shard (hop 0, once per block)
+and what any of its queries reads of other shards (all later hops, once per rank, over the queries concerned,
+packed). Both are plans of production type, walked by the production `RingPass`; results merge exactly.
+
+[Note: straight from the origin]
+Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
+whoever sends it, and gradients go home at once: visits of a `Remote` hold what the plan's visits hold and
+compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is sent.)
+
+Pattern tables of one block are built per rank; those that are the same up to positions are one object, so
+that what a kernel derives from a table is derived once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.schedule.layout import IntArray, Layout
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.payload import tiles_of_payload
+from ds_ring.schedule.rank_plan import LanePlan, RankPlan, Visit, WalkPlan
+from ds_ring.schedule.slots import SlotRanges, no_slots, ranges_of_progressions
+from ds_ring.schedule.tiles import Axis, Kind, Tiles
+
+KEPT_TABLES = 64
+
+
+class Block(NamedTuple):
+    """Queries first .. first + length - 1 of a shard, against the shard's own keys.
+
+    Attributes:
+        first, length: slots of the queries.
+        held: slots of the keys that they read.
+        plan: hop 0 alone, over the packed keys.
+    """
+
+    first: int
+    length: int
+    held: SlotRanges
+    plan: RankPlan
+
+
+class Remote(NamedTuple):
+    """What a rank reads of other shards.
+
+    Attributes:
+        queries: slots of the queries that read any of it, packed in this order.
+        plan: a visit for each shard that is read; hop 0 has no tiles.
+    """
+
+    queries: SlotRanges
+    plan: RankPlan
+
+
+@dataclass
+class BlockPlanner:
+    """Plans of the queries of one head, rank by rank; keeps only tables that serve several blocks.
+
+    Attributes:
+        pattern: bound to that head.
+        layout: contiguous chunks.
+
+    Raises:
+        RingLayoutError: another layout, or ranks without tokens.
+    """
+
+    pattern: Pattern
+    layout: Layout
+    _tables: OrderedDict[bytes, Tiles] = field(default_factory=OrderedDict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layout.name != "contiguous" or self.layout.tokens < self.layout.ring_size:
+            raise RingLayoutError(
+                f"blocks of queries: expected a contiguous layout with a token for each rank, got"
+                f" {self.layout}; use ds_ring.simulate for others"
+            )
+
+    def block(self, ring_rank: int, first: int, count: int) -> Block:
+        """The work of a block of queries at hop 0."""
+        ((start, _, length),) = self.layout.runs(ring_rank).tolist()
+        runs = np.array([[start + first, 1, min(count, length - first)]])
+        low, high = _reach(self.pattern, first, min(first + count, length), length)
+        tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
+        tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot + low))
+        held = _slots_of(tiles.k)
+        if len(tiles):
+            tiles = self._shared(tiles_of_payload(tiles, held, self.pattern.distance))
+        visit = Visit(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
+        return Block(first, int(runs[0, 2]), held, self._rank_plan(ring_rank, [visit]))
+
+    def remote(self, ring_rank: int) -> Remote:
+        """The work of all later hops."""
+        size = self.layout.ring_size
+        own = self.layout.runs(ring_rank)
+        others = [o for o in range(size) if o != ring_rank and _may_read(self.pattern, self.layout, own, o)]
+        runs = [self.layout.runs(origin) for origin in others]
+        none = self.pattern.tiles(own[:0], own[:0])
+        table = self.pattern.tiles(own, np.concatenate(runs)) if runs else none
+        ends = np.cumsum([int(run[:, 2].sum()) for run in runs]) if runs else np.empty(0, dtype=np.int64)
+        where = np.searchsorted(ends, table.k.slot, side="right")
+        queries = _slots_of(table.q)
+        visits: list[Visit | None] = [self._visit(ring_rank, 0, ring_rank, none, no_slots())]
+        visits += [None] * (size - 1)
+        for index in np.unique(where).tolist():
+            origin, hop = others[index], (ring_rank - others[index]) % size
+            tiles = table.rows(where == index)
+            begin = int(ends[index] - runs[index][:, 2].sum())
+            tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - begin))
+            held = _slots_of(tiles.k)
+            tiles = _packed_queries(
+                tiles_of_payload(tiles, held, self.pattern.distance), queries, self.pattern
+            )
+            visits[hop] = self._visit(ring_rank, hop, origin, self._shared(tiles), held)
+        while visits[-1] is None:
+            visits.pop()
+        return Remote(queries, self._rank_plan(ring_rank, visits))
+
+    def _visit(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> Visit:
+        """[Note: straight from the origin]."""
+        return Visit(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
+
+    def _rank_plan(self, ring_rank: int, visits: list[Visit | None] | list[Visit]) -> RankPlan:
+        lane = LanePlan(tuple(visits), (), ())
+        return RankPlan(ring_rank, (WalkPlan(slice(0, 1, 1), (lane,), 0),), 1, 1)
+
+    def _shared(self, tiles: Tiles) -> Tiles:
+        """An equal table that was seen before; positions count only as far as weights vary with them."""
+        if tiles.mask is not None:
+            return tiles
+        key = _signature(tiles)
+        known = self._tables.get(key)
+        if known is None:
+            known = self._tables[key] = tiles
+        self._tables.move_to_end(key)
+        if len(self._tables) > KEPT_TABLES:
+            self._tables.popitem(last=False)
+        return known
+
+
+def _signature(tiles: Tiles) -> bytes:
+    """All that a kernel goes by."""
+    columns = [getattr(axis, name) for axis in (tiles.q, tiles.k) for name in ("slot", "slot_step", "length")]
+    columns += [tiles.kind, tiles.member, tiles.multiplicity, tiles.weight]
+    for axis in (tiles.q, tiles.k):
+        for number, weights in enumerate(tiles.weights):
+            here = tiles.weight == number
+            columns += [np.where(here, axis.position % weights.period, 0)]
+            columns += [np.where(here, axis.position_step % weights.period, 0)]
+    return (
+        np.stack([np.asarray(column, dtype=np.int64) for column in columns]).tobytes()
+        + repr(tiles.weights).encode()
+    )
+
+
+def _reach(pattern: Pattern, first: int, end: int, length: int) -> tuple[int, int]:
+    """The keys of the shard that queries first .. end - 1 may read, by the band of distances alone."""
+    least, most = pattern.distance
+    return max(first - most, 0) if most < length else 0, min(
+        end - least, length
+    ) if least > -length else length
+
+
+def _may_read(pattern: Pattern, layout: Layout, own: IntArray, origin: int) -> bool:
+    (q, _, n), (k, _, m) = own[0].tolist(), layout.runs(origin)[0].tolist()
+    least, most = pattern.distance
+    return bool(q + n - 1 - k >= least and q - (k + m - 1) <= most)
+
+
+def _slots_of(axis: Axis) -> SlotRanges:
+    """The slots of one side of a table."""
+    if not len(axis.slot):
+        return no_slots()
+    return ranges_of_progressions(np.stack([axis.slot, axis.slot_step, axis.length], axis=1))
+
+
+def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tiles:
+    """The same tiles with query slots that index the packed queries.
+
+    `tiles_of_payload` does it, if queries and keys change places, and with them the band of distances.
+
+    Raises:
+        RingPatternError: strided tiles that are not whole rectangles: turned, they would be other kinds.
+    """
+    if ((tiles.kind != Kind.FULL) & (tiles.q.slot_step > 1)).any():
+        raise RingPatternError(
+            f"{pattern}: expected dilated tiles that are whole rectangles wherever they reach into another"
+            " shard, got a diagonal; use ds_ring.simulate, which holds whole shards"
+        )
+    least, most = pattern.distance
+    turned = tiles_of_payload(_turned(tiles), queries, (-most, -least))
+    return _turned(turned)
+
+
+def _turned(tiles: Tiles) -> Tiles:
+    """Queries as keys and keys as queries."""
+    return replace(tiles, q=tiles.k, k=tiles.q)

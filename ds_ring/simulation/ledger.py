@@ -1,0 +1,147 @@
+"""What is kept of results that are too large to keep: checksums of every rank, and some rows whole.
+
+Owns the state file of a long run, written by an atomic rename, so that a run that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError
+from ds_ring.schedule.layout import IntArray, expand_runs
+from ds_ring.simulation.source import Source
+from ds_ring.simulation.streamed import Part, PendingGradients
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+SUMS = ("plain", "weighted", "absolute")
+
+
+@dataclass
+class Ledger:
+    """Checksums and sampled rows of the ranks that were walked.
+
+    A checksum has three float64 sums: of the values, of the values weighted by a generated number between
+    1/2 and 3/2 for each token (so that a permutation is seen), and of the magnitudes, which differences
+    are to be held against.
+
+    Attributes:
+        source: generates the weights, under the name "weight".
+        rows: positions whose results are kept, ascending.
+        ring_size: number of ranks.
+        done: bool [P].
+        sums: float64 [P, 5, 3], by rank, `TENSORS` and `SUMS`.
+        values: of the rows, by tensor, [n, D] (lse [n, 1]).
+    """
+
+    source: Source
+    rows: IntArray
+    ring_size: int
+    done: np.ndarray = field(init=False)
+    sums: np.ndarray = field(init=False)
+    values: dict[str, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        width = self.source.geometry.head_dim
+        self.done = np.zeros(self.ring_size, dtype=bool)
+        self.sums = np.zeros((self.ring_size, len(TENSORS), len(SUMS)))
+        self.values = {n: np.zeros((len(self.rows), 1 if n == "lse" else width)) for n in TENSORS}
+
+    def note(self, ring_rank: int, part: Part) -> None:
+        """Take what a rank found for some tokens; parts of one tensor add up."""
+        positions = expand_runs(part.runs)
+        if not len(positions):
+            return
+        weight = torch.empty(1, 1, len(positions), 1, dtype=torch.float32)
+        self.source.fill("weight", slice(None), part.runs, weight)
+        of_token = 1 + weight[0, 0, :, 0].double() / 4
+        where = np.searchsorted(positions, self.rows)
+        hit = np.flatnonzero(positions[np.minimum(where, len(positions) - 1)] == self.rows)
+        for number, name in enumerate(TENSORS):
+            x: Tensor | None = getattr(part, name)
+            if x is None:
+                continue
+            x = x[0, 0] if name != "lse" else x[0, 0, :, None]
+            token_sums = x.sum(-1).double()
+            sums = (token_sums.sum(), token_sums @ of_token, x.abs().sum(-1).double().sum())
+            self.sums[ring_rank, number] += [float(value) for value in sums]
+            self.values[name][hit] += x[torch.from_numpy(where[hit])].double().numpy()
+
+    def settle(self, pending: PendingGradients, local_tokens: int) -> None:
+        """Take gradients for ranks that another process walked."""
+        positions, owed = pending.table()
+        ones = np.ones_like(positions)
+        runs = np.stack([positions, ones, ones], axis=1)
+        for rank in np.unique(positions // local_tokens).tolist():
+            mine = positions // local_tokens == rank
+            dk, dv = (torch.from_numpy(owed[mine][None, None, :, side].copy()) for side in (0, 1))
+            self.note(rank, Part(runs[mine], dk=dk, dv=dv))
+
+    def add(self, other: Ledger) -> None:
+        """The ranks that another process walked."""
+        self.done |= other.done
+        self.sums += other.sums
+        for name, values in self.values.items():
+            values += other.values[name]
+
+    @property
+    def totals(self) -> dict[str, dict[str, float]]:
+        """The checksums over all ranks, by tensor; those that there are."""
+        total = self.sums.sum(axis=0)
+        found = {name: dict(zip(SUMS, total[i].tolist(), strict=True)) for i, name in enumerate(TENSORS)}
+        return {name: sums for name, sums in found.items() if sums["absolute"]}
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """Where a long run is kept between processes.
+
+    Attributes:
+        path: of the file.
+        settings: what the run was started with; a file of other settings is refused.
+    """
+
+    path: Path
+    settings: Mapping[str, object]
+
+    def save(self, ledger: Ledger, pending: PendingGradients) -> None:
+        """Write all of it, then put it in place by a rename."""
+        positions, owed = pending.table()
+        partial = self.path.with_suffix(".partial")
+        arrays: dict[str, Any] = {f"rows_{name}": values for name, values in ledger.values.items()}
+        arrays |= {"settings": self._text, "done": ledger.done, "sums": ledger.sums}
+        with partial.open("wb") as file:
+            np.savez(file, positions=positions, owed=owed, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.path)
+
+    def load(self, ledger: Ledger, pending: PendingGradients, local_tokens: int) -> None:
+        """Go on where `save` was; nothing where there is no file.
+
+        Raises:
+            RingConfigError: the file is of a run with other settings.
+        """
+        if not self.path.exists():
+            return
+        with np.load(self.path) as state:
+            if str(state["settings"]) != self._text:
+                raise RingConfigError(
+                    f"{self.path}: expected the state of this run, {self._text}, got that of another,"
+                    f" {state['settings']}; name another folder, or remove this one"
+                )
+            ledger.done, ledger.sums = state["done"], state["sums"]
+            ledger.values = {name: state[f"rows_{name}"] for name in TENSORS}
+            pending.restore(state["positions"], state["owed"], local_tokens)
+
+    @property
+    def _text(self) -> str:
+        return json.dumps(dict(self.settings), sort_keys=True)

@@ -1,0 +1,228 @@
+"""A run over more tokens than memory holds, by several processes, that can be killed and goes on.
+
+Owns what a run is, its worker processes and the comparison with float64; `ledger.py` owns what is kept. Each
+worker walks its share of the ranks from the last to the first: with causal attention over contiguous shards
+gradients then only go to shards that come later.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.runtime.kernels import get_kernel
+from ds_ring.schedule.dilated import Dilated
+from ds_ring.schedule.layout import IntArray, make_layout
+from ds_ring.simulation.generate import GeneratedSource
+from ds_ring.simulation.ledger import Ledger, StateFile
+from ds_ring.simulation.sparse_oracle import SparseOracle
+from ds_ring.simulation.streamed import PendingGradients, StreamedRanks
+
+CLUSTER = 64  # neighbours that are checked together
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """Causal LongNet of one head on generated numbers; segments w * g^i, dilation rates g^i, i = 0, 1, ...
+
+    Attributes:
+        tokens: T; a multiple of the ring size.
+        ring_size: P.
+        head_dim: D.
+        first_segment, growth: w and g; as many branches as segments fit T.
+        seed: of the numbers and of the rows that are checked.
+        backward: gradients as well.
+        query_block: queries attended at once.
+        workers: processes, one thread each.
+        rows: rows to be checked, about.
+
+    Raises:
+        RingConfigError: sizes that do not divide.
+    """
+
+    tokens: int = 1 << 30
+    ring_size: int = 1024
+    head_dim: int = 32
+    first_segment: int = 256
+    growth: int = 4
+    seed: int = 0
+    backward: bool = False
+    query_block: int = 1 << 16
+    workers: int = 2
+    rows: int = 5000
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "ring_size", "head_dim", "first_segment", "query_block", "workers", "rows"):
+            if getattr(self, name) < 1:
+                raise RingConfigError(f"{name}: expected a positive number, got {getattr(self, name)}")
+        if self.growth < 2 or self.first_segment > self.tokens:
+            raise RingConfigError(
+                f"segments: expected at least one within {self.tokens} tokens and growth of 2 or more, got"
+                f" {self.first_segment} and {self.growth}"
+            )
+        if self.tokens % self.ring_size or self.ring_size < self.workers:
+            raise RingConfigError(
+                f"ring_size: expected a divisor of {self.tokens} tokens and at least {self.workers} ranks for"
+                f" as many workers, got {self.ring_size}"
+            )
+
+    @property
+    def pattern(self) -> Dilated:
+        """All branches whose segments fit."""
+        count = 1
+        while self.first_segment * self.growth**count <= self.tokens:
+            count += 1
+        powers = [self.growth**i for i in range(count)]
+        return Dilated(tuple(self.first_segment * power for power in powers), tuple(powers))
+
+    @property
+    def source(self) -> GeneratedSource:
+        """The numbers."""
+        return GeneratedSource(self.tokens, head_dim=self.head_dim, seed=self.seed)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a rank."""
+        return self.tokens // self.ring_size
+
+    @property
+    def checked_rows(self) -> IntArray:
+        """Clusters drawn by the seed, the last tokens, and the ones that see farthest; ascending."""
+        farthest = np.arange(0, self.tokens, self.pattern.dilation_rates[-1])[-256:]
+        last = np.arange(max(self.tokens - CLUSTER, 0), self.tokens)
+        starts = np.random.default_rng(self.seed).integers(0, self.tokens, -(-self.rows // CLUSTER))
+        drawn = (starts[:, None] + np.arange(CLUSTER)).reshape(-1)
+        return np.unique(np.concatenate([farthest, last, drawn[drawn < self.tokens]]))
+
+    def ranks_of(self, worker: int) -> list[int]:
+        """Whom a worker walks, in order."""
+        bounds = [self.ring_size * w // self.workers for w in (worker, worker + 1)]
+        return list(range(*bounds))[::-1]
+
+    def state_file(self, folder: Path, worker: int) -> StateFile:
+        """Of a worker."""
+        return StateFile(folder / f"worker_{worker}.npz", asdict(self) | {"worker": worker})
+
+    def restored(self, folder: Path, worker: int) -> tuple[Ledger, PendingGradients]:
+        """What a worker has so far."""
+        ledger = Ledger(self.source, self.checked_rows, self.ring_size)
+        pending = PendingGradients(self.head_dim)
+        self.state_file(folder, worker).load(ledger, pending, self.local_tokens)
+        return ledger, pending
+
+    def ranks(self) -> StreamedRanks:
+        """The walk."""
+        layout = make_layout("contiguous", tokens=self.tokens, ring_size=self.ring_size)
+        kernel, scale = get_kernel("auto", "cpu"), self.head_dim**-0.5
+        return StreamedRanks(self.source, self.pattern, layout, kernel, scale, self.query_block)
+
+
+class Progress(NamedTuple):
+    """A worker's word: another rank is done, or (rank -1) that it ends."""
+
+    worker: int
+    ring_rank: int
+    peak_rss_mib: float
+
+
+def run(job: LongRun, folder: Path, save_every: int = 8) -> Iterator[Progress]:
+    """Walk all ranks that `folder` does not have yet; the state is whole when this ends.
+
+    Raises:
+        RingConfigError: the folder has the state of another run.
+        RingError: a worker ended before its ranks were done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for worker in range(job.workers):
+        job.restored(folder, worker)  # raises here and not in a worker
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[Any, int] = {}
+    processes = []
+    for worker in range(job.workers):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (job, folder, worker, save_every, theirs)
+        processes.append(context.Process(target=_work, args=arguments, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes[ours] = worker
+    while pipes:
+        for pipe in wait(list(pipes)):
+            assert isinstance(pipe, Connection)
+            try:
+                word = Progress(*pipe.recv())
+            except EOFError:
+                raise RingError(
+                    f"worker {pipes[pipe]} ended before its ranks were done; what it saved is in {folder},"
+                    " start again to go on"
+                ) from None
+            if word.ring_rank < 0:
+                del pipes[pipe]
+            yield word
+    for process in processes:
+        process.join()
+
+
+def _work(job: LongRun, folder: Path, worker: int, save_every: int, parent: Connection) -> None:
+    """One worker process; ends by itself (broken pipe) where its parent is gone."""
+    torch.set_num_threads(1)
+    ranks, (ledger, pending) = job.ranks(), job.restored(folder, worker)
+    state = job.state_file(folder, worker)
+    left = [rank for rank in job.ranks_of(worker) if not ledger.done[rank]]
+    for number, rank in enumerate(left, start=1):
+        parts = ranks.forward_and_backward(rank, pending) if job.backward else ranks.forward(rank)
+        for part in parts:
+            ledger.note(rank, part)
+        ledger.done[rank] = True
+        if number % save_every == 0 or number == len(left):
+            state.save(ledger, pending)
+        parent.send((worker, rank, _peak_rss_mib()))
+    parent.send((worker, -1, _peak_rss_mib()))
+
+
+def _peak_rss_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+
+
+def collect(job: LongRun, folder: Path) -> Ledger:
+    """The ledgers of all workers as one, gradients between them settled."""
+    whole, pending = job.restored(folder, 0)
+    whole.settle(pending, job.local_tokens)
+    for worker in range(1, job.workers):
+        other, pending = job.restored(folder, worker)
+        other.settle(pending, job.local_tokens)
+        whole.add(other)
+    return whole
+
+
+def errors(job: LongRun, ledger: Ledger, keys: int = 16) -> dict[str, float]:
+    """Largest differences of the checked rows from float64, over the largest magnitude.
+
+    Args:
+        job, ledger: what was run, and its result.
+        keys: of the gradients, so many rows of dk and dv and 8 times as many of dq.
+    """
+    oracle = SparseOracle(job.source, job.pattern, job.head_dim**-0.5)
+    rows = ledger.rows.tolist()
+    exact = [oracle.row(position) for position in rows]
+    want = {"out": [row.out for row in exact], "lse": [torch.tensor([row.lse]).double() for row in exact]}
+    at = {name: list(range(len(rows))) for name in want}
+    if job.backward:
+        at["dq"] = np.unique(np.linspace(0, len(rows) - 1, 8 * keys).astype(int)).tolist()
+        at["dk"] = at["dv"] = np.unique(np.linspace(0, len(rows) - 1, keys).astype(int)).tolist()
+        want["dq"] = [oracle.query_gradient(rows[index]) for index in at["dq"]]
+        both = [oracle.key_gradients(rows[index]) for index in at["dk"]]
+        want |= {"dk": [dk for dk, _ in both], "dv": [dv for _, dv in both]}
+    found = {}
+    for name, values in want.items():
+        expected, got = torch.stack(values), torch.from_numpy(ledger.values[name][at[name]])
+        found[name] = float((got - expected).abs().max() / expected.abs().max())
+    return found

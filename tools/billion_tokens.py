@@ -1,0 +1,113 @@
+"""2^30 tokens, really attended: causal LongNet over 1024 virtual ranks of 1 Mi tokens, on a small machine.
+
+Keys, queries and values are generated where they are read, ranks are walked in blocks of queries, checksums
+and some rows are kept; rows are compared with float64 by the definition. A run that was killed goes on where
+it was (--state); another --ranks must give the same checksums.
+
+Example:
+    python tools/billion_tokens.py --state runs/billion
+    python tools/billion_tokens.py --tokens 1048576 --ranks 16 --backward --state runs/million
+    python tools/billion_tokens.py --sample 1023 512 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ds_ring.errors import RingError
+from ds_ring.simulation.ledger import Ledger
+from ds_ring.simulation.long_run import LongRun, Progress, _peak_rss_mib, collect, errors, run
+from ds_ring.simulation.streamed import PendingGradients
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--tokens", type=int, default=1 << 30, help="T (2^30)")
+    own.add_argument("--ranks", type=int, default=1024, help="virtual ranks (1024)")
+    own.add_argument("--head-dim", type=int, default=32)
+    own.add_argument("--first-segment", type=int, default=256, help="of the first branch, tokens (256)")
+    own.add_argument("--growth", type=int, default=4, help="of segments and rates from branch to branch (4)")
+    own.add_argument("--seed", type=int, default=0)
+    own.add_argument("--backward", action="store_true", help="gradients as well")
+    own.add_argument("--query-block", type=int, default=1 << 16, help="queries attended at once (65536)")
+    own.add_argument("--workers", type=int, default=2, help="processes, one thread each (2)")
+    own.add_argument("--check-rows", type=int, default=5000, help="rows held against float64, about (5000)")
+    own.add_argument("--state", type=Path, default=Path("runs/billion_tokens"), help="folder of the state")
+    own.add_argument("--save-every", type=int, default=8, help="ranks of a worker between two saves (8)")
+    own.add_argument("--sample", type=int, nargs="+", metavar="RANK", help="time these ranks, save nothing")
+    return own
+
+
+def sample(job: LongRun, wanted: list[int]) -> int:
+    """Processor seconds of some ranks in this process, after a first one that fills the caches."""
+    torch.set_num_threads(1)
+    ranks, pending = job.ranks(), PendingGradients(job.head_dim)
+    ledger = Ledger(job.source, job.checked_rows, job.ring_size)
+    for number, rank in enumerate([wanted[0], *wanted]):
+        began = time.process_time()
+        parts = ranks.forward_and_backward(rank, pending) if job.backward else ranks.forward(rank)
+        for part in parts:
+            ledger.note(rank, part)
+        if number:
+            row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
+            print(json.dumps(row | {"peak_rss_mib": round(_peak_rss_mib(), 1)}), flush=True)
+    return 0
+
+
+def whole(job: LongRun, options: argparse.Namespace) -> int:
+    """All ranks, then the comparison; one JSON line."""
+    began, peaks = time.perf_counter(), dict.fromkeys(range(job.workers), 0.0)
+    done = sum(int(job.restored(options.state, worker)[0].done.sum()) for worker in range(job.workers))
+    with tqdm(total=job.ring_size, initial=done, unit="rank", desc="ranks", smoothing=0.05) as bar:
+        word: Progress
+        for word in run(job, options.state, options.save_every):
+            peaks[word.worker] = word.peak_rss_mib
+            bar.update(word.ring_rank >= 0)
+            bar.set_postfix_str(" ".join(f"{peak:.0f} MiB" for peak in peaks.values()))
+    seconds = time.perf_counter() - began
+    ledger = collect(job, options.state)
+    row = {
+        "tokens": job.tokens,
+        "ranks": job.ring_size,
+        "branches": len(job.pattern.segment_lengths),
+        "backward": job.backward,
+        "seconds_here": round(seconds, 1),
+        "ranks_here": job.ring_size - done,
+        "peak_rss_mib": [round(peak, 1) for peak in peaks.values()],
+        "checksums": ledger.totals,
+        "rows_checked": len(ledger.rows),
+        "errors": errors(job, ledger),
+    }
+    partial = options.state / "result.partial"
+    partial.write_text(json.dumps(row, indent=1))
+    partial.replace(options.state / "result.json")
+    print(json.dumps(row))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The whole run, or a sample."""
+    options = parser().parse_args(arguments)
+    try:
+        job = LongRun(
+            options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,
+            options.seed, options.backward, options.query_block, options.workers, options.check_rows,
+        )  # fmt: skip
+        return sample(job, options.sample) if options.sample else whole(job, options)
+    except RingError as error:
+        print(f"billion_tokens: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the workers, which import torch anew
+    sys.exit(main())
