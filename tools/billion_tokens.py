@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ds_ring.errors import RingError
 from ds_ring.simulation.ledger import Ledger
-from ds_ring.simulation.long_run import LongRun, Progress, _peak_rss_mib, collect, errors, run
+from ds_ring.simulation.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
 from ds_ring.simulation.streamed import PendingGradients
 
 
@@ -54,12 +54,10 @@ def sample(job: LongRun, wanted: list[int]) -> int:
     ledger = Ledger(job.source, job.checked_rows, job.ring_size)
     for number, rank in enumerate([wanted[0], *wanted]):
         began = time.process_time()
-        parts = ranks.forward_and_backward(rank, pending) if job.backward else ranks.forward(rank)
-        for part in parts:
-            ledger.note(rank, part)
+        ledger.note_all(rank, job.parts(ranks, rank, pending))
         if number:
             row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
-            print(json.dumps(row | {"peak_rss_mib": round(_peak_rss_mib(), 1)}), flush=True)
+            print(json.dumps(row | {"peak_rss_mib": round(peak_rss_mib(), 1)}), flush=True)
     return 0
 
 

@@ -156,6 +156,18 @@ class BoundDilated(Pattern):
             parts += self._refine_one(tiles.for_member(index if len(self.members) > 1 else -1), offsets)
         return Tiles.concat(parts)
 
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        """Per branch where its segments begin, and, inside one segment, where its first token is."""
+        found: list[int] = []
+        for w, r, *offsets in zip(self.segment_lengths, self.dilation_rates, *self.members, strict=True):
+            if start // w != (start + length - 1) // w:
+                found.append(start % w)
+                continue
+            found.append(-1)
+            for first in ((offset - start % w) % r for offset in offsets):
+                found.append(first if first < length else -1)
+        return tuple(found)
+
     def labels(self, positions: IntArray) -> IntArray:
         w, r = (np.array(x)[None, :, None] for x in (self.segment_lengths, self.dilation_rates))
         held = positions % w % r == np.array(self.members)[:, :, None]

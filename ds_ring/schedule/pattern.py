@@ -58,6 +58,14 @@ class Pattern:
         """The classes that attend to one another; see schedule/rule.py, [Note: bands and labels]."""
         return one_class(positions)
 
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        """What attention among positions start .. start + length - 1 owes to where they begin.
+
+        Two stretches of one length with equal values are attended alike, position by position; None: nobody
+        knows. It saves making the same tiles again and again.
+        """
+        return None
+
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
         """The pattern of the query heads that share one K/V head; equal patterns mean equal needs."""
         return self
@@ -180,6 +188,9 @@ class MaskMod(Pattern):
 class Full(Pattern):
     """Every query attends to every key."""
 
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        return ()
+
 
 @dataclass(frozen=True)
 class Causal(Pattern):
@@ -188,6 +199,9 @@ class Causal(Pattern):
     @property
     def distance(self) -> tuple[int, int]:
         return 0, UNBOUNDED
+
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +227,9 @@ class SlidingWindow(Pattern):
     @property
     def distance(self) -> tuple[int, int]:
         return (0 if self.causal else 1 - self.window), self.window - 1
+
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,10 @@ class Both(Pattern):
 
     def refine(self, tiles: Tiles) -> Tiles:
         return self.second.refine(self.first.refine(tiles))
+
+    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
+        first, second = self.first.stretch(start, length), self.second.stretch(start, length)
+        return None if first is None or second is None else (first, second)
 
     def labels(self, positions: IntArray) -> IntArray:
         return meet(self.first.labels(positions), self.second.labels(positions))

@@ -9,15 +9,15 @@ Between real ranks K/V are handed on from neighbour to neighbour. Here each hop'
 whoever sends it, and gradients go home at once: visits of a `Remote` hold what the plan's visits hold and
 compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is sent.)
 
-Pattern tables of one block are built per rank; those that are the same up to positions are one object, so
-that what a kernel derives from a table is derived once.
+Tables that are the same up to positions are one object, so that what a kernel derives from a table is derived
+once; those of blocks are not even made again where the pattern says that they would be (`Pattern.stretch`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,7 @@ class BlockPlanner:
     pattern: Pattern
     layout: Layout
     _tables: OrderedDict[bytes, Tiles] = field(default_factory=OrderedDict, repr=False)
+    _blocks: OrderedDict[Any, tuple[SlotRanges, Tiles]] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
         if self.layout.name != "contiguous" or self.layout.tokens < self.layout.ring_size:
@@ -85,15 +86,26 @@ class BlockPlanner:
     def block(self, ring_rank: int, first: int, count: int) -> Block:
         """The work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
-        runs = np.array([[start + first, 1, min(count, length - first)]])
-        low, high = _reach(self.pattern, first, min(first + count, length), length)
+        end = min(first + count, length)
+        shape = self.pattern.stretch(start, length)
+        key = (first, end, length, shape)
+        if shape is None or key not in self._blocks:
+            self._blocks[key] = self._own_tiles(start, first, end, length)
+        held, tiles = self._blocks[key]
+        self._blocks.move_to_end(key)
+        if shape is None or len(self._blocks) > KEPT_TABLES:
+            self._blocks.popitem(last=shape is None)
+        visit = Visit(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
+        return Block(first, end - first, held, self._rank_plan(ring_rank, [visit]))
+
+    def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
+        """What queries first .. end - 1 read of their own shard, and the tiles over it packed."""
+        runs = np.array([[start + first, 1, end - first]])
+        low, high = _reach(self.pattern, first, end, length)
         tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot + low))
         held = _slots_of(tiles.k)
-        if len(tiles):
-            tiles = self._shared(tiles_of_payload(tiles, held, self.pattern.distance))
-        visit = Visit(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
-        return Block(first, int(runs[0, 2]), held, self._rank_plan(ring_rank, [visit]))
+        return held, tiles_of_payload(tiles, held, self.pattern.distance) if len(tiles) else tiles
 
     def remote(self, ring_rank: int) -> Remote:
         """The work of all later hops."""

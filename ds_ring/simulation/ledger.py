@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class Ledger:
         self.done = np.zeros(self.ring_size, dtype=bool)
         self.sums = np.zeros((self.ring_size, len(TENSORS), len(SUMS)))
         self.values = {n: np.zeros((len(self.rows), 1 if n == "lse" else width)) for n in TENSORS}
+
+    def note_all(self, ring_rank: int, parts: Iterable[Part]) -> None:
+        """All that a rank found; nothing of it lives on."""
+        for part in parts:
+            self.note(ring_rank, part)
+        self.done[ring_rank] = True
 
     def note(self, ring_rank: int, part: Part) -> None:
         """Take what a rank found for some tokens; parts of one tensor add up."""

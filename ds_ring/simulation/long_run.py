@@ -25,7 +25,7 @@ from ds_ring.schedule.layout import IntArray, make_layout
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.ledger import Ledger, StateFile
 from ds_ring.simulation.sparse_oracle import SparseOracle
-from ds_ring.simulation.streamed import PendingGradients, StreamedRanks
+from ds_ring.simulation.streamed import Part, PendingGradients, StreamedRanks
 
 CLUSTER = 64  # neighbours that are checked together
 
@@ -125,6 +125,10 @@ class LongRun:
         kernel, scale = get_kernel("auto", "cpu"), self.head_dim**-0.5
         return StreamedRanks(self.source, self.pattern, layout, kernel, scale, self.query_block)
 
+    def parts(self, ranks: StreamedRanks, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
+        """What a rank finds."""
+        return ranks.forward_and_backward(ring_rank, pending) if self.backward else ranks.forward(ring_rank)
+
 
 class Progress(NamedTuple):
     """A worker's word: another rank is done, or (rank -1) that it ends."""
@@ -178,17 +182,15 @@ def _work(job: LongRun, folder: Path, worker: int, save_every: int, parent: Conn
     state = job.state_file(folder, worker)
     left = [rank for rank in job.ranks_of(worker) if not ledger.done[rank]]
     for number, rank in enumerate(left, start=1):
-        parts = ranks.forward_and_backward(rank, pending) if job.backward else ranks.forward(rank)
-        for part in parts:
-            ledger.note(rank, part)
-        ledger.done[rank] = True
+        ledger.note_all(rank, job.parts(ranks, rank, pending))
         if number % save_every == 0 or number == len(left):
             state.save(ledger, pending)
-        parent.send((worker, rank, _peak_rss_mib()))
-    parent.send((worker, -1, _peak_rss_mib()))
+        parent.send((worker, rank, peak_rss_mib()))
+    parent.send((worker, -1, peak_rss_mib()))
 
 
-def _peak_rss_mib() -> float:
+def peak_rss_mib() -> float:
+    """Most resident memory of this process so far, MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
 
 

@@ -1,0 +1,120 @@
+"""Virtual ranks in blocks of queries: equal to whole ones, and to the plan's visits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ds_ring import Causal, Dilated, Documents, RingError, SlidingWindow, build_plan, make_layout, simulate
+from ds_ring.runtime.kernels import get_kernel
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.slots import expand_ranges
+from ds_ring.simulation.blocks import BlockPlanner
+from ds_ring.simulation.generate import GeneratedSource
+from ds_ring.simulation.oracle import exact_rows
+from ds_ring.simulation.source import put_rows
+from ds_ring.simulation.sparse_oracle import SparseOracle
+from ds_ring.simulation.streamed import PendingGradients, StreamedRanks
+from tests.cases import document_ids
+from tests.reference import relative_error
+
+TOKENS, HEAD_DIM = 2048, 8
+SCALE = HEAD_DIM**-0.5
+LONGNET = Dilated((16, 64, 256, 1024, 4096), (1, 4, 16, 64, 256))
+PATTERNS: dict[str, Pattern] = {
+    "longnet": LONGNET,
+    "not nested": Dilated((60, 210), (3, 5)),
+    "causal": Causal(),
+    "window": SlidingWindow(300),
+    "documents": Documents(document_ids(TOKENS, 200)) & Causal(),
+}
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize(("ring_size", "query_block"), [(4, 300), (16, 64), (1, 1000)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_blocks_of_queries_are_whole_ranks(name: str, ring_size: int, query_block: int) -> None:
+    source = GeneratedSource(TOKENS, head_dim=HEAD_DIM)
+    layout = make_layout("contiguous", tokens=TOKENS, ring_size=ring_size)
+    ranks = StreamedRanks(source, PATTERNS[name], layout, get_kernel("cpu", "cpu"), SCALE, query_block)
+    pending = PendingGradients(HEAD_DIM)
+    got = {n: torch.zeros(1, 1, TOKENS, HEAD_DIM) for n in NAMES} | {"lse": torch.zeros(1, 1, TOKENS)}
+    for rank in reversed(range(ring_size)):
+        for part in ranks.forward_and_backward(rank, pending):
+            for n, whole in got.items():
+                if (x := getattr(part, n)) is not None:
+                    put_rows(whole, part.runs, x, add=True)
+    assert not len(pending.table()[0])
+    want = simulate(source, pattern=PATTERNS[name], layout=layout, grad_out=True, measure_memory=False)
+    exact = exact_rows(source, PATTERNS[name], np.arange(TOKENS), SCALE, backward=True)
+    seen = exact.lse.isfinite()
+    for n in NAMES:
+        ours, theirs, oracle = got[n], getattr(want, n), getattr(exact, n)
+        if n == "lse":
+            assert torch.equal(ours.isneginf(), ~seen)
+            ours, theirs, oracle = ours[seen], theirs[seen], oracle[seen]
+        assert relative_error(ours, theirs) < 2e-6, n
+        assert relative_error(ours, oracle) < 2e-6, n
+
+
+@pytest.mark.parametrize("name", ["longnet", "window"])
+def test_what_is_read_of_other_shards_is_what_the_plan_says(name: str) -> None:
+    layout = make_layout("contiguous", tokens=TOKENS, ring_size=16)
+    plan = build_plan(PATTERNS[name], layout)
+    planner = BlockPlanner(PATTERNS[name].bind((0,), 1, 1), layout)
+    for rank in range(16):
+        (walk,) = plan.rank(rank).walks
+        planned = {visit.origin: visit for visit in walk.visits if visit.hop and len(visit.held)}
+        remote = planner.remote(rank)
+        found = {v.origin: v for v in remote.plan.walks[0].visits if v.hop}
+        assert set(found) == set(planned)
+        rows = expand_ranges(remote.queries)
+        for origin, visit in found.items():
+            assert np.array_equal(visit.held, planned[origin].held)
+            assert visit.tiles.pairs.sum() == planned[origin].tiles.pairs.sum()
+            first = rows[visit.tiles.q.slot]  # packed, and back
+            assert np.array_equal(np.sort(first), np.sort(planned[origin].tiles.q.slot))
+
+
+def test_stretches_that_are_alike_have_the_same_tiles() -> None:
+    bound = Dilated((16, 64, 250, 1024), (1, 4, 10, 64)).bind((0,), 1, 1)
+    seen: dict[object, np.ndarray] = {}
+    repeated = 0
+    for start in range(0, 5000, 8):
+        at = np.arange(start, start + 128)
+        mask = bound.labels(at)
+        counts = sum(((row[:, None] == row[None]) & (row[:, None] >= 0)).astype(int) for row in mask[0])
+        key = bound.stretch(start, 128)
+        repeated += key in seen
+        assert np.array_equal(seen.setdefault(key, counts), counts), start
+    assert repeated > 100
+    assert PATTERNS["documents"].stretch(0, 10) is None
+
+
+def test_rows_by_the_definition_are_dense_rows() -> None:
+    source = GeneratedSource(TOKENS, head_dim=HEAD_DIM, seed=3)
+    pattern = Dilated((60, 210, 4000), (3, 5, 64))
+    dense = exact_rows(source, pattern, np.arange(TOKENS), SCALE, backward=True)
+    oracle = SparseOracle(source, pattern, SCALE)
+    assert dense.dq is not None and dense.dk is not None and dense.dv is not None
+    for position in (0, 1, 15, 64, 1280, 1920, TOKENS - 1):
+        row, (dk, dv) = oracle.row(position), oracle.key_gradients(position)
+        assert row.lse == pytest.approx(float(dense.lse[0, 0, position]), abs=1e-12)
+        for got, want in (
+            (row.out, dense.out),
+            (oracle.query_gradient(position), dense.dq),
+            (dk, dense.dk),
+            (dv, dense.dv),
+        ):
+            assert torch.allclose(got, want[0, 0, position], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", ["heads", "dtype", "layout"])
+def test_what_cannot_be_streamed(case: str) -> None:
+    source = GeneratedSource(
+        TOKENS, 2 if case == "heads" else 1, dtype=torch.bfloat16 if case == "dtype" else torch.float32
+    )
+    layout = make_layout("zigzag" if case == "layout" else "contiguous", tokens=TOKENS, ring_size=4)
+    with pytest.raises(RingError, match="expected"):
+        StreamedRanks(source, Causal(), layout, get_kernel("cpu", "cpu"), SCALE)
