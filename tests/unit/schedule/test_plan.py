@@ -41,9 +41,8 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
     [
         (40, 1, True),
         (41, 3, False),
-        (64, 4, True),
         (5, 8, True),
-        (83, 8, True),
+        (64, 5, True),
     ],
 )
 def test_a_plan_computes_the_mask_and_every_key_is_there(
@@ -69,7 +68,7 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("ring_size", [2, 3, 8])
+@pytest.mark.parametrize("ring_size", [2, 5])
 def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
@@ -105,7 +104,7 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("ring_size", [2, 3, 8])
+@pytest.mark.parametrize("ring_size", [2, 5])
 def test_gradients_come_home_once_for_every_time_a_key_leaves(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
@@ -129,7 +128,7 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("ring_size", [3, 8])
+@pytest.mark.parametrize("ring_size", [5])
 def test_the_lanes_of_the_fewest_links_are_taken(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
