@@ -1,8 +1,8 @@
 """Does `ds-ring tune` find what trying everything finds, and in a tenth of the time?
 
-On the same ranks: first the search, then the full grid (every candidate at the full length, one pass of warm-up
-and some rounds, all contestants in turns), then the choice and the grid's best again, side by side. Reported
-are both times, the ratio of the choice's median to the grid's best median (the least of so many noisy medians
+On the same ranks: first the search, then the full grid (every candidate at the full length, one pass of
+warm-up and some rounds, all in turns), then the choice and the grid's best again, side by side. Reported are
+both times, the ratio of the choice's median to the grid's best median (the least of so many noisy medians
 is too good a mark), and the same ratio from the passes side by side.
 
 Example:
