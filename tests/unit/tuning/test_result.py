@@ -16,10 +16,10 @@ from ds_ring.tuning.result import Finalist, Result, require_writable, write_whol
 from tests.unit.tuning.cases import machine, request
 
 HARDWARE = {
-    "name", "kind", "memory_bytes", "devices_per_node", "peak_flops",
-    "attention_efficiency", "matmul_efficiency", "call_overhead_s", "intra_node_bytes_per_s", "inter_node_bytes_per_s", "link_latency_s", "hop_overhead_s",
-    "source",
-}  # fmt: skip
+    *("name", "kind", "memory_bytes", "devices_per_node", "peak_flops", "attention_efficiency"),
+    *("matmul_efficiency", "call_overhead_s", "intra_node_bytes_per_s", "inter_node_bytes_per_s"),
+    *("link_latency_s", "hop_overhead_s", "source"),
+}
 
 
 def result(asked: Request, chosen: Candidate) -> Result:
