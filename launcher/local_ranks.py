@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 from ds_ring.errors import RingError
 
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
+_LOOK_S = 1.0
 _WRONG_INPUT = 2
 
 
@@ -110,6 +112,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False
@@ -129,6 +132,13 @@ def _rank(
         Path(folder, f"error{rank}").write_text(str(error))
         sys.exit(_WRONG_INPUT)
     dist.destroy_process_group()
+
+
+def _end_with(parent: int) -> None:
+    """A parent that is killed cannot end its ranks: they notice."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 @contextmanager

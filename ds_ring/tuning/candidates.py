@@ -134,9 +134,9 @@ def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
     return [KernelChoice((("block", block), ("triangle", triangle)), size) for block, triangle in pairs]
 
 
-def head_bytes(request: Request, ring: int, ulysses: int, tokens: int) -> int:
+def head_bytes(request: Request, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
     """Bytes of K of one head of a ring shard."""
-    shard = layout_of(request, "auto", ring, ulysses, tokens).local_tokens
+    shard = layout_of(request, layout, ring, ulysses, tokens).local_tokens
     return request.batch * shard * request.head_dim * request.item_bytes
 
 
@@ -171,7 +171,7 @@ def keys_of(candidate: Candidate, request: Request, tokens: int) -> dict[str, An
     keys["kernel_options"] = _kernel_options(candidate, request)
     keys["chunk_bytes"] = request.base.chunk_bytes
     if heads and heads != default_heads(request, ring, ulysses, tokens):
-        keys["chunk_bytes"] = heads * head_bytes(request, ring, ulysses, tokens)
+        keys["chunk_bytes"] = heads * head_bytes(request, ring, ulysses, tokens, candidate.layout)
     return keys
 
 

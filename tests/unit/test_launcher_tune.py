@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ds_ring_launcher import cli
 from ds_ring_launcher.local_ranks import RanksError, run_ranks
 
 SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
+PARENT = """
+import sys
+sys.path.insert(0, ".")
+from ds_ring_launcher.local_ranks import run_ranks
+from tests.unit.test_launcher_tune import sleep_for
+
+if __name__ == "__main__":
+    run_ranks(sleep_for, 2, (600.0,), threads=1, deadline_s=600)
+"""
 TUNE = ["tune", *SHAPES, "--processes", "2"]
 
 
@@ -94,3 +106,18 @@ def test_ranks_end_at_the_deadline() -> None:
 def test_a_rank_that_leaves_is_named() -> None:
     with pytest.raises(RanksError, match="rank 0 with 7"):
         run_ranks(leave, 1, (7,), threads=1, deadline_s=60)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(parent.pid).children(recursive=True)) < 3:  # two and a resource tracker
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.2)
+    time.sleep(8)  # until they are at work
+    parent.kill()
+    parent.wait()
+    assert not psutil.wait_procs(ranks, timeout=20)[1]
