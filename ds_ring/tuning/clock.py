@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingMeshError
+from ds_ring.errors import RingMeshError, RingMismatchError
 
 
 class Clock:
@@ -43,6 +43,17 @@ class Clock:
         """Wait for all ranks."""
         self.idle()
         dist.barrier(group=self._group)
+
+    def require_equal(self, text: str) -> None:
+        """RingMismatchError, on every rank, unless all ranks have the same text."""
+        texts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=self._group)
+        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
+        if other is not None:
+            raise RingMismatchError(
+                f"tune: expected the same request on every rank, got {texts[0]} on rank 0 and {texts[other]}"
+                f" on rank {other}; start all ranks with the same arguments and the same file"
+            )
 
     def ranks_here(self) -> int:
         """Ranks on this rank's host."""

@@ -55,8 +55,8 @@ def _finals(result: Result) -> Table:
 
 
 def _mark(finalist: Finalist, result: Result) -> str:
-    marks = {result.default: "defaults", result.chosen: "chosen"}
-    return marks.get(finalist.candidate, "")
+    marks = {"chosen": result.chosen, "defaults": result.default}
+    return ", ".join(mark for mark, candidate in marks.items() if candidate == finalist.candidate)
 
 
 def _times(finalist: Finalist) -> tuple[str, str, str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ds_ring.errors import RingMeshError
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.tuning.candidates import Candidate, candidates, layout_of
 from ds_ring.tuning.clock import Clock
@@ -34,11 +35,17 @@ def tune(request: Request, *, progress: bool = False) -> Result:
 
     Raises:
         RingMeshError: torch.distributed is not initialised, or its ranks are not those of the request.
+        RingMismatchError: ranks with different requests.
         RingPeerError: another rank failed.
     """
     started = time.perf_counter()
-    request.base.validate_world(dist.get_world_size() if dist.is_initialized() else request.world_size)
     clock = Clock(device_of(request))
+    clock.require_equal(str(request))
+    if dist.get_world_size() != request.world_size:
+        raise RingMeshError(
+            f"tune: expected {request.world_size} ranks, as the request says, got {dist.get_world_size()};"
+            " make it with world_size=torch.distributed.get_world_size()"
+        )
     passes = Passes(request, clock)
     try:
         everyone = candidates(request)
