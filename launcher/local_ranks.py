@@ -58,7 +58,7 @@ def run_ranks(
         ranks: list[BaseProcess] = []
         try:
             for rank in range(processes):
-                told = (rank, processes, folder, threads, deadline_s, work, arguments)
+                told = (os.getpid(), rank, processes, folder, threads, deadline_s, work, arguments)
                 ranks.append(context.Process(target=_rank, args=told, name=f"rank {rank}"))
                 ranks[-1].start()
             _watch(ranks, folder, deadline_s)
@@ -101,6 +101,7 @@ def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn
 
 
 def _rank(
+    parent: int,
     rank: int,
     size: int,
     folder: str,
@@ -109,10 +110,10 @@ def _rank(
     work: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     import torch
     import torch.distributed as dist
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,7 +110,8 @@ def test_a_rank_that_leaves_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2])
@@ -117,7 +119,6 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     while len(ranks := psutil.Process(parent.pid).children(recursive=True)) < 3:  # two and a resource tracker
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.2)
-    time.sleep(8)  # until they are at work
-    parent.kill()
-    parent.wait()
+    parent.send_signal(number)
+    parent.wait(20)
     assert not psutil.wait_procs(ranks, timeout=20)[1]
