@@ -166,7 +166,8 @@ def keys_of(candidate: Candidate, request: Request, tokens: int) -> dict[str, An
     """The keys of the section that the candidate sets, for sequences of `tokens`."""
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
-    keys |= {"layout": candidate.layout, "overlap": candidate.overlap}
+    if ring > 1:  # or neither means anything: what the section says stays
+        keys |= {"layout": candidate.layout, "overlap": candidate.overlap}
     keys |= {"block_size": candidate.kernel.block_size}
     keys["kernel_options"] = _kernel_options(candidate, request)
     keys["chunk_bytes"] = request.base.chunk_bytes
