@@ -43,6 +43,9 @@ Whole = Annotated[
 ]
 BlockSize = Annotated[int, Takes("a whole number that is a power of two and at least 16", "use 128")]
 Options = Annotated[dict[str, JsonValue], Takes("an object of JSON values", "use {} for no options")]
+ChunkBytes = Annotated[
+    AtLeastOne | None, Takes(f"{_ONE_UP} (bytes), or null", "use null for 1 MiB on the CPU, 64 MiB on CUDA")
+]
 Tokens = Annotated[int, Field(ge=0), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")]
 Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
@@ -148,6 +151,11 @@ class RingConfig(Section):
         default=True, description="send and receive the next hop while this one is computed"
     )
     prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
+    chunk_bytes: ChunkBytes = Field(
+        default=None,
+        description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
+        "take less memory and more messages; null: 1 MiB on the CPU, 64 MiB on CUDA",
+    )
     min_sequence_length: Tokens = Field(
         default=0,
         description="below this many tokens the ranks of a ring take whole samples instead of shards",

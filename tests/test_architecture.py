@@ -28,6 +28,7 @@ FLOORS = [
     ["schedule"],
     ["runtime"],
     ["module", "simulate", "simulation"],
+    ["tuning"],  # measures what users call; knows nothing of DeepSpeed but its JSON
     ["integrations"],
 ]
 
@@ -45,6 +46,8 @@ VISITORS = {
     "runtime.agreement": {"runtime.exchange"},
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
+    "tuning.probe": {"runtime.kernels"},  # pairs that a kernel executes
+    "tuning.links": {"runtime.exchange"},  # measures it
     "integrations.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched, too
     "integrations.loss": {"runtime.exchange"},
     "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype

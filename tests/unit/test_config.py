@@ -39,6 +39,7 @@ DESIGN_EXAMPLE: Json = {
         "transport": "ring",
         "overlap": True,
         "prune": True,
+        "chunk_bytes": None,
         "min_sequence_length": 0,
         "heartbeat_timeout_seconds": 10,
         "hop_timeout_seconds": 60,
@@ -100,6 +101,7 @@ def test_every_key_can_be_set() -> None:
         "transport": "all_gather",
         "overlap": False,
         "prune": False,
+        "chunk_bytes": 1 << 22,
         "min_sequence_length": 4096,
         "heartbeat_timeout_seconds": 2.5,
         "hop_timeout_seconds": 2.5,
@@ -427,6 +429,12 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
         ["a whole number of tokens, 0 or more, got -1; use 0"],
     ),
     ("min length null", section(min_sequence_length=None), ["got null; use 0"]),
+    (
+        "chunk 0",
+        section(chunk_bytes=0),
+        ["ring_attention.chunk_bytes: expected a whole number", "got 0; use null"],
+    ),
+    ("chunk text", section(chunk_bytes="1"), ['(bytes), or null, got "1"; write 1 without quotes']),
     ("heartbeat 0", section(heartbeat_timeout_seconds=0), ["a number of seconds above 0, got 0; "]),
     ("heartbeat -1", section(heartbeat_timeout_seconds=-1.5), ["got -1.5; "]),
     ("heartbeat true", section(heartbeat_timeout_seconds=True), ["got true; true and false are no numbers"]),
@@ -605,7 +613,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "0d55955c82ddb6ad"
+    assert RingConfig(ring_size=4).fingerprint() == "8300518602832a09"
 
 
 @pytest.mark.parametrize(
@@ -614,6 +622,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
         ({"layout": "zigzag"}, ["ring_attention.layout"]),
         ({"pattern": {"window": 512}}, ["ring_attention.pattern.window"]),
         ({"kernel_options": {"a": 1}}, ["ring_attention.kernel_options"]),
+        ({"chunk_bytes": 4096}, ["ring_attention.chunk_bytes"]),
         ({"ring_size": 2, "ulysses_size": 2}, ["ring_attention.ulysses_size", "ring_attention.ring_size"]),
         (
             {"pattern": {"segment_lengths": [4], "dilation_rates": [1]}, "prune": False},

@@ -1,0 +1,79 @@
+"""`ds-ring tune`: measure this machine, choose the section."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+from pathlib import Path
+
+from .parsers import Commands, add_command, refuse_extra
+
+_EXAMPLE = """\
+examples:
+  ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4
+  ds-ring tune --tokens 32768 --heads 8 --kv-heads 2 --head-dim 64 --processes 4 \\
+      --config ds_config.json --output ds_config.tuned.json
+  ds-ring tune --tokens 65536 --heads 8 --head-dim 64 --processes 2 --pattern '{"window": 4096}' --json
+  ds-ring tune --tokens 16384 --heads 8 --head-dim 64 --processes 2 --hardware-output here.yaml
+
+on several hosts, every rank of a launch calls the same search:
+  torchrun ... -m ds_ring.tuning --tokens 131072 --heads 32 --head-dim 128 --device cuda --output tuned.json
+"""
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    tune = add_command(
+        commands,
+        "tune",
+        help="measure this machine, choose sizes, layout, overlap and kernel options for given shapes",
+        description="Measure kernels, links and a few real passes on ranks of this machine, and write the"
+        " section of the DeepSpeed JSON that is fastest here. Prints what it expected and what it measured.",
+        epilog=_EXAMPLE,
+    )
+    spec = importlib.util.find_spec("ds_ring")  # finds, does not import
+    assert spec is not None and spec.submodule_search_locations
+    arguments = Path(spec.submodule_search_locations[0], "tuning", "arguments.py")
+    runpy.run_path(str(arguments))["declare"](tune)
+    ranks = tune.add_argument_group("ranks")
+    ranks.add_argument("--processes", type=int, required=True, help="ranks to start on this machine")
+    ranks.add_argument("--threads", type=int, help="of each rank (default: cores / processes)")
+    ranks.add_argument(
+        "--deadline-seconds", type=float, default=3600, help="all ranks are ended then (default 3600)"
+    )
+    tune.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    """Start the ranks and wait for them; RingError for wrong input, before any is started."""
+    from ds_ring.errors import RingConfigError
+    from ds_ring.tuning.run import read
+    from ds_ring_launcher.local_ranks import run_ranks
+
+    refuse_extra("tune", extra_args)
+    read(options, options.processes)
+    cores = len(os.sched_getaffinity(0))
+    threads = options.threads if options.threads is not None else max(1, cores // options.processes)
+    for name, value in (("threads", threads), ("deadline-seconds", options.deadline_seconds)):
+        if not value > 0:
+            raise RingConfigError(f"--{name}: expected a number above 0, got {value}; leave it out")
+    _require_devices(options)
+    told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
+    from ds_ring.tuning.run import run as work
+
+    run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
+    return 0
+
+
+def _require_devices(options: argparse.Namespace) -> None:
+    import torch
+
+    from ds_ring.errors import RingConfigError
+
+    if options.device == "cuda" and torch.cuda.device_count() < options.processes:
+        raise RingConfigError(
+            f"--device cuda: expected a GPU for each of {options.processes} processes, got"
+            f" {torch.cuda.device_count()}; use fewer processes, or --device cpu"
+        )

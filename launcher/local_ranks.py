@@ -1,0 +1,160 @@
+"""Runs a function on ranks of this machine, with a hard deadline, and leaves no process behind.
+
+For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
+run is started by an engine instead (engines.py, process.py).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ds_ring.errors import RingError
+
+_GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
+_LOOK_S = 1.0
+_WRONG_INPUT = 2
+
+
+class RanksError(RingError, RuntimeError):
+    """A rank failed, or the deadline passed; the message says which and why."""
+
+
+def run_ranks(
+    work: Callable[..., object],
+    processes: int,
+    arguments: tuple[Any, ...],
+    *,
+    threads: int,
+    deadline_s: float,
+) -> None:
+    """`work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says cuda).
+
+    Args:
+        work: a function at the head of a module.
+        processes: ranks.
+        arguments: of `work`; the first may have an attribute `device`.
+        threads: of torch, on each rank.
+        deadline_s: seconds after which all ranks are ended.
+
+    Raises:
+        RanksError: a rank raised, ended, or did not end in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder, _ended_by_signal():
+        ranks: list[BaseProcess] = []
+        try:
+            for rank in range(processes):
+                told = (os.getpid(), rank, processes, folder, threads, deadline_s, work, arguments)
+                ranks.append(context.Process(target=_rank, args=told, name=f"rank {rank}"))
+                ranks[-1].start()
+            _watch(ranks, folder, deadline_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float) -> None:
+    """Until all have ended well."""
+    deadline = time.monotonic() + deadline_s
+    while running := [process for process in ranks if process.is_alive()]:
+        wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
+        failed = [number for number, process in enumerate(ranks) if process.exitcode]
+        if failed:
+            until = time.monotonic() + _GRACE_S
+            for process in running:
+                process.join(max(0.0, until - time.monotonic()))
+            _raise(failed, ranks, folder)
+        if time.monotonic() >= deadline and any(process.is_alive() for process in ranks):
+            raise RanksError(
+                f"expected all ranks to end within {deadline_s:g} s, got"
+                f" {sum(process.is_alive() for process in ranks)} still at work; they were ended. Raise the"
+                " deadline, or ask for less (fewer tokens)"
+            )
+    failed = [number for number, process in enumerate(ranks) if process.exitcode]
+    if failed:
+        _raise(failed, ranks, folder)
+
+
+def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn:
+    """What the first rank that said anything said."""
+    for number in failed:
+        said = Path(folder, f"error{number}")
+        if said.is_file():
+            raise RanksError(f"rank {number}: {said.read_text()}")
+    codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
+    raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")
+
+
+def _rank(
+    parent: int,
+    rank: int,
+    size: int,
+    folder: str,
+    threads: int,
+    deadline_s: float,
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    import torch
+    import torch.distributed as dist
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(threads)
+    cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=deadline_s),
+    )
+    try:
+        work(*arguments)
+        dist.barrier()
+    except RingError as error:
+        Path(folder, f"error{rank}").write_text(str(error))
+        sys.exit(_WRONG_INPUT)
+    dist.destroy_process_group()
+
+
+def _end_with(parent: int) -> None:
+    """A parent that is killed cannot end its ranks: they notice."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """SIGTERM ends the ranks, too: without this it would end their parent alone."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    try:
+        old = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)

@@ -1,0 +1,124 @@
+"""`ds-ring tune` up to the first rank: wrong input is one sentence and exit status 2; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_ring_launcher import cli
+from ds_ring_launcher.local_ranks import RanksError, run_ranks
+
+SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
+PARENT = """
+import sys
+sys.path.insert(0, ".")
+from ds_ring_launcher.local_ranks import run_ranks
+from tests.unit.test_launcher_tune import sleep_for
+
+if __name__ == "__main__":
+    run_ranks(sleep_for, 2, (600.0,), threads=1, deadline_s=600)
+"""
+TUNE = ["tune", *SHAPES, "--processes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--processes", "0"], ["processes: expected a whole number of at least 1, got 0"]),
+        (["--processes", "-2"], ["processes: expected", "got -2"]),
+        (["--tokens", "0"], ["tokens: expected", "got 0"]),
+        (
+            ["--kv-heads", "3"],
+            ["kv-heads: expected a number that divides 4 heads, got 3", "use one of 1, 2, 4"],
+        ),
+        (["--pattern", '{"windw": 4}'], ["the unknown key 'windw'; did you mean 'window'?"]),
+        (["--pattern", '{"window": 0}'], ["window: expected a whole number of at least 1, or null, got 0"]),
+        (["--pattern", "causal"], ["--pattern: expected JSON", "got 'causal'"]),
+        (["--pattern", "4"], ["expected an object of pattern keys, got 4"]),
+        (
+            ["--output", "no/such/folder/x.json"],
+            ["--output no/such/folder/x.json: expected", "got no folder"],
+        ),
+        (["--output", "."], ["--output .: expected the name of a file", "got a folder"]),
+        (["--hardware-output", "no/folder/x.yaml"], ["--hardware-output no/folder/x.yaml: expected"]),
+        (["--config", "missing.json"], ["missing.json: the file does not exist"]),
+        (["--dtype", "int8"], ["dtype: expected one of float32, bfloat16, float16, got 'int8'"]),
+        (["--device", "tpu"], ["device: expected one of cpu, cuda, got 'tpu'"]),
+        (["--threads", "0"], ["--threads: expected a number above 0, got 0"]),
+        (["--deadline-seconds", "0"], ["--deadline-seconds: expected a number above 0"]),
+        (["--", "x"], ["tune: expected nothing after --, got x"]),
+    ],
+)
+def test_wrong_input(capsys: pytest.CaptureFixture[str], more: list[str], words: list[str]) -> None:
+    started = time.perf_counter()
+    assert cli.main([*TUNE, *more]) == 2
+    assert time.perf_counter() - started < 5
+    said = capsys.readouterr().err
+    assert said.startswith("ds-ring: error: ") and all(word in said for word in words), said
+
+
+def test_a_json_whose_sequences_do_not_fit_the_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"sequence_parallel_size": 3, "ring_attention": {}}))
+    assert cli.main([*TUNE, "--config", str(path)]) == 2
+    assert "sequence_parallel_size 3 does not divide world size 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left_out", ["--tokens", "--heads", "--head-dim", "--processes"])
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], left_out: str) -> None:
+    where = TUNE.index(left_out)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(TUNE[:where] + TUNE[where + 2 :])
+    assert caught.value.code == 2 and left_out in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["tune", "--help"])
+    said = capsys.readouterr().out
+    assert caught.value.code == 0 and "examples:" in said and "--hardware-output" in said
+
+
+def sleep_for(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def leave(code: int) -> None:
+    os._exit(code)
+
+
+@pytest.mark.slow
+def test_ranks_end_at_the_deadline() -> None:
+    with pytest.raises(RanksError, match="within 6 s, got 2 still at work"):
+        run_ranks(sleep_for, 2, (600.0,), threads=1, deadline_s=6)
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_named() -> None:
+    with pytest.raises(RanksError, match="rank 0 with 7"):
+        run_ranks(leave, 1, (7,), threads=1, deadline_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 60
+    while len(ranks := psutil.Process(parent.pid).children(recursive=True)) < 3:  # two and a resource tracker
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.2)
+    parent.send_signal(number)
+    parent.wait(20)
+    assert not psutil.wait_procs(ranks, timeout=20)[1]

@@ -1,0 +1,127 @@
+"""Does `ds-ring tune` find what trying everything finds, and in a tenth of the time?
+
+On the same ranks: first the search, then the full grid (every candidate at the full length, one pass of
+warm-up and some rounds, all in turns), then the choice and the grid's best again, side by side. Reported are
+both times, the ratio of the choice's median to the grid's best median (the least of so many noisy medians
+is too good a mark), and the same ratio from the passes side by side.
+
+Example:
+    python tools/check_tune.py --processes 2 --tokens 8192 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ds_ring.tuning import Request, Result, request_from, tune
+from ds_ring.tuning.candidates import Candidate, candidates
+from ds_ring.tuning.clock import Clock
+from ds_ring.tuning.passes import Passes
+from ds_ring.tuning.search import device_of
+from ds_ring_launcher.local_ranks import run_ranks
+
+Times = dict[Candidate, list[float]]
+
+
+def grid(
+    passes: Passes, everyone: Sequence[Candidate], tokens: int, rounds: int, name: str
+) -> tuple[Times, float]:
+    """Seconds of every candidate by round, and of all of it."""
+    times: Times = {candidate: [] for candidate in everyone}
+    started = time.perf_counter()
+    bar = tqdm(total=len(everyone) * (rounds + 1), desc=name, disable=dist.get_rank() != 0)
+    for turn in range(rounds + 1):
+        for candidate in everyone:
+            seconds = passes.seconds(candidate, tokens)
+            if turn:
+                times[candidate].append(seconds)
+            bar.update()
+    bar.close()
+    return times, time.perf_counter() - started
+
+
+def row_of(options: argparse.Namespace, request: Request, result: Result) -> dict[str, Any]:
+    """The grid, the duel, and how the search compares."""
+    passes = Passes(request, Clock(device_of(request)))
+    everyone = candidates(request)
+    times, grid_s = grid(passes, everyone, request.tokens, options.rounds, "grid")
+    medians = {candidate: statistics.median(seconds) for candidate, seconds in times.items()}
+    best = min(medians, key=lambda candidate: medians[candidate])
+    two = list(dict.fromkeys([result.chosen, best]))
+    duel, _ = grid(passes, two, request.tokens, options.duel, "side by side")
+    chosen_s, best_s = (statistics.median(duel[candidate]) for candidate in (result.chosen, best))
+    passes.close()
+    return {
+        "processes": options.processes,
+        "tokens": request.tokens,
+        "heads": request.heads,
+        "candidates": len(everyone),
+        "tune_s": round(result.seconds, 1),
+        "grid_s": round(grid_s, 1),
+        "time_ratio": round(result.seconds / grid_s, 4),
+        "chosen": str(result.chosen),
+        "best": str(best),
+        "defaults": str(result.default),
+        "chosen_over_best": round(medians[result.chosen] / medians[best], 4),
+        "side_by_side": round(chosen_s / best_s, 4),
+        "defaults_over_best": round(medians[result.default] / medians[best], 4),
+        "worst_over_best": round(max(medians.values()) / medians[best], 4),
+        "passes": result.passes,
+        "shortest_tokens": result.shortest_tokens,
+    }
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """Search, grid, duel on one rank; rank 0 prints."""
+    section = {"pattern": json.loads(options.pattern)} if options.pattern else {}
+    request = request_from(
+        {"ring_attention": section},
+        tokens=options.tokens,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        world_size=dist.get_world_size(),
+    )
+    result = tune(request, progress=True)
+    row = row_of(options, request, result)
+    if dist.get_rank() == 0:
+        print(json.dumps(row, indent=2), flush=True)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=None)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--pattern", metavar="JSON", help="causal by default; say '{\"window\": 1024}'")
+    parser.add_argument("--rounds", type=int, default=3, help="of the grid, after one of warm-up")
+    parser.add_argument("--duel", type=int, default=9, help="rounds of the choice against the grid's best")
+    parser.add_argument("--deadline-seconds", type=float, default=7200)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="append the row")
+    options = parser.parse_args(arguments)
+    threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
+    run_ranks(rank_main, options.processes, (options,), threads=threads, deadline_s=options.deadline_seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
