@@ -53,6 +53,7 @@ VISITORS = {
     "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
+    "simulation.long_run": {"runtime.kernels"},
     "simulation.streamed": {"runtime.kernels", "runtime.merge", "runtime.exchange"},
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}

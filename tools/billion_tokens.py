@@ -8,6 +8,7 @@ Example:
     python tools/billion_tokens.py --state runs/billion
     python tools/billion_tokens.py --tokens 1048576 --ranks 16 --backward --state runs/million
     python tools/billion_tokens.py --sample 1023 512 0
+    python tools/billion_tokens.py --fake 0 1023
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from fake_layer import HEADS, fake_layer
 from tqdm import tqdm
 
 from ds_ring.errors import RingError
@@ -44,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--state", type=Path, default=Path("runs/billion_tokens"), help="folder of the state")
     own.add_argument("--save-every", type=int, default=8, help="ranks of a worker between two saves (8)")
     own.add_argument("--sample", type=int, nargs="+", metavar="RANK", help="time these ranks, save nothing")
+    own.add_argument(
+        "--fake", type=int, nargs="+", metavar="RANK", help="memory of a transformer layer on fake tensors"
+    )
     return own
 
 
@@ -58,6 +63,16 @@ def sample(job: LongRun, wanted: list[int]) -> int:
         if number:
             row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
             print(json.dumps(row | {"peak_rss_mib": round(peak_rss_mib(), 1)}), flush=True)
+    return 0
+
+
+def fake_layers(job: LongRun, wanted: list[int]) -> int:
+    """Peak memory of a whole layer, forward and backward, on some ranks of the real plan."""
+    for rank in wanted:
+        began = time.perf_counter()
+        mib = fake_layer(job, rank)
+        row = {"rank": rank, "ranks": job.ring_size, "heads": HEADS, "peak_mib": mib}
+        print(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
     return 0
 
 
@@ -100,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,
             options.seed, options.backward, options.query_block, options.workers, options.check_rows,
         )  # fmt: skip
+        if options.fake:
+            return fake_layers(job, options.fake)
         return sample(job, options.sample) if options.sample else whole(job, options)
     except RingError as error:
         print(f"billion_tokens: error: {error}", file=sys.stderr)
