@@ -39,10 +39,9 @@ from ds_ring.runtime.exchange import Exchange, Message, Pending
 from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.schedule.groups import MANY, head_chunks
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
-
-MANY = 16  # groups of heads, from which on one of them is small beside the shard
 
 
 @dataclass(frozen=True)
@@ -249,16 +248,6 @@ class _Queries(NamedTuple):
     q: Tensor
     out: Tensor
     lse: Tensor
-
-
-def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
-    """K/V heads of a slice in equal groups of at least `chunk_bytes`; [Note: heads in groups]."""
-    step = kv_heads.step or 1
-    heads = range(kv_heads.start, kv_heads.stop, step)
-    sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
-    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
-    groups = (heads[first : first + size] for first in range(0, len(heads), size))
-    return [slice(group[0], group[-1] + 1, step) for group in groups]
 
 
 def _computing(journeys: list[Journey], hop: int) -> Iterator[Journey]:
