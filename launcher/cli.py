@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .commands import launch, verify_checkpoint
+from .commands import launch, plan, verify_checkpoint
 
-COMMANDS = (launch, verify_checkpoint)
+COMMANDS = (launch, plan, verify_checkpoint)
 
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
+  ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring COMMAND --help                                   more examples
 """
@@ -39,7 +40,7 @@ def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-ring",
-        description="Ring attention for DeepSpeed: start a training run, check what it saved.",
+        description="Ring attention for DeepSpeed: plan a training run, start it, check what it saved.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

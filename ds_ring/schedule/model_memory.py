@@ -56,6 +56,7 @@ class Step:
         tokens: how many here.
         ring: what the pass needs beside q, k, v, out and their gradients.
         checkpointing: a layer keeps its input only and is computed again.
+        loss_tokens: tokens whose logits are there at once (a chunked loss); None for all.
     """
 
     model: ModelShape
@@ -63,6 +64,7 @@ class Step:
     tokens: Tokens
     ring: PassMemory
     checkpointing: bool = False
+    loss_tokens: int | None = None
 
     @property
     def norm_bytes(self) -> int:
@@ -95,8 +97,9 @@ class Step:
 
     @property
     def logits(self) -> int:
-        """Elements of the local logits."""
-        return self.tokens.outside * self.model.vocab
+        """Elements of the local logits that are there at once."""
+        tokens = self.tokens.outside
+        return min(tokens, self.loss_tokens or tokens) * self.model.vocab
 
     def saved(self, layers: int, attention: bool) -> int:
         """What whole layers keep for the backward pass, of attention or of the rest."""
