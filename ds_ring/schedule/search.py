@@ -1,7 +1,7 @@
 """Searches over settings: the longest sequence, the fewest devices, the shard that hides its transfers.
 
-Each asks `estimate.py` again and again, on rings of at most eight ranks with the tokens per rank that are
-asked about, so that a search over a thousand devices takes a second.
+Each asks `estimate.py` again and again, on rings of at most four or eight ranks with the tokens per rank
+that are asked about, so that a search over a thousand devices takes a second.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ds_ring.schedule.cost import EXPOSED, pass_cost
 from ds_ring.schedule.estimate import (
     Setting,
     least_memory,
-    memory_of,
     parts_of,
     pass_shape,
     plan_of,
+    rough_memory,
     smaller_ring,
 )
 
@@ -26,11 +26,11 @@ FINE = 64  # a search ends when it is exact to 1 / FINE
 
 def peak_bytes(setting: Setting, local_tokens: int) -> int:
     """Peak memory of a device with so many tokens for each rank of the ring, or what is too much of it."""
-    smaller = smaller_ring(setting, local_tokens)
+    smaller = smaller_ring(setting, local_tokens, most=4)
     least = least_memory(smaller)
     if least > setting.usable_bytes:
         return least
-    return max(moment.total for moment in memory_of(smaller))
+    return rough_memory(smaller)
 
 
 def longest_sequence(setting: Setting) -> int:
