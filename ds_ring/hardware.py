@@ -24,6 +24,10 @@ Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in 
 Bytes = Annotated[int, Field(ge=1), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")]
 Count = Annotated[int, Field(ge=1), Takes("a whole number of at least 1", "write 8, say")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
+RateOrNone = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+    Takes(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
+]
 Fraction = Annotated[
     float, Field(gt=0, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
 ]
@@ -36,9 +40,9 @@ Sources = Annotated[
 class PeakFlops(Section):
     """Floating-point operations per second by dtype; a dtype that is left out is not offered."""
 
-    float32: Rate | None = Field(default=None, description="as matrix products of that dtype run")
-    bfloat16: Rate | None = Field(default=None, description="dense, not sparse")
-    float16: Rate | None = Field(default=None, description="dense, not sparse")
+    float32: RateOrNone = Field(default=None, description="as matrix products of that dtype run")
+    bfloat16: RateOrNone = Field(default=None, description="dense, not sparse")
+    float16: RateOrNone = Field(default=None, description="dense, not sparse")
 
 
 class AttentionEfficiency(Section):
