@@ -252,9 +252,7 @@ def test_every_configuration_has_its_row() -> None:
     )
     folder = ROOT / "configs"
     files = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.suffix in (".json", ".yaml")
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".json", ".yaml")
     }
     assert sorted(rows) == sorted(files)
 

@@ -7,10 +7,8 @@ and compared with real runs: `tools/check_plan.py`.
 
 [Note: buckets]
 Stages 1 and 2 allocate a bucket of `reduce_bucket_size` elements (default 5e8: a gigabyte in bf16) at the
-first gradient of a backward pass, twice with `overlap_comm`. In about half of the runs a view keeps one of
-a step before alive from then on, so that one more is counted here as standing. Stage 3 has one from the
-start. A parameter larger than the bucket goes its own way and leaves its gradient behind; that is not
-modelled: give the bucket its size.
+first gradient of a backward pass, twice with `overlap_comm`, and free it at the end. Stage 3 has one from
+the start. A parameter larger than the bucket is reduced by itself; that is not modelled.
 
 [Note: gathered parameters]
 Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
@@ -78,11 +76,10 @@ class Zero:
         return (2 * FLOAT + master) * elements
 
     def standing_gradients(self, model: ModelShape) -> int:
-        """Kept between passes: a bucket, and stage 3's flat partition; [Note: buckets]."""
-        if self.stage == 0:
+        """Kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
+        if self.stage < 3:
             return 0
-        partition = self.share(model.parameters) if self.stage == 3 else 0
-        return self.element_bytes * (partition + self.bucket_elements)
+        return self.element_bytes * (self.share(model.parameters) + self.bucket_elements)
 
     def gradients(self, model: ModelShape, made: int) -> int:
         """In a backward pass that has made the gradients of `made` parameters."""

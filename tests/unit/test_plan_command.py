@@ -9,7 +9,10 @@ import pytest
 
 from ds_ring_launcher import cli
 
-SIZES = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --intermediate 768 --vocab 4096".split()
+SIZES = [
+    *("--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2"),
+    *("--intermediate", "768", "--vocab", "4096"),
+]
 CPU = ["--hardware", "cpu", "--dtype", "float32"]
 LLAMA = {
     "hidden_size": 256,
