@@ -14,9 +14,9 @@ from typing import Any
 from ds_ring.config import RingConfig
 from ds_ring.config_deepspeed import SECTION, SP_KEY, resolve
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.estimate import ELEMENT_BYTES, Setting
 from ds_ring.schedule.pattern_config import pattern_from_config
 from ds_ring.schedule.search import fewest_devices, longest_sequence
+from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
 from ds_ring.schedule.zero_memory import Zero
 
 from .hardware_file import read_hardware

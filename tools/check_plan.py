@@ -35,12 +35,13 @@ from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_l
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.cost import Part, bytes_sent
-from ds_ring.schedule.estimate import ELEMENT_BYTES, Setting, estimate
+from ds_ring.schedule.estimate import estimate
 from ds_ring.schedule.groups import CHUNK_BYTES_CPU
 from ds_ring.schedule.model_memory import attention_alone
 from ds_ring.schedule.model_shape import ModelShape
 from ds_ring.schedule.pass_memory import PassShape, pass_memory
 from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
 from ds_ring.schedule.zero_memory import Zero
 from ds_ring_launcher.hardware_file import read_hardware
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from ds_ring.schedule.cost import EXPOSED, pass_cost
 from ds_ring.schedule.estimate import (
-    Setting,
     least_memory,
     parts_of,
     pass_shape,
     plan_of,
     rough_memory,
-    smaller_ring,
 )
+from ds_ring.schedule.setting import Setting, smaller_ring
 
 MOST_TOKENS = 1 << 40
 MOST_DEVICES = 1 << 14

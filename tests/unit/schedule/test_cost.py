@@ -11,10 +11,11 @@ from ds_ring.errors import RingConfigError
 from ds_ring.hardware import hardware_from
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.schedule.cost import Part, bytes_sent, executed_pairs, pass_cost
-from ds_ring.schedule.estimate import Setting, estimate
+from ds_ring.schedule.estimate import estimate
 from ds_ring.schedule.model_shape import ModelShape
 from ds_ring.schedule.pass_memory import PassShape
 from ds_ring.schedule.search import fewest_devices, hiding_shard, longest_sequence, peak_bytes
+from ds_ring.schedule.setting import Setting
 from ds_ring.schedule.zero_memory import Zero
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
