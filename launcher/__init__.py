@@ -14,4 +14,6 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     engines.py       job -> command line; the table of engines (engine_deepspeed.py: the largest)
     process.py       runs a command line, ends every process it led to
     mpi_rank.py      runs inside a rank that mpirun started
+    plan_inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
+    plan_report.py   what `plan` found, as tables and JSON
 """

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .commands import launch, simulate, tune, verify_checkpoint
+from .commands import launch, plan, simulate, tune, verify_checkpoint
 
-COMMANDS = (launch, simulate, tune, verify_checkpoint)
+COMMANDS = (launch, plan, simulate, tune, verify_checkpoint)
 
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
+  ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
   ds-ring COMMAND --help                                   more examples

@@ -18,13 +18,14 @@ import pytest
 
 from ds_ring.config import RingConfig
 from ds_ring_launcher.cluster_file import read_cluster
+from ds_ring_launcher.hardware_file import read_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module imports from its own floor or a lower one; a package stands for all in it.
 FLOORS = [
     ["errors"],
-    ["config_errors", "config_json", "config_deepspeed", "config"],
+    ["config_errors", "config_json", "config_deepspeed", "config", "hardware"],
     ["schedule"],
     ["runtime"],
     ["module", "simulate", "simulation"],
@@ -251,11 +252,21 @@ def test_cluster_configurations_parse(path: Path) -> None:
     RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/hardware").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_hardware_descriptions_parse(path: Path) -> None:
+    read_hardware(str(path))
+
+
 def test_every_configuration_has_its_row() -> None:
     rows = re.findall(
         r"^\| `([^`]+\.(?:json|yaml))` \|", (ROOT / "configs/README.md").read_text(), re.MULTILINE
     )
-    files = {path.name for path in (ROOT / "configs").iterdir() if path.suffix in (".json", ".yaml")}
+    folder = ROOT / "configs"
+    files = {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".json", ".yaml")
+    }
     assert sorted(rows) == sorted(files)
 
 
@@ -271,6 +282,7 @@ def test_packages_are_all_installed() -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}
     launcher = {path.parent.relative_to(ROOT) for path in (ROOT / "launcher").rglob("__init__.py")}
     parts = [folder.parts for folder in folders] + [("ds_ring_launcher", *f.parts[1:]) for f in launcher]
+    parts += [("ds_ring_launcher", "hardware")]  # data only: configs/hardware
     assert listed == {".".join(names) for names in parts}
 
 

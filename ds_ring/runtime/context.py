@@ -27,6 +27,7 @@ from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import is_fake
+from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 from ds_ring.schedule.pattern import Causal, Pattern
@@ -82,9 +83,7 @@ class Options:
 
     def chunk_bytes_on(self, device_type: str) -> int:
         """The smallest K or V message worth a walk of its own, bytes."""
-        if self.chunk_bytes is not None:
-            return self.chunk_bytes
-        return 1 << 20 if device_type == "cpu" else 64 << 20
+        return chunk_bytes_on(device_type) if self.chunk_bytes is None else self.chunk_bytes
 
 
 def _is_number(value: object) -> bool:

@@ -40,11 +40,9 @@ from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
 from ds_ring.runtime.trace import Trace
-from ds_ring.schedule.heads import head_chunks
+from ds_ring.schedule.groups import MANY, head_chunks
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
-
-MANY = 16  # groups of heads, from which on one of them is small beside the shard
 
 
 @dataclass(frozen=True)

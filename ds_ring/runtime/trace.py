@@ -1,9 +1,10 @@
 """Measuring a pass: the peak of tensor memory, in real runs and in fake ones, and what happened when.
 
 Owns the two ways of counting memory. Real: the running sum of the profiler's allocation events, which is
-exact and includes kernel workspaces (a resident-set figure is neither). Fake: torch's `MemTracker` over fake
-tensors, which allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop.
-And owns the trace: what a ring pass did from when to when.
+exact and includes kernel workspaces (a resident-set figure is neither); what another thread frees, gloo's say,
+it does not see (`tools/check_plan.py` waits for that). Fake: torch's `MemTracker` over fake tensors, which
+allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop. And owns the trace:
+what a ring pass did from when to when.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Some of a model's heads: Ulysses gives a rank a part of them, a walk takes a group of them around the ring.
-
-What a head sees goes by its number among all.
-"""
+"""Some of a model's heads: Ulysses gives a rank a part of them, and what a head sees goes by its number."""
 
 from __future__ import annotations
 
@@ -42,17 +39,3 @@ class HeadsOfPart(Pattern):
 
     def __str__(self) -> str:
         return f"{self.whole} (part {self.part} of {self.parts} of the heads)"
-
-
-def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
-    """K/V heads of a slice in equal groups of at least `chunk_bytes`.
-
-    Each group goes round by itself, [Note: heads in groups] in `runtime/ring_pass.py`; heads of 0 bytes
-    (nothing is sent) are one group.
-    """
-    step = kv_heads.step or 1
-    heads = range(kv_heads.start, kv_heads.stop, step)
-    sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
-    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
-    groups = (heads[first : first + size] for first in range(0, len(heads), size))
-    return [slice(group[0], group[-1] + 1, step) for group in groups]

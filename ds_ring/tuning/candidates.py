@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.module import options_from_config
-from ds_ring.schedule.heads import head_chunks
+from ds_ring.schedule.groups import head_chunks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.plan import head_classes
 from ds_ring.tuning.request import Request

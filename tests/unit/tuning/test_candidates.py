@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.module import options_from_config
-from ds_ring.schedule.heads import head_chunks
+from ds_ring.schedule.groups import head_chunks
 from ds_ring.tuning.candidates import (
     candidates,
     config_of,

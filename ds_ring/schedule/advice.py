@@ -1,0 +1,87 @@
+"""What to do about an estimate: does it fit, does it hide its transfers, and what would. Owns the wording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ds_ring.schedule.cost import EXPOSED
+from ds_ring.schedule.estimate import Estimate
+from ds_ring.schedule.search import fewest_devices, hiding_shard, longest_sequence
+
+GIB = 2**30
+MOSTLY = 0.5  # of the peak: what takes more is named
+
+
+class Advice(NamedTuple):
+    """Searched and said.
+
+    Attributes:
+        longest_tokens: the most that fit these devices, to 1 / 64; 0 if none.
+        fewest_devices: that fit these tokens, a power of two; None if none do.
+        hiding_tokens: per ring rank, from which on transfers hide; None if none was found.
+        warnings: sentences.
+    """
+
+    longest_tokens: int
+    fewest_devices: int | None
+    hiding_tokens: int | None
+    warnings: tuple[str, ...]
+
+
+def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
+    """Search around a setting, and warn of what is wrong with it. `say` is told what is being done."""
+    say("the longest sequence that fits")
+    longest = longest_sequence(found.setting)
+    say("the fewest devices that fit")
+    smallest = fewest_devices(found.setting)
+    devices = None if smallest is None else smallest.devices
+    say("the shard whose transfers hide")
+    hiding = hiding_shard(found.setting) if found.setting.ring_size > 1 else None
+    warnings = [*_memory(found, longest, devices), *_exposed(found, hiding), *_state_of_things(found)]
+    return Advice(longest, devices, hiding, tuple(warnings))
+
+
+def _memory(found: Estimate, longest: int, devices: int | None) -> list[str]:
+    if found.fits:
+        return []
+    setting, peak = found.setting, found.peak
+    most = max(peak.components, key=lambda name: peak.components[name])
+    text = (
+        f"does not fit: {peak.total / GIB:.1f} GiB at the {peak.name}, of"
+        f" {setting.usable_bytes / GIB:.1f} GiB that tensors can have; {most} take"
+        f" {peak.components[most] / GIB:.1f} GiB"
+    )
+    ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
+    ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
+    if not setting.checkpointing and most in ("activations", "attention"):
+        ways.append("try --activation-checkpointing")
+    if most == "logits and loss":
+        ways.append("a loss in chunks (--loss-chunk 8192) keeps few logits at once")
+    return ["; ".join([text, *ways])]
+
+
+def _exposed(found: Estimate, hiding: int | None) -> list[str]:
+    cost, setting = found.attention, found.setting
+    share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
+    if setting.ring_size == 1 or share <= EXPOSED:
+        return []
+    here = found.layout.local_tokens
+    advice = f"from T/P = {hiding:,} on it hides" if hiding else "no shard up to 1024 times as long hides it"
+    return [
+        f"transfers do not hide behind compute: {share:.0%} of each pass waits ({cost.exposed_hops} of"
+        f" {cost.hops} hops) at T/P = {here:,}; {advice}, or take a smaller ring and more Ulysses ranks"
+    ]
+
+
+def _state_of_things(found: Estimate) -> list[str]:
+    setting, warnings = found.setting, []
+    if setting.hardware.kind == "cuda":
+        warnings.append("the figures for GPUs are computed, not measured: ds_ring has not been timed on one")
+    if setting.zero.stage in (1, 2, 3) and setting.zero.bucket_elements > setting.model.parameters:
+        size = setting.zero.bucket_elements * setting.zero.element_bytes / GIB
+        warnings.append(
+            f"reduce_bucket_size {setting.zero.bucket_elements:,} is more than the model has parameters: each"
+            f" bucket takes {size:.2f} GiB; {setting.model.largest_parameter:,} is enough"
+        )
+    return warnings

@@ -1,0 +1,32 @@
+"""Heads in groups: which K/V heads go round the ring together. Index arithmetic, no tensors.
+
+Shared by the ring pass, which walks the groups ([Note: heads in groups] there), and by the cost model, which
+counts what they need. Owns the sizes on each kind of device.
+"""
+
+from __future__ import annotations
+
+MANY = 16  # groups of heads, from which on one of them is small beside the shard
+CHUNK_BYTES_CPU = 1 << 20
+CHUNK_BYTES_GPU = 64 << 20  # few heads would not fill the device
+
+
+def chunk_bytes_on(device_type: str) -> int:
+    """The smallest K or V message worth a walk of its own, bytes."""
+    return CHUNK_BYTES_CPU if device_type == "cpu" else CHUNK_BYTES_GPU
+
+
+def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
+    """K/V heads of a slice in equal groups of at least `chunk_bytes`.
+
+    Args:
+        kv_heads: the heads of one walk.
+        head_bytes: local K (or V) of one head; 0 where nothing travels.
+        chunk_bytes: what a message should have at the least.
+    """
+    step = kv_heads.step or 1
+    heads = range(kv_heads.start, kv_heads.stop, step)
+    sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
+    size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
+    groups = (heads[first : first + size] for first in range(0, len(heads), size))
+    return [slice(group[0], group[-1] + 1, step) for group in groups]

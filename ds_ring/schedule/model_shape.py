@@ -1,0 +1,92 @@
+"""The sizes of a decoder-only transformer, and what follows from them: parameters, FLOPs of its matrices.
+
+Owns the arithmetic of a Llama-like block (grouped-query attention, gated MLP, RMS norms, no biases). What a
+block needs of memory stands in model_memory.py, what attention costs in cost.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_ring.errors import RingConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: width of the residual stream.
+        heads, kv_heads: query and K/V heads of a layer; heads is a multiple of kv_heads.
+        head_dim: D.
+        intermediate: width of the MLP.
+        vocab: rows of the embedding.
+        tied: the output matrix is the embedding.
+
+    Raises:
+        RingConfigError: a size below 1, or heads that kv_heads does not divide.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RingConfigError(
+                    f"model: {name}: expected a whole number of at least 1, got {value!r}; correct it"
+                )
+        if self.heads % self.kv_heads:
+            raise RingConfigError(
+                f"model: heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads};"
+                " grouped-query attention shares each K/V head among equally many query heads"
+            )
+
+    @property
+    def attention_parameters(self) -> int:
+        """q, k, v and output projections of one layer."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Gate, up and down projections of one layer."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, its two norms included."""
+        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output matrix, which may be the embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, each once."""
+        matrices = (1 if self.tied else 2) * self.head_parameters
+        return self.layers * self.layer_parameters + matrices + self.hidden
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest single tensor."""
+        return max(
+            self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
+        )
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that multiply every token: all but the embedding's rows and the norms.
+
+        A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
+        """
+        return self.layers * (self.attention_parameters + self.mlp_parameters) + self.head_parameters

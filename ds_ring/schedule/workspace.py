@@ -1,0 +1,118 @@
+"""What a kernel needs while it computes one hop, beside its inputs and results. Arithmetic, no torch.
+
+Owns formulas for the kernels `cpu` and `flex`; the sizes of their calls are those of
+`runtime/kernels/calls.py` (a test compares them). The CPU figures were read off the profiler's allocation
+events (torch 2.13) and hold to the byte for rectangles and triangles; `flex` was read from the code and has
+not been measured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ds_ring.schedule.tiles import Kind, Tiles
+
+BLOCK = 2048  # most queries of one call, and most keys in the backward pass
+BIASED = 1024  # side of the square of log m
+TRIANGLE = 128
+ATEN_BACKWARD_BYTES = 1 << 20  # scores and their gradients of one block, per thread
+ATEN_FORWARD_BYTES = 5 << 17
+FLOAT = 4
+
+
+class HopShape(NamedTuple):
+    """Of one group of heads at one hop.
+
+    Attributes:
+        rows: batch x query heads of the group.
+        kv_rows: batch x K/V heads of the group.
+        queries: local query slots S.
+        keys: key slots that are here.
+        head_dim: D.
+        element_bytes: of q, k and v; accumulators are float32.
+    """
+
+    rows: int
+    kv_rows: int
+    queries: int
+    keys: int
+    head_dim: int
+    element_bytes: int
+
+
+def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
+    """Most bytes alive inside the kernel and the merge, at one hop.
+
+    Args:
+        kernel: "cpu" or "flex".
+        tiles: what is computed.
+        shape: of what.
+        backward: of the backward pass; else forward.
+    """
+    if not len(tiles):
+        return 0
+    if kernel == "flex":
+        return _flex(shape, backward)
+    copies = _float_copies(shape, backward) if shape.element_bytes < FLOAT else 0
+    call = _cpu_backward(tiles, shape) if backward else _cpu_forward(tiles, shape)
+    weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
+    kept = 2 * weights // 3
+    return copies + max(call + kept, weights) + _bias(tiles, backward)
+
+
+def _cpu_forward(tiles: Tiles, shape: HopShape) -> int:
+    """A call's output, its lse, and the merge's five temporaries of that size."""
+    queries = min(BLOCK, int(tiles.q.length.max()))
+    return queries * shape.rows * (shape.head_dim + 6) * FLOAT + ATEN_FORWARD_BYTES
+
+
+def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
+    """dq twice (aten's accumulator and its result), dk, dv."""
+    queries, keys = _call_sides(tiles)
+    per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
+    return per_slot * shape.head_dim * FLOAT + ATEN_BACKWARD_BYTES
+
+
+def _call_sides(tiles: Tiles) -> tuple[int, int]:
+    """Most queries and most keys of a backward call."""
+    most = BIASED if (tiles.weight >= 0).any() else BLOCK
+    rectangular = tiles.kind != Kind.BAND
+    if rectangular.any():
+        queries, keys = (int(side.length[rectangular].max()) for side in (tiles.q, tiles.k))
+        return min(most, queries), min(most, keys)
+    strip, width = _strip(tiles)
+    return min(strip + width - 1, most), strip
+
+
+def _strip(tiles: Tiles) -> tuple[int, int]:
+    """Keys of a backward strip, and the width of the widest band."""
+    band = tiles.kind == Kind.BAND
+    width = int((tiles.k.length - tiles.q.length + 1)[band].max())
+    return (2 * TRIANGLE if width >= 8 * TRIANGLE else TRIANGLE), width
+
+
+def _bias(tiles: Tiles, backward: bool) -> int:
+    """What hides the corners of a band's strips, kept and once more inside aten."""
+    if not (tiles.kind == Kind.BAND).any():
+        return 0
+    strip, width = _strip(tiles)
+    if width + strip > BLOCK:
+        return 2 * FLOAT * TRIANGLE**2
+    narrow = TRIANGLE // 2 if width >= 4 * TRIANGLE else TRIANGLE // 4
+    forward = 2 * FLOAT * narrow * (narrow + width - 1)
+    return forward + (2 * FLOAT * strip * (strip + width - 1) if backward else 0)
+
+
+def _float_copies(shape: HopShape, backward: bool) -> int:
+    """The CPU kernel computes low precision in float32: q (backward: grad_out and out as well), k, v."""
+    queries = (3 if backward else 1) * shape.rows * shape.queries
+    return (queries + 2 * shape.kv_rows * shape.keys) * shape.head_dim * FLOAT
+
+
+def _flex(shape: HopShape, backward: bool) -> int:
+    """One call for the whole hop: out, its float32 form and the merge's weights; or dq, dk, dv and delta."""
+    queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
+    if backward:
+        return (queries + 2 * keys) * shape.head_dim * shape.element_bytes + 2 * queries * FLOAT
+    wide = FLOAT if shape.element_bytes < FLOAT else 0
+    return queries * (shape.head_dim * (shape.element_bytes + wide) + 6 * FLOAT)

@@ -1,0 +1,99 @@
+"""`ds-ring plan`: what a run needs before it is started: memory, bytes, time, the ring that fits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from .parsers import Commands, add_command, add_json, refuse_extra
+
+_EXAMPLE = """\
+examples:
+  ds-ring plan --hf-config config.json --tokens 1048576 --devices 32 --hardware h100
+  ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100      the fewest devices that fit
+  ds-ring plan --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
+      --devices 8 --hardware h200 --activation-checkpointing                 the longest sequence that fits
+  ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
+  ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
+      --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
+"""
+
+_SIZES = {
+    "layers": "decoder layers",
+    "hidden": "width of the residual stream",
+    "heads": "query heads",
+    "kv-heads": "K/V heads; default: as many as --heads",
+    "head-dim": "default: hidden / heads",
+    "intermediate": "width of the gated MLP; default: 4 x hidden",
+    "vocab": "rows of the embedding",
+}
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    plan = add_command(
+        commands,
+        "plan",
+        help="memory, traffic and time of a run that is not started yet",
+        description="Memory by component, FLOPs, bytes and time of one training step on given hardware.",
+        epilog=_EXAMPLE,
+    )
+    plan.add_argument("--tokens", type=int, metavar="T", help="of one sequence; default: the most that fits")
+    plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest that fit")
+    plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
+    plan.add_argument("--ulysses-size", type=int, metavar="U", help="default: 1")
+    plan.add_argument("--batch", type=int, metavar="B", help="sequences of one ring at a time; default: 1")
+    plan.add_argument("--hardware", default="h100", metavar="NAME|FILE", help="a100, h100, h200, mi300x, cpu")
+    plan.add_argument("--config", metavar="DS_JSON", help="a DeepSpeed JSON; options come before it")
+    model = plan.add_argument_group("model")
+    model.add_argument("--hf-config", metavar="FILE|JSON", help="a transformers config.json, or its text")
+    for name, text in _SIZES.items():
+        model.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    how = plan.add_argument_group("how it is trained")
+    how.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="default: 3")
+    how.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
+    how.add_argument("--pattern", metavar="JSON", help='as in the JSON section, say {"window": 4096}')
+    how.add_argument("--layout", help="auto, contiguous, zigzag, striped, residue or balanced")
+    how.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again")
+    how.add_argument("--loss-chunk", type=int, metavar="N", help="tokens whose logits are there at once")
+    add_json(plan)
+    plan.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    """Print the plan; RingError for what cannot be planned."""
+    from ds_ring.schedule.advice import advise
+    from ds_ring.schedule.estimate import estimate
+    from ds_ring_launcher.plan_inputs import settings_of
+    from ds_ring_launcher.plan_report import as_json, print_report
+
+    refuse_extra("plan", extra_args)
+    progress = _Progress()
+    found = estimate(settings_of(options, progress.say), progress)
+    advice = advise(found, progress.say)
+    progress.end()
+    if options.json:
+        print(as_json(found, advice))
+    else:
+        print_report(found, advice)
+    return 0
+
+
+class _Progress:
+    """Says on stderr what is being done, once that has taken two seconds."""
+
+    def __init__(self) -> None:
+        self._started, self._shown = time.monotonic(), False
+
+    def __call__(self, done: int, total: int) -> None:
+        self.say(f"rank {done + 1} of {total} that are looked at")
+
+    def say(self, what: str) -> None:
+        if time.monotonic() - self._started > 2:
+            self._shown = True
+            print(f"\r\x1b[Kds-ring plan: {what} ...", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,31 @@
+"""From a name or a file to a `Hardware`. What a key takes is ds_ring/hardware.py's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_ring.config_errors import config_error, did_you_mean
+from ds_ring.hardware import Hardware, hardware_from
+
+from .yaml_file import read_mapping
+
+# Beside this package where it is installed, in configs/ where it is a checkout.
+_FOLDERS = (Path(__file__).parent / "hardware", Path(__file__).resolve().parents[1] / "configs" / "hardware")
+
+
+def known_hardware() -> dict[str, Path]:
+    """The descriptions that come with this package, by name."""
+    return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_hardware(name_or_path: str) -> Hardware:
+    """A description that comes with the package, or a YAML file; RingConfigError for anything else."""
+    known = known_hardware()
+    path = Path(name_or_path)
+    if name_or_path.lower() in known:
+        path = known[name_or_path.lower()]
+    elif path.suffix not in (".yaml", ".yml") and not path.exists():
+        near = did_you_mean(name_or_path, known)
+        advice = f"did you mean '{near}'?" if near else "or the path of a YAML file with the keys of these"
+        raise config_error("hardware", f"expected one of {', '.join(known)}, got '{name_or_path}'; {advice}")
+    return hardware_from(read_mapping(path), str(path))

@@ -1,0 +1,37 @@
+"""`ds-ring plan` against the profiler: planned peak memory within 5 % of what real ranks allocate.
+
+Four of the points of `tools/check_plan.py`, which has more and larger ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_ring.schedule.model_shape import ModelShape
+from tests.dist.deepspeed_ranks import start_deepspeed
+from tools.check_plan import Found, Point, attention_rank, planned, training_rank
+
+MODEL = ModelShape(3, 128, 4, 2, 64, 384, 2048)
+
+POINTS = [
+    Point(2, 4096, 8, 8, "float32", "causal"),
+    Point(4, 4096, 8, 4, "bfloat16", "causal"),
+    Point(2, 1024, 4, 2, "float32", "causal", 1, MODEL),
+    Point(2, 1024, 4, 2, "bfloat16", "window", 2, MODEL),
+]
+
+
+def measured(rank: int, world_size: int, point: Point) -> Found:
+    if point.stage is None:
+        return attention_rank(point)
+    start_deepspeed()
+    return training_rank(point)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_the_planned_peak_is_the_measured_one(rank_pool, point):
+    ranks = rank_pool(point.ranks).run(measured, point, timeout_s=120)
+    plan = planned(point)
+    assert plan.peak == pytest.approx(max(found.peak for found in ranks), rel=0.05)
+    if point.stage is None:
+        assert plan.sent == max(found.sent for found in ranks)

@@ -1,0 +1,161 @@
+"""`ds-ring plan`: its JSON for known cases, its tables, and what wrong input is told (exit status 2)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_ring_launcher import cli
+
+SIZES = [
+    *("--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2"),
+    *("--intermediate", "768", "--vocab", "4096"),
+]
+CPU = ["--hardware", "cpu", "--dtype", "float32"]
+LLAMA = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "vocab_size": 4096,
+    "head_dim": None,
+}
+
+
+def plan(capsys, *arguments: str) -> dict:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err
+
+
+def test_a_known_case(capsys):
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "4096", "--devices", "4", "--zero-stage", "1")
+    assert (found["devices"], found["ring_size"], found["local_tokens"]) == (4, 4, 1024)
+    assert (found["layout"], found["zero_stage"], found["dtype"]) == ("zigzag", 1, "float32")
+    assert found["parameters"] == 5_245_184
+    assert found["memory"]["peak_bytes"] == sum(found["memory"]["components"].values())
+    assert found["memory"]["peak_bytes"] == max(found["memory"]["moments"].values())
+    # each rank sends three quarters of an all-gather's K/V forward (zigzag, causal), of 2 heads
+    assert found["attention"]["forward_bytes_sent"] <= 2 * 2 * 64 * 4 * 3 * 1024
+    assert found["step"]["total_s"] > 0 and found["ranks_looked_at"] == 4
+
+
+def test_a_config_json_is_the_same_as_sizes(capsys, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    common = [*CPU, "--tokens", "2048", "--devices", "2"]
+    expected = plan(capsys, *SIZES, *common)
+    assert plan(capsys, "--hf-config", str(path), *common) == expected
+    assert plan(capsys, "--hf-config", json.dumps(LLAMA), *common) == expected
+
+
+def test_a_deepspeed_json_gives_sizes_stage_dtype_and_pattern(capsys, tmp_path: Path):
+    path = tmp_path / "ds.json"
+    section = {"pattern": {"window": 512}, "layout": "contiguous"}
+    path.write_text(
+        json.dumps(
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+                "sequence_parallel_size": 4,
+                "ring_attention": section,
+            }
+        )
+    )
+    common = [*SIZES, "--hardware", "cpu", "--tokens", "4096", "--config", str(path)]
+    found = plan(capsys, *common)
+    assert (found["ring_size"], found["zero_stage"], found["dtype"]) == (4, 2, "bfloat16")
+    assert (found["layout"], found["pattern"]) == ("contiguous", "SlidingWindow(window=512, causal=True)")
+    data_parallel = plan(capsys, *common, "--devices", "8", "--zero-stage", "0")
+    assert (data_parallel["devices"], data_parallel["ring_size"], data_parallel["zero_stage"]) == (8, 4, 0)
+
+
+def test_what_is_left_out_is_searched(capsys):
+    fewest = plan(capsys, *SIZES, *CPU, "--tokens", "100000")
+    assert fewest["memory"]["fits"] and fewest["devices"] == fewest["fewest_devices"]
+    longest = plan(capsys, *SIZES, *CPU, "--devices", "4", "--zero-stage", "0")
+    assert longest["tokens"] == longest["longest_tokens"] and longest["memory"]["fits"]
+
+
+def test_a_run_that_does_not_fit_is_warned_of(capsys):
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "1000000", "--devices", "2")
+    assert not found["memory"]["fits"]
+    assert any(
+        "does not fit" in warning and "tokens fit 2 devices" in warning for warning in found["warnings"]
+    )
+
+
+def test_transfers_that_do_not_hide_are_warned_of(capsys):
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "8")
+    hides = found["hiding_tokens_per_rank"]
+    assert hides > 128
+    assert any(f"from T/P = {hides:,} on it hides" in warning for warning in found["warnings"])
+    enough = plan(capsys, *SIZES, *CPU, "--tokens", str(8 * hides), "--devices", "8")
+    assert not any("do not hide" in warning for warning in enough["warnings"])
+
+
+def test_ulysses_splits_heads(capsys):
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "4096", "--devices", "4", "--ulysses-size", "2")
+    assert (found["ring_size"], found["ulysses_size"], found["local_tokens"]) == (2, 2, 2048)
+
+
+def test_tables_for_people(capsys):
+    pattern = '{"segment_lengths": [256, 1024], "dilation_rates": [1, 4]}'
+    arguments = [*SIZES, *CPU, "--tokens", "4096", "--devices", "2", "--pattern", pattern]
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for words in ("memory of a device", "optimizer states", "longest sequence", "fewest devices", "T/P >="):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "got no --layers, --hidden, --heads, --vocab"),
+        ([*SIZES], "expected --tokens, --devices or both, got neither"),
+        ([*SIZES, "--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
+        ([*SIZES, "--tokens", "64", "--hardware", "h10"], "did you mean 'h100'"),
+        ([*SIZES, "--tokens", "64", "--pattern", '{"windw": 5}'], "did you mean 'window'"),
+        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: expected a JSON object"),
+        ([*SIZES, "--tokens", "64", "--pattern", "[1]"], "--pattern: expected a JSON object, got [1]"),
+        ([*SIZES, "--tokens", "64", "--layout", "zigzak"], 'did you mean "zigzag"'),
+        (
+            [*SIZES, "--tokens", "64", "--devices", "6", "--ring-size", "4"],
+            "--devices 6: expected a multiple",
+        ),
+        (
+            [*SIZES, "--tokens", "64", "--devices", "4", "--ulysses-size", "4"],
+            "divisor of the model's 2 K/V heads",
+        ),
+        ([*SIZES, "--hf-config", "x.json", "--tokens", "64"], "expected no sizes beside it, got --layers"),
+        (["--hf-config", "/no/such.json", "--tokens", "64"], "does not exist"),
+        (
+            ["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],
+            "num_hidden_layers: expected a whole number",
+        ),
+        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: expected a JSON object"),
+        ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of heads 3, got 256"),
+        ([*SIZES, "--config", "/no/such.json", "--tokens", "64"], "does not exist"),
+        ([*SIZES, "--tokens", "64", "--devices", "2", "--", "more"], "expected nothing after --, got more"),
+    ],
+)
+def test_wrong_input(capsys, arguments, message):
+    assert message in refused(capsys, *arguments)
+
+
+def test_nothing_fits(capsys, tmp_path: Path):
+    path = tmp_path / "tiny.yaml"
+    cpu = Path(__file__).resolve().parents[2] / "configs/hardware/cpu.yaml"
+    path.write_text(cpu.read_text().replace("4_000_000_000", "1_000_000"))
+    small = [*SIZES, "--dtype", "float32", "--hardware", str(path)]
+    assert "none up to 16384" in refused(capsys, *small, "--tokens", "4096")
+    assert "expected some sequence to fit 2 x CPU core" in refused(capsys, *small, "--devices", "2")

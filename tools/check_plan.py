@@ -1,0 +1,288 @@
+"""The cost model against reality: planned and measured peak memory, and bytes, of small runs on this machine.
+
+Each point runs on real gloo ranks under the profiler, whose allocation events are summed up: attention alone,
+forward + backward, or whole DeepSpeed training of a small Llama (two steps, from before the model is built).
+
+The profiler does not see what gloo's threads free. A tensor whose last owner is a collective that has just
+ended counts as alive for ever; so waits are a little longer here, until gloo has let go.
+
+Example:
+    python tools/check_plan.py                       # all points, about three minutes on two cores
+    python tools/check_plan.py --only zero3 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+from tqdm import tqdm
+
+from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
+from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.schedule.cost import Part, bytes_sent
+from ds_ring.schedule.estimate import estimate
+from ds_ring.schedule.groups import CHUNK_BYTES_CPU
+from ds_ring.schedule.model_memory import attention_alone
+from ds_ring.schedule.model_shape import ModelShape
+from ds_ring.schedule.pass_memory import PassShape, pass_memory
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
+from ds_ring.schedule.zero_memory import Zero
+from ds_ring_launcher.hardware_file import read_hardware
+
+HEAD_DIM = 64
+PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
+    "causal": (Causal(), {}),
+    "window": (SlidingWindow(1024), {"window": 1024}),
+    "longnet": (
+        Dilated((1024, 2048, 4096, 8192), (1, 2, 4, 8), causal=True),
+        {"segment_lengths": [1024, 2048, 4096, 8192], "dilation_rates": [1, 2, 4, 8]},
+    ),
+}
+
+
+class Point(NamedTuple):
+    """One run. `model` and `stage` are those of training; None is attention alone."""
+
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    dtype: str
+    pattern: str
+    stage: int | None = None
+    model: ModelShape | None = None
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "attention" if self.stage is None else f"zero{self.stage}"
+        more = ", checkpointing" if self.checkpointing else ""
+        heads = f"H{self.heads} G{self.kv_heads}"
+        return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{more}"
+
+
+class Found(NamedTuple):
+    """Bytes: the peak and what the busiest rank sent (0 where that was not counted)."""
+
+    peak: int
+    sent: int
+
+
+WIDE = ModelShape(6, 256, 4, 2, HEAD_DIM, 768, 4096)  # activations and logits dominate
+DEEP = ModelShape(6, 512, 8, 4, HEAD_DIM, 1536, 2048)  # states dominate
+
+
+def _training(stage: int, dtype: str, model: ModelShape, tokens: int, pattern: str = "causal") -> Point:
+    return Point(2, tokens, model.heads, model.kv_heads, dtype, pattern, stage, model)
+
+
+POINTS = [
+    Point(1, 8192, 8, 8, "float32", "causal"),
+    Point(1, 8192, 8, 2, "bfloat16", "window"),
+    Point(2, 8192, 8, 8, "float32", "causal"),
+    Point(2, 8192, 8, 2, "bfloat16", "causal"),
+    Point(2, 8192, 8, 4, "float32", "window"),
+    Point(2, 16384, 4, 4, "float32", "longnet"),
+    Point(4, 8192, 16, 16, "float32", "causal"),
+    Point(4, 8192, 16, 8, "bfloat16", "causal"),
+    Point(4, 16384, 8, 8, "bfloat16", "longnet"),
+    _training(0, "float32", WIDE, 2048),
+    _training(1, "float32", WIDE, 2048),
+    _training(2, "float32", WIDE, 2048, "window"),
+    _training(3, "float32", WIDE, 2048),
+    _training(0, "bfloat16", WIDE, 2048),
+    _training(1, "bfloat16", WIDE, 4096, "longnet"),
+    _training(3, "bfloat16", WIDE, 2048),
+    _training(0, "float32", DEEP, 256),
+    _training(1, "float32", DEEP, 256),
+    _training(2, "bfloat16", DEEP, 256),
+    _training(3, "float32", DEEP, 256),
+    _training(1, "float32", WIDE, 4096)._replace(checkpointing=True),
+]
+
+
+def bucket_of(point: Point) -> int:
+    """A reduce_bucket_size that holds every parameter; DeepSpeed's default is more than these models."""
+    assert point.model is not None
+    return point.model.largest_parameter
+
+
+def planned(point: Point) -> Found:
+    """What the cost model says, for the rank that needs most."""
+    pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
+    if point.model is not None and point.stage is not None:
+        zero = Zero(point.stage, point.ranks, element, bucket_of(point), point.stage == 3, fused_adam=False)
+        cpu = read_hardware("cpu")
+        setting = Setting(
+            point.tokens, point.ranks, 1, point.model, pattern, "auto", zero, point.dtype, cpu,
+            checkpointing=point.checkpointing,
+        )  # fmt: skip
+        return Found(estimate(setting).peak.total, 0)
+    layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=point.heads, kv_heads=point.kv_heads)
+    local, group = layout.local_tokens, point.heads // point.kv_heads
+    shape = PassShape(1, group, local, HEAD_DIM, element, CHUNK_BYTES_CPU, "cpu")
+    found = []
+    for rank in range(point.ranks):
+        walks = plan.rank(rank).walks
+        moment = attention_alone(
+            point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(walks, shape)
+        )
+        found.append(Found(moment.total, sum(bytes_sent([Part(walk, 1) for walk in walks], shape))))
+    return Found(*map(max, zip(*found, strict=True)))
+
+
+def attention_rank(point: Point) -> Found:
+    """One rank of a pass, in a process group that is there."""
+    pattern, dtype = PATTERNS[point.pattern][0], getattr(torch, point.dtype)
+    mesh = RingMesh.from_world(point.ranks)
+    layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
+    context = context_for(pattern, layout, mesh, Options())
+    with measure_cpu_memory() as memory:
+        query, key = ((1, heads, layout.local_tokens, HEAD_DIM) for heads in (point.heads, point.kv_heads))
+        q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in (query, key, key))
+        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out.backward(torch.randn_like(out))
+    sent = 0 if context.exchange is None else context.exchange.counters.bytes_sent
+    mesh.buffers.release()
+    return Found(memory.peak_bytes, sent)
+
+
+def training_rank(point: Point) -> Found:
+    """One rank of a training run: the model is built, two steps are made."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import ds_ring
+    import ds_ring.integrations.transformers  # registers attn_implementation="ds_ring"
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    model_shape = point.model
+    assert model_shape is not None
+    config = LlamaConfig(
+        vocab_size=model_shape.vocab,
+        hidden_size=model_shape.hidden,
+        intermediate_size=model_shape.intermediate,
+        num_hidden_layers=model_shape.layers,
+        num_attention_heads=model_shape.heads,
+        num_key_value_heads=model_shape.kv_heads,
+        head_dim=model_shape.head_dim,
+        max_position_embeddings=point.tokens,
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(1, model_shape.vocab, (1, point.tokens))
+    with patient_waits(), measure_cpu_memory() as memory:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="ds_ring")
+        if point.checkpointing:
+            model.gradient_checkpointing_enable()
+        engine, *_ = ds_ring.initialize(
+            model=model, model_parameters=model.parameters(), config=deepspeed_json(point)
+        )
+        for _ in range(2):
+            loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
+            engine.backward(loss)
+            engine.step()
+    return Found(memory.peak_bytes, 0)
+
+
+def deepspeed_json(point: Point) -> dict[str, Any]:
+    """Adam, and buckets of a size that is in proportion to the model."""
+    zero = {
+        "stage": point.stage,
+        "reduce_bucket_size": bucket_of(point),
+        "stage3_prefetch_bucket_size": bucket_of(point),
+        "stage3_param_persistence_threshold": 0,
+    }
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    low = {"bfloat16": {"bf16": {"enabled": True}}, "float32": {}}[point.dtype]
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": adam,
+        "steps_per_print": 10**9,
+        "sequence_parallel_size": point.ranks,
+        "ring_attention": {"pattern": PATTERNS[point.pattern][1]},
+    } | low
+
+
+@contextmanager
+def patient_waits(seconds: float = 0.005) -> Iterator[None]:
+    """After each wait gloo's thread gets time to let go: tensors are freed by the thread that waited."""
+    from torch._C._distributed_c10d import Work
+
+    wait = Work.wait
+
+    def patiently(*args: Any, **kwargs: Any) -> Any:
+        result = wait(*args, **kwargs)
+        time.sleep(seconds)
+        return result
+
+    setattr(Work, "wait", patiently)  # noqa: B010  # mypy has it that methods stay
+    try:
+        yield
+    finally:
+        setattr(Work, "wait", wait)  # noqa: B010
+
+
+def _rank(rank: int, point: Point, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(point.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=point.ranks, timeout=timedelta(minutes=5)
+    )
+    found = attention_rank(point) if point.stage is None else training_rank(point)
+    Path(f"{out}.{rank}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(point: Point) -> Found:
+    """The most of any rank of a real run."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (point, f"{folder}/store", f"{folder}/out"), nprocs=point.ranks)
+        ranks = [json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(point.ranks)]
+    return Found(*map(max, zip(*ranks, strict=True)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One row per point; exit status 1 if one of them is off by more than 5 %."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="points whose name has this in it")
+    parser.add_argument("--json", action="store_true", help="one JSON row per line")
+    options = parser.parse_args(arguments)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    off = []
+    for point in tqdm([p for p in POINTS if options.only in p.name], desc="points", disable=None):
+        plan, real = planned(point), measured(point)
+        off.append(plan.peak / real.peak - 1)
+        row = {"point": point.name, "planned_mib": round(plan.peak / 2**20, 1)}
+        row |= {"measured_mib": round(real.peak / 2**20, 1), "off_percent": round(100 * off[-1], 1)}
+        if real.sent:
+            row |= {"planned_bytes": plan.sent, "sent_bytes": real.sent}
+        print(json.dumps(row) if options.json else "  ".join(map(str, row.values())), flush=True)
+    within = sum(abs(share) <= 0.05 for share in off)
+    print(json.dumps({"points": len(off), "within_5_percent": within}))
+    return 0 if within == len(off) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
