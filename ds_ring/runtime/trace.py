@@ -27,6 +27,33 @@ if TYPE_CHECKING:
 _MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
 
 
+class Parcel(NamedTuple):
+    """A message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
+
+    peer: int
+    payload_bytes: int
+
+
+class Batch(NamedTuple):
+    """What a step posts, in the order in which it does: messages of two ranks are matched by order alone."""
+
+    sends: tuple[Parcel, ...] = ()
+    receives: tuple[Parcel, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that leaves."""
+        return sum(parcel.payload_bytes for parcel in self.sends)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that arrives."""
+        return sum(parcel.payload_bytes for parcel in self.receives)
+
+
+NOTHING_SENT = Batch()
+
+
 class Span(NamedTuple):
     """Something that a ring pass did.
 
@@ -40,6 +67,7 @@ class Span(NamedTuple):
         start_ns, end_ns: of the system's clock (`time.time_ns`).
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
+        batch: the messages posted ("send") or waited for ("wait"); empty for "compute".
     """
 
     what: str
@@ -50,6 +78,7 @@ class Span(NamedTuple):
     end_ns: int
     buffers_bytes: int
     accumulators_bytes: int
+    batch: Batch = NOTHING_SENT
 
 
 @dataclass
@@ -61,12 +90,14 @@ class Trace:
         spans: one after the other; none overlap.
         phase: of the pass that is under way.
         accumulators_bytes: as they are now.
+        batch: the one posted last.
     """
 
     ring_rank: int = 0
     spans: list[Span] = field(default_factory=list)
     phase: str = ""
     accumulators_bytes: int = 0
+    batch: Batch = NOTHING_SENT
 
     @contextmanager
     def span(self, what: str, hop: int, buffers: Buffers) -> Iterator[None]:
@@ -77,7 +108,8 @@ class Trace:
             yield
         where = (self.phase, self._step(what), hop)
         sizes = (buffers.held_bytes, self.accumulators_bytes)
-        self.spans.append(Span(what, *where, start_ns, time.time_ns(), *sizes))
+        batch = NOTHING_SENT if what == "compute" else self.batch
+        self.spans.append(Span(what, *where, start_ns, time.time_ns(), *sizes, batch))
 
     def _step(self, what: str) -> int:
         last = self.spans[-1] if self.spans else None

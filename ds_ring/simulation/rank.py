@@ -40,6 +40,7 @@ class RankResult(NamedTuple):
     dq: Tensor | None
     bytes_sent: BytesSent
     memory: RankMemory | None
+    trace: Trace | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class VirtualRanks:
         chunk_bytes: see [Note: heads in groups].
         sums: collects dK and dV; None for the forward pass alone.
         measure: count memory.
+        keep_trace: return what happened when.
     """
 
     source: Source
@@ -63,13 +65,14 @@ class VirtualRanks:
     chunk_bytes: int
     sums: GradientSums | None
     measure: bool
+    keep_trace: bool = False
 
     def run(self, ring_rank: int) -> RankResult:
         """The passes of one rank."""
         exchange = None
         if self.plan.ring_size > 1:
             exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
-        trace = Trace(ring_rank) if self.measure else None
+        trace = Trace(ring_rank) if self.measure or self.keep_trace else None
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         walk = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
@@ -85,9 +88,10 @@ class VirtualRanks:
                 dq, *_ = walk.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
         total = exchange.counters.bytes_sent if exchange is not None else 0
         memory = None
-        if trace is not None:
+        if trace is not None and self.measure:
             memory = profile_of(peak, trace, Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes))
-        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory)
+        kept = trace if self.keep_trace else None
+        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
 
     def _shard(self, name: str, ring_rank: int) -> Tensor:
         """A rank's tokens, zeros in padding slots; [B, H, S, D], as `shard_sequence` cuts them."""
