@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .commands import launch, simulate, verify_checkpoint
+from .commands import launch, profile, simulate, verify_checkpoint
 
-COMMANDS = (launch, simulate, verify_checkpoint)
+COMMANDS = (launch, profile, simulate, verify_checkpoint)
 
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
+  ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8       pictures: memory by ring size, who waits when
   ds-ring COMMAND --help                                   more examples
 """
 

@@ -28,6 +28,7 @@ FLOORS = [
     ["schedule"],
     ["runtime"],
     ["module", "simulate", "simulation"],
+    ["profiling"],
     ["integrations"],
 ]
 
@@ -50,6 +51,7 @@ VISITORS = {
     "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels"},
+    "profiling.job": {"runtime.kernels"},  # to refuse what there is none of, before anything is run
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_WALK = {"runtime.autograd", "simulation.rank"}  # for real ranks, and for virtual ones

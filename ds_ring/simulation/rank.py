@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
@@ -22,7 +21,7 @@ from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.plan import Plan
 from ds_ring.simulation.exchange import GradientSums, VirtualExchange
 from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
-from ds_ring.simulation.source import Source
+from ds_ring.simulation.source import Source, shard_of
 
 
 class BytesSent(NamedTuple):
@@ -94,14 +93,7 @@ class VirtualRanks:
         return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
 
     def _shard(self, name: str, ring_rank: int) -> Tensor:
-        """A rank's tokens, zeros in padding slots; [B, H, S, D], as `shard_sequence` cuts them."""
-        sizes, layout = self.source.geometry, self.plan.layout
-        shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.head_dim)
-        x = torch.zeros(shape, dtype=sizes.dtype)
-        valid = layout.valid_tokens(ring_rank)
-        if valid:
-            self.source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
-        return x
+        return shard_of(self.source, self.plan.layout, name, ring_rank)
 
     def _settler(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
         """Adds a rank's accumulators of its own shard to the sums; see `RingPass.settle`."""
