@@ -5,9 +5,11 @@ Owns the processes. They meet in a file, so there is no port to choose; each ans
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.2
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 # Seconds of silence after which a rank counts as lost: many ranks may share few cores here.
 HEARTBEAT_S = 60.0
 
@@ -47,7 +50,7 @@ def run_ranks(
 
     with tempfile.TemporaryDirectory(prefix="ds-ring-ranks-") as folder:
         deadline = time.monotonic() + timeout_s
-        given = (size, folder, task, arguments, threads, timeout_s)
+        given = (size, folder, task, arguments, threads, timeout_s, os.getpid())
         context = spawn(_rank, given, nprocs=size, join=False)
         try:
             while not context.join(timeout=POLL_S):
@@ -72,6 +75,13 @@ def run_ranks(
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(size)]
 
 
+def _end_with(parent: int) -> None:
+    """However the command ends (kill -9, too): torch asks for SIGINT then, which background jobs ignore."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _answer(folder: str, rank: int) -> Path:
     return Path(folder, f"answer.{rank}")
 
@@ -90,8 +100,10 @@ def _rank(
     arguments: tuple[Any, ...],
     threads: int,
     timeout_s: float,
+    parent: int,
 ) -> None:
     """The life of one rank."""
+    _end_with(parent)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo asks the name service for this host
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     import torch

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -18,6 +21,7 @@ from ds_ring.errors import RingError, RingShapeError
 from ds_ring_launcher import cli
 from ds_ring_launcher.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 REAL, SIMULATED = 0, 1  # threads in the trace, in the order of the timelines
 
 
@@ -88,6 +92,45 @@ def failing(mesh: RingMesh) -> None:
     if mesh.ring_rank == 1:
         raise RingShapeError("expected this, got that; do something")
     time.sleep(600)
+
+
+ORPHANS = """
+from pathlib import Path
+from ds_ring_launcher.ranks import run_ranks
+from tests.dist.test_profile import noting
+if __name__ == "__main__":
+    run_ranks(noting, 2, ({folder!r},), timeout_s=600)
+"""
+
+
+def noting(mesh: RingMesh, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def test_no_rank_outlives_a_killed_command(tmp_path: Path) -> None:
+    """Not even where SIGINT is ignored, as in a background job of a shell."""
+    script = tmp_path / "command.py"
+    script.write_text(ORPHANS.format(folder=str(tmp_path / "ranks")))
+    (tmp_path / "ranks").mkdir()
+    command = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while len(ranks := list((tmp_path / "ranks").iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(ranks) == 2
+    finally:
+        command.kill()
+        command.wait()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(int(path.name)) for path in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(int(path.name)) for path in ranks)
 
 
 def sleeping(mesh: RingMesh) -> None:
