@@ -107,8 +107,8 @@ def simulate(
         ranks: ring ranks to simulate; None for all.
         measure_memory: count tensor memory under the profiler (slower by a few percent where calls are
             large, by more where they are small).
-        trace: keep what every rank did from when to when, with the sizes of its messages; times are those of
-            the wall clock without `measure_memory`.
+        trace: keep what every rank did from when to when, with the sizes of its messages. In processor time
+            where torch has one thread; best without `measure_memory`, which costs time.
         progress: a bar on stderr once two seconds have passed.
 
     Raises:

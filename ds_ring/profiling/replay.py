@@ -72,7 +72,8 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
         transfers += walk.transfers
         begin_us = max((event.end_us for event in walk.events), default=begin_us)
     events.sort(key=lambda event: (event.ring_rank, event.start_us))
-    note = f"compute measured one rank at a time, transfers MODELLED: {link_mbit_s:g} Mbit/s each way"
+    clock = "processor" if all(trace.processor_time for trace in traces.values()) else "wall"
+    note = f"compute: {clock} time, rank by rank; transfers MODELLED: {link_mbit_s:g} Mbit/s each way"
     return Timeline("simulated", len(traces), tuple(events), note, tuple(transfers))
 
 

@@ -64,7 +64,7 @@ class Span(NamedTuple):
         step: counts the steps of a phase from 0.
         hop: of the walk that set out last; "send" and "wait" have the hop that the messages are for, one more
             than what is computed meanwhile.
-        start_ns, end_ns: of the system's clock (`time.time_ns`).
+        start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
         batch: the messages posted ("send") or waited for ("wait"); empty for "compute".
@@ -91,6 +91,8 @@ class Trace:
         phase: of the pass that is under way.
         accumulators_bytes: as they are now.
         batch: the one posted last.
+        processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
+            so that what else the machine does is not taken for their work.
     """
 
     ring_rank: int = 0
@@ -98,18 +100,20 @@ class Trace:
     phase: str = ""
     accumulators_bytes: int = 0
     batch: Batch = NOTHING_SENT
+    processor_time: bool = False
 
     @contextmanager
     def span(self, what: str, hop: int, buffers: Buffers) -> Iterator[None]:
         """Note a block; under a profiler it is an event of that, too."""
         profiled = _profiler_enabled()
-        start_ns = time.time_ns()
+        now_ns = time.thread_time_ns if self.processor_time else time.time_ns
+        start_ns = now_ns()
         with record_function(f"{_MARK}{len(self.spans)}") if profiled else nullcontext():
             yield
         where = (self.phase, self._step(what), hop)
         sizes = (buffers.held_bytes, self.accumulators_bytes)
         batch = NOTHING_SENT if what == "compute" else self.batch
-        self.spans.append(Span(what, *where, start_ns, time.time_ns(), *sizes, batch))
+        self.spans.append(Span(what, *where, start_ns, now_ns(), *sizes, batch))
 
     def _step(self, what: str) -> int:
         last = self.spans[-1] if self.spans else None

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
@@ -71,7 +72,9 @@ class VirtualRanks:
         exchange = None
         if self.plan.ring_size > 1:
             exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
-        trace = Trace(ring_rank) if self.measure or self.keep_trace else None
+        trace = None
+        if self.measure or self.keep_trace:
+            trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         walk = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,

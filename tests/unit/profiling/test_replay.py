@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.profiling.replay import replay
@@ -105,8 +106,11 @@ def test_a_simulated_ring(ring_size: int) -> None:
         measure_memory=False,
         trace=True,
     )
+    wall = torch.get_num_threads() > 1
+    assert all(trace.processor_time != wall for trace in result.traces.values())
     slow, fast = (replay(result.traces, rate) for rate in (10.0, 1e9))
     assert slow.end_us >= fast.end_us and "MODELLED" in slow.note
+    assert ("compute: wall time" if wall else "compute: processor time") in slow.note
     assert (slow.end_us > fast.end_us) == (ring_size > 1)
     for rank in range(ring_size):
         events = slow.of_rank(rank)
