@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operan
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import build_plan
@@ -47,6 +48,7 @@ class SimulationResult:
         dq: [B, H, T, D] in q's dtype, NaN likewise; None without grad_out.
         dk, dv: [B, G, T, D] in k's dtype; None without grad_out, or where not all ranks were simulated, since
             every rank may add to them.
+        traces: by ring rank, what happened when; empty without `trace`.
     """
 
     out: Tensor
@@ -56,6 +58,7 @@ class SimulationResult:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    traces: dict[int, Trace] = field(default_factory=dict, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -79,6 +82,7 @@ def simulate(
     prune: bool = True,
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
+    trace: bool = False,
     progress: bool = True,
 ) -> SimulationResult:
     """Ring attention of a whole sequence with all its ranks in this process, one at a time.
@@ -103,6 +107,8 @@ def simulate(
         ranks: ring ranks to simulate; None for all.
         measure_memory: count tensor memory under the profiler (slower by a few percent where calls are
             large, by more where they are small).
+        trace: keep what every rank did from when to when, with the sizes of its messages. In processor time
+            where torch has one thread; best without `measure_memory`, which costs time.
         progress: a bar on stderr once two seconds have passed.
 
     Raises:
@@ -135,6 +141,7 @@ def simulate(
         options.chunk_bytes_on("cpu"),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
+        trace,
     )
     return _collected(job, wanted, whole, progress)
 
@@ -148,7 +155,11 @@ def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool)
     dq = None if job.sums is None else torch.full_like(out, torch.nan)
     memory: dict[int, RankMemory] = {}
     bytes_sent: dict[int, BytesSent] = {}
-    for rank in tqdm(ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, disable=not progress):
+    traces: dict[int, Trace] = {}
+    bar = tqdm(
+        ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, leave=None, disable=not progress
+    )  # under another bar it goes when it is through
+    for rank in bar:
         found: RankResult = job.run(rank)
         valid = layout.valid_tokens(rank)
         for whole_tensor, part in ((out, found.out), (lse, found.lse), (dq, found.dq)):
@@ -157,10 +168,12 @@ def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool)
         bytes_sent[rank] = found.bytes_sent
         if found.memory is not None:
             memory[rank] = found.memory
+        if found.trace is not None:
+            traces[rank] = found.trace
     dk = dv = None
     if job.sums is not None and whole:
         dk, dv = job.sums.dk.to(sizes.dtype), job.sums.dv.to(sizes.dtype)
-    return SimulationResult(out, lse, memory, bytes_sent, dq, dk, dv)
+    return SimulationResult(out, lse, memory, bytes_sent, dq, dk, dv, traces)
 
 
 def _source_of(

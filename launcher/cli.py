@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .commands import launch, plan, simulate, tune, verify_checkpoint
+from .commands import launch, plan, profile, simulate, tune, verify_checkpoint
 
-COMMANDS = (launch, plan, simulate, tune, verify_checkpoint)
+COMMANDS = (launch, plan, simulate, profile, tune, verify_checkpoint)
 
 _EXAMPLE = """\
 examples:
@@ -16,6 +16,7 @@ examples:
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
+  ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8       pictures: memory by ring size, who waits when
   ds-ring COMMAND --help                                   more examples
 """
 

@@ -29,7 +29,7 @@ FLOORS = [
     ["schedule"],
     ["runtime"],
     ["module", "simulate", "simulation"],
-    ["tuning"],  # measures what users call; knows nothing of DeepSpeed but its JSON
+    ["tuning", "profiling"],  # measure what users call; know nothing of DeepSpeed but its JSON
     ["integrations"],
 ]
 
@@ -56,6 +56,7 @@ VISITORS = {
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
     "simulation.long_run": {"runtime.kernels"},
     "simulation.streamed": {"runtime.kernels", "runtime.merge", "runtime.exchange"},
+    "profiling.job": {"runtime.kernels"},  # to refuse what there is none of, before anything is run
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_WALK = {

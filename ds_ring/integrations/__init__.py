@@ -1,1 +1,1 @@
-"""Floor 4: where ds_ring meets other packages. Only files in here import deepspeed or transformers."""
+"""Floor 6: where ds_ring meets other packages. Only files in here import deepspeed or transformers."""

@@ -39,7 +39,7 @@ from ds_ring.runtime.exchange import Carrier, InFlight, Message
 from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.runtime.trace import Trace
+from ds_ring.runtime.trace import Batch, Parcel, Trace
 from ds_ring.schedule.groups import MANY, head_chunks
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
@@ -165,6 +165,8 @@ class RingPass:
         return nullcontext() if self.trace is None else self.trace.span(what, hop, self.buffers)
 
     def _post(self, batch: _Messages, hop: int) -> InFlight | None:
+        if self.trace is not None:
+            self.trace.batch = Batch(*(tuple(map(_parcel_of, messages)) for messages in batch))
         if not (batch.sends or batch.receives):
             return None
         assert self.exchange is not None, "a plan with messages on a ring of one"
@@ -232,6 +234,10 @@ class _Messages(NamedTuple):
 
     sends: list[Message]
     receives: list[Message]
+
+
+def _parcel_of(message: Message) -> Parcel:
+    return Parcel(message.peer, message.tensor.nbytes)
 
 
 _Walk: TypeAlias = "Iterator[_Messages | None]"  # what a batch has of it, then None when it has computed

@@ -1,10 +1,10 @@
 """Measuring a pass: the peak of tensor memory, in real runs and in fake ones, and what happened when.
 
 Owns the two ways of counting memory. Real: the running sum of the profiler's allocation events, which is
-exact and includes kernel workspaces (a resident-set figure is neither); what another thread frees, gloo's say,
-it does not see (`tools/check_plan.py` waits for that). Fake: torch's `MemTracker` over fake tensors, which
-allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop. And owns the trace:
-what a ring pass did from when to when.
+exact and includes kernel workspaces (a resident-set figure is neither); what another thread frees, gloo's
+say, it does not see (`tools/check_plan.py` waits for that). Fake: torch's `MemTracker` over fake tensors,
+which allocates nothing, so that rank 0 of 1024 with a million tokens can be measured on a laptop. And owns
+the trace: what a ring pass did from when to when.
 """
 
 from __future__ import annotations
@@ -28,6 +28,33 @@ if TYPE_CHECKING:
 _MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
 
 
+class Parcel(NamedTuple):
+    """A message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
+
+    peer: int
+    payload_bytes: int
+
+
+class Batch(NamedTuple):
+    """What a step posts, in the order in which it does: messages of two ranks are matched by order alone."""
+
+    sends: tuple[Parcel, ...] = ()
+    receives: tuple[Parcel, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that leaves."""
+        return sum(parcel.payload_bytes for parcel in self.sends)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that arrives."""
+        return sum(parcel.payload_bytes for parcel in self.receives)
+
+
+NOTHING_SENT = Batch()
+
+
 class Span(NamedTuple):
     """Something that a ring pass did.
 
@@ -38,9 +65,10 @@ class Span(NamedTuple):
         step: counts the steps of a phase from 0.
         hop: of the walk that set out last; "send" and "wait" have the hop that the messages are for, one more
             than what is computed meanwhile.
-        start_ns, end_ns: of the system's clock (`time.time_ns`).
+        start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
+        batch: the messages posted ("send") or waited for ("wait"); empty for "compute".
     """
 
     what: str
@@ -51,6 +79,7 @@ class Span(NamedTuple):
     end_ns: int
     buffers_bytes: int
     accumulators_bytes: int
+    batch: Batch = NOTHING_SENT
 
 
 @dataclass
@@ -62,23 +91,30 @@ class Trace:
         spans: one after the other; none overlap.
         phase: of the pass that is under way.
         accumulators_bytes: as they are now.
+        batch: the one posted last.
+        processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
+            so that what else the machine does is not taken for their work.
     """
 
     ring_rank: int = 0
     spans: list[Span] = field(default_factory=list)
     phase: str = ""
     accumulators_bytes: int = 0
+    batch: Batch = NOTHING_SENT
+    processor_time: bool = False
 
     @contextmanager
     def span(self, what: str, hop: int, buffers: Buffers) -> Iterator[None]:
         """Note a block; under a profiler it is an event of that, too."""
         profiled = _profiler_enabled()
-        start_ns = time.time_ns()
+        now_ns = time.thread_time_ns if self.processor_time else time.time_ns
+        start_ns = now_ns()
         with record_function(f"{_MARK}{len(self.spans)}") if profiled else nullcontext():
             yield
         where = (self.phase, self._step(what), hop)
         sizes = (buffers.held_bytes, self.accumulators_bytes)
-        self.spans.append(Span(what, *where, start_ns, time.time_ns(), *sizes))
+        batch = NOTHING_SENT if what == "compute" else self.batch
+        self.spans.append(Span(what, *where, start_ns, now_ns(), *sizes, batch))
 
     def _step(self, what: str) -> int:
         last = self.spans[-1] if self.spans else None

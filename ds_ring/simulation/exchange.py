@@ -11,8 +11,9 @@ home, or stays in the accumulators of its own shard, which are added at the end 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -62,10 +63,20 @@ class GradientSums:
 
 
 class Arrived:
-    """A batch that is there at once."""
+    """A batch that arrives when it is waited for, so that looking it up takes no time of anything else.
+
+    Args:
+        arrive: looks it up, once.
+    """
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Fill what is received, take what is sent, let go of both."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
 
 
 class VirtualExchange:
@@ -82,7 +93,7 @@ class VirtualExchange:
         self.counters = Counters()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Arrived:
-        """Fill what is received, take what is sent.
+        """What is received is filled in, what is sent is taken, when the batch is waited for.
 
         Raises:
             RingMismatchError: a message is not what the plan says, as in the real exchange.
@@ -90,6 +101,9 @@ class VirtualExchange:
         check_messages(sends)
         check_messages(receives)
         self.counters.count(sends, receives)
+        return Arrived(partial(self._arrive, sends, receives))
+
+    def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in sends:
             if message.what not in SOURCE_OF:
                 self._take(message)
@@ -99,7 +113,6 @@ class VirtualExchange:
                 self.source.fill(SOURCE_OF[message.what], cargo.heads, self._runs(cargo), message.tensor)
             else:
                 message.tensor.zero_()
-        return Arrived()
 
     def _take(self, message: Message) -> None:
         cargo = _cargo_of(message)

@@ -24,7 +24,7 @@ from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.plan import Plan
 from ds_ring.simulation.exchange import GradientSums, VirtualExchange
 from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
-from ds_ring.simulation.source import Source
+from ds_ring.simulation.source import Source, shard_of
 
 
 class BytesSent(NamedTuple):
@@ -42,6 +42,7 @@ class RankResult(NamedTuple):
     dq: Tensor | None
     bytes_sent: BytesSent
     memory: RankMemory | None
+    trace: Trace | None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class VirtualRanks:
         chunk_bytes: see [Note: heads in groups].
         sums: collects dK and dV; None for the forward pass alone.
         measure: count memory.
+        keep_trace: return what happened when.
     """
 
     source: Source
@@ -65,13 +67,16 @@ class VirtualRanks:
     chunk_bytes: int
     sums: GradientSums | None
     measure: bool
+    keep_trace: bool = False
 
     def run(self, ring_rank: int) -> RankResult:
         """The passes of one rank."""
         exchange = None
         if self.plan.ring_size > 1:
             exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
-        trace = Trace(ring_rank) if self.measure else None
+        trace = None
+        if self.measure or self.keep_trace:
+            trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         walk = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
@@ -87,19 +92,13 @@ class VirtualRanks:
                 dq, *_ = walk.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
         total = exchange.counters.bytes_sent if exchange is not None else 0
         memory = None
-        if trace is not None:
+        if trace is not None and self.measure:
             memory = profile_of(peak, trace, Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes))
-        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory)
+        kept = trace if self.keep_trace else None
+        return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
 
     def _shard(self, name: str, ring_rank: int) -> Tensor:
-        """A rank's tokens, zeros in padding slots; [B, H, S, D], as `shard_sequence` cuts them."""
-        sizes, layout = self.source.geometry, self.plan.layout
-        shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.head_dim)
-        x = torch.zeros(shape, dtype=sizes.dtype)
-        valid = layout.valid_tokens(ring_rank)
-        if valid:
-            self.source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
-        return x
+        return shard_of(self.source, self.plan.layout, name, ring_rank)
 
     def _settler(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
         """Adds a rank's accumulators of its own shard to the sums; see `RingPass.settle`."""

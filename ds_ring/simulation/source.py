@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.schedule.layout import IntArray, expand_runs
+from ds_ring.schedule.layout import IntArray, Layout, expand_runs
 
 FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
@@ -69,6 +69,21 @@ class TensorSource:
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
         take_rows(self._tensors[name][:, heads], runs, out)
+
+
+def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tensor:
+    """A rank's tokens of "q", "k", "v" or "grad_out", zeros in padding slots, as `shard_sequence` cuts them.
+
+    Returns:
+        [B, H, S, D], for "k" and "v" [B, G, S, D].
+    """
+    sizes = source.geometry
+    shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.head_dim)
+    x = torch.zeros(shape, dtype=sizes.dtype)
+    valid = layout.valid_tokens(ring_rank)
+    if valid:
+        source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
+    return x
 
 
 def take_rows(x: Tensor, runs: IntArray, out: Tensor) -> None:

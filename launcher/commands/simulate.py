@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .parsers import Commands, add_command, add_json, refuse_extra
+from .shapes import MIB, add_shapes, config_of, pattern_of, print_table, source_of
 
 if TYPE_CHECKING:
     from ds_ring.config import RingConfig
@@ -22,8 +21,6 @@ examples:
   ds-ring simulate --tokens 65536 --pattern '{"window": 4096}' --backward --check
   ds-ring simulate --tokens 65536 --config configs/longnet.json --ring-sizes 1 8 --json
 """
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-MIB = 2**20
 
 
 def add(commands: Commands) -> None:
@@ -38,19 +35,7 @@ def add(commands: Commands) -> None:
         ),
         epilog=_EXAMPLE,
     )
-    parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
-    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="P")
-    parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (8)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="G", help="K/V heads; as many as query heads if left out"
-    )
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head_dim (64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--layout", help="contiguous, zigzag, striped, residue, balanced or auto")
-    parser.add_argument("--pattern", metavar="JSON", help='as "pattern" in the JSON; causal if left out')
-    parser.add_argument(
-        "--config", metavar="DS_JSON", type=Path, help="take pattern, layout and kernel from this file"
-    )
+    add_shapes(parser, [1, 2, 4, 8, 16])
     parser.add_argument("--backward", action="store_true", help="the backward pass as well")
     parser.add_argument(
         "--check",
@@ -60,13 +45,6 @@ def add(commands: Commands) -> None:
         metavar="ROWS",
         help="compare with float64, so many rows (64); all rows, and dk and dv, where ROWS is at least T",
     )
-    parser.add_argument(
-        "--chunk-bytes",
-        type=int,
-        metavar="BYTES",
-        help="least size of a K or V message (1 MiB); 1: head by head",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -80,7 +58,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         raise RingConfigError(f"--check: expected at least 1 row, got {options.check}; leave it out for none")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     rows: list[dict[str, Any]] = []
-    source, config = _source(options), _config(options)
+    source, config = source_of(options), config_of(options)
     exact = _Exact(options, source, config)
     for ring_size in options.ring_sizes:
         rows.append(_row(options, config, source, ring_size, exact))
@@ -94,58 +72,14 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace) -> RingConfig:
-    """The section that says pattern, layout and kernel: of --config, or made of --pattern.
-
-    Raises:
-        RingConfigError: both, JSON that cannot be read, or keys that there are not.
-    """
-    from ds_ring.config import RingConfig
-    from ds_ring.errors import RingConfigError
-
-    if options.config is not None and options.pattern is not None:
-        raise RingConfigError("simulate: expected --pattern or --config, got both; leave one of them out")
-    if options.config is not None:
-        return RingConfig.from_deepspeed(options.config)
-    try:
-        pattern = json.loads(options.pattern or "{}")
-    except json.JSONDecodeError as error:
-        raise RingConfigError(
-            f"--pattern: expected JSON like '{{\"window\": 4096}}', got {options.pattern!r}: {error}"
-        ) from None
-    return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
-
-
-def _source(options: argparse.Namespace) -> GeneratedSource:
-    import torch
-
-    from ds_ring.simulate import GeneratedSource
-
-    return GeneratedSource(
-        options.tokens,
-        options.heads,
-        options.kv_heads,
-        options.head_dim,
-        dtype=getattr(torch, options.dtype),
-        seed=options.seed,
-    )
-
-
 def _row(
     options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, exact: _Exact
 ) -> dict[str, Any]:
     """One ring size."""
-    from ds_ring.errors import RingConfigError
     from ds_ring.schedule.layout import make_layout
-    from ds_ring.schedule.pattern_config import pattern_from_config
     from ds_ring.simulate import simulate
 
-    if config.pattern.documents:
-        raise RingConfigError(
-            'simulate: expected a pattern without "documents", which come with a batch, got true; set it to'
-            " false, or call ds_ring.simulate with Documents(...)"
-        )
-    pattern = pattern_from_config(config)
+    pattern = pattern_of(options, config)
     layout = make_layout(
         options.layout or config.layout, tokens=options.tokens, ring_size=ring_size, pattern=pattern
     )
@@ -178,14 +112,13 @@ class _Exact:
     """The rows that results are compared with: found once, for all ring sizes."""
 
     def __init__(self, options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> None:
-        from ds_ring.schedule.pattern_config import pattern_from_config
         from ds_ring.simulation.oracle import exact_rows, sampled_rows
 
         self._wanted = options.check is not None
         if self._wanted:
             self._rows = sampled_rows(options.tokens, options.check, options.seed)
             scale = options.head_dim**-0.5
-            pattern = pattern_from_config(config)
+            pattern = pattern_of(options, config)
             self._exact = exact_rows(source, pattern, self._rows, scale, options.backward)
             self._all = len(self._rows) == options.tokens
 
@@ -209,7 +142,6 @@ class _Exact:
 
 
 def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     parts = [name for name in rows[0]["at_peak"] if any(row["at_peak"][name] for row in rows)]
@@ -226,5 +158,4 @@ def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> Non
             str(row["ring_size"]), row["layout"], f"{row['peak_bytes'] / MIB:.2f}", less, *sizes,
             f"{row['sent_bytes'] / MIB:.2f}", worst,
         )  # fmt: skip
-    # a file or a pipe has no width: lines are not to be broken there
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    print_table(table)

@@ -25,7 +25,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.runtime.exchange import Message
-from ds_ring.runtime.trace import tracing
+from ds_ring.runtime.trace import Batch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.slots import progressions_at
 from ds_ring.simulation import rank as rank_module
@@ -197,6 +197,27 @@ def test_a_sixteenth_of_the_tokens_needs_a_sixteenth_of_the_memory() -> None:
         peaks[ring_size] = result.peak_bytes
         assert result.peak_bytes < 0.05 * mb * 1e6, ring_size
     assert 1 - peaks[16] / peaks[1] > 0.93, peaks
+
+
+def test_traces_of_virtual_ranks_have_all_messages() -> None:
+    """What one rank's trace says it sends is what the other's says it receives, and what is counted."""
+    layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
+    q, k, v, grad = tensors(RAGGED)
+    arguments: dict[str, Any] = {"pattern": Causal(), "layout": layout, "grad_out": grad, "chunk_bytes": 1}
+    assert simulate(q, k, v, **arguments, measure_memory=False).traces == {}
+    result = simulate(q, k, v, **arguments, measure_memory=False, trace=True)
+    assert result.memory == {} and sorted(result.traces) == [0, 1, 2]
+    posted = {
+        rank: [span for span in trace.spans if span.what == "send"] for rank, trace in result.traces.items()
+    }
+    for rank, spans in posted.items():
+        assert all(span.batch == Batch() for span in result.traces[rank].spans if span.what == "compute")
+        for phase, sent in zip(("forward", "backward"), result.bytes_sent[rank], strict=True):
+            assert sent == sum(span.batch.bytes_sent for span in spans if span.phase == phase) > 0
+        for other in posted:
+            to = [p.payload_bytes for span in spans for p in span.batch.sends if p.peer == other]
+            there = [p for span in posted[other] for p in span.batch.receives if p.peer == rank]
+            assert to == [p.payload_bytes for p in there]
 
 
 def test_a_trace_of_real_passes() -> None:

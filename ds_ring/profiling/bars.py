@@ -1,0 +1,88 @@
+"""What pictures of memory show, as numbers: bars and steps with their parts, the line to compare with.
+
+Owns names and order of the parts. Draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_ring.profiling.measure import RingRun
+from ds_ring.simulation.profile import COMPONENTS, RankMemory
+
+# By component, for legends; in the order in which they are stacked.
+LABELS = {
+    "q": "q shard",
+    "kv": "K/V shard",
+    "in_flight": "K/V, dK/dV in flight",
+    "accumulators": "accumulators",
+    "out": "out",
+    "lse": "lse",
+    "grad_out": "grad_out",
+    "gradients": "dq, dk, dv",
+    "workspace": "workspace",
+    "between": "between steps",  # a peak outside of all steps
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The peak of the rank that needs most; bytes.
+
+    Attributes:
+        kind: "real" or "simulated".
+        ring_size: P.
+        ring_rank: which.
+        parts: by component, at the peak.
+        total_bytes: their sum.
+    """
+
+    kind: str
+    ring_size: int
+    ring_rank: int
+    parts: dict[str, int]
+    total_bytes: int
+
+
+class Line(NamedTuple):
+    """Memory that falls as 1/P from the smallest ring on."""
+
+    ring_size: int
+    total_bytes: int
+
+    def at(self, ring_size: float) -> float:
+        """Bytes per rank of a ring of this size."""
+        return self.total_bytes * self.ring_size / ring_size
+
+
+def bars_of(runs: Sequence[RingRun]) -> list[Bar]:
+    """One bar for each run."""
+    bars = []
+    for run in runs:
+        memory = run.ranks[run.busiest].memory
+        bars.append(Bar(run.kind, run.ring_size, run.busiest, parts_of(memory), memory.peak_bytes))
+    return bars
+
+
+def parts_of(memory: RankMemory) -> dict[str, int]:
+    """Bytes by component at a rank's peak; they sum to the peak."""
+    return memory.components | {"between": memory.peak_bytes - memory.at_peak.total}
+
+
+def one_over_p(bars: Sequence[Bar]) -> Line:
+    """The line through the smallest ring's bar, the first one where there are two."""
+    first = min(bars, key=lambda bar: bar.ring_size)
+    return Line(first.ring_size, first.total_bytes)
+
+
+def shown_parts(bars: Sequence[Bar]) -> list[str]:
+    """Components that any bar has, in the order of the stack."""
+    return [name for name in LABELS if any(bar.parts[name] for bar in bars)]
+
+
+def steps_by_part(memory: RankMemory) -> dict[str, list[int]]:
+    """Bytes by component and step, for components that there are."""
+    parts = {name: [getattr(step, name) for step in memory.steps] for name in COMPONENTS}
+    return {name: sizes for name, sizes in parts.items() if any(sizes)}

@@ -1,0 +1,98 @@
+"""What is profiled: one attention, in a form that can be handed to another process.
+
+Owns the description, its checks and its one-line name. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ds_ring.errors import RingConfigError
+from ds_ring.runtime.context import Options
+from ds_ring.runtime.kernels import get_kernel
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import check_length
+from ds_ring.simulation.generate import GeneratedSource
+from ds_ring.simulation.source import Geometry
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attention over generated numbers, for rings of any size.
+
+    Attributes:
+        sizes: of the global tensors.
+        pattern: which position attends to which.
+        layout_name: "contiguous", "zigzag", ..., or "auto".
+        options: kernel, least size of messages, whether to prune, deadline of a hop.
+        backward: the backward pass as well.
+        seed: of the numbers.
+        threads: of a rank's kernel.
+    """
+
+    sizes: Geometry
+    pattern: Pattern
+    layout_name: str = "auto"
+    options: Options = field(default_factory=Options)
+    backward: bool = True
+    seed: int = 0
+    threads: int = 1
+
+    @property
+    def source(self) -> GeneratedSource:
+        """The numbers; the same in every process."""
+        sizes = self.sizes
+        return GeneratedSource(
+            sizes.tokens,
+            sizes.query_heads,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.batch,
+            sizes.dtype,
+            self.seed,
+        )
+
+    def layout(self, ring_size: int) -> Layout:
+        """Where the tokens of a ring lie.
+
+        Raises:
+            RingConfigError: fewer tokens than ranks.
+            RingLayoutError, RingPatternError: no such layout, or none for this pattern.
+        """
+        if 0 < self.sizes.tokens < ring_size:
+            raise RingConfigError(
+                f"expected at least one token for each of {ring_size} ranks, got {self.sizes.tokens} tokens;"
+                f" profile a ring of at most {self.sizes.tokens}, or more tokens"
+            )
+        layout = make_layout(
+            self.layout_name, tokens=self.sizes.tokens, ring_size=ring_size, pattern=self.pattern
+        )
+        check_length(self.pattern, layout)
+        return layout
+
+    def check(self, ring_sizes: list[int]) -> None:
+        """Raise what any of these rings would raise, before anything is run.
+
+        Raises:
+            RingError: what is wrong.
+        """
+        _ = self.source
+        get_kernel(self.options.kernel, "cpu", self.options.kernel_options, self.options.block_size)
+        if not isinstance(self.threads, int) or self.threads < 1:
+            raise RingConfigError(f"threads: expected at least 1, got {self.threads}")
+        for ring_size in ring_sizes:
+            self.layout(ring_size)
+
+    @property
+    def title(self) -> str:
+        """One line for tables and pictures."""
+        sizes = self.sizes
+        heads = f"{sizes.query_heads} heads"
+        if sizes.kv_heads != sizes.query_heads:
+            heads += f" on {sizes.kv_heads} K/V heads"
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        passes = "forward + backward" if self.backward else "forward"
+        return f"{sizes.tokens} tokens, {heads}, head_dim {sizes.head_dim}, {dtype}, {self.pattern}, {passes}"

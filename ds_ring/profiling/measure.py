@@ -1,0 +1,137 @@
+"""Measuring a job: one real rank of a mesh, or all virtual ranks of a ring.
+
+Owns which passes are run for what: memory is counted under the profiler in a pass of its own, times are taken
+in another one without it. Starts no process: who starts ranks calls `measure_rank` on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_ring.profiling.job import Job
+from ds_ring.runtime.context import RingContext, context_for
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
+from ds_ring.schedule.layout import Layout
+from ds_ring.simulate import simulate
+from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.source import shard_of
+
+REAL, SIMULATED = "real", "simulated"
+
+
+class RankRun(NamedTuple):
+    """What one rank found; `trace` is None where no times were wanted. Pickles."""
+
+    memory: RankMemory
+    trace: Trace | None
+
+
+@dataclass(frozen=True)
+class RingRun:
+    """What all ranks of one ring found.
+
+    Attributes:
+        kind: "real" or "simulated".
+        layout_name: of the layout that was taken.
+        ranks: by ring rank.
+    """
+
+    kind: str
+    layout_name: str
+    ranks: tuple[RankRun, ...]
+
+    @property
+    def ring_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def busiest(self) -> int:
+        """Ring rank that needs most memory; the first of them."""
+        return max(range(self.ring_size), key=lambda rank: self.ranks[rank].memory.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of that rank."""
+        return self.ranks[self.busiest].memory.peak_bytes
+
+    @property
+    def traces(self) -> dict[int, Trace]:
+        """By ring rank; empty where no times were taken."""
+        return {rank: run.trace for rank, run in enumerate(self.ranks) if run.trace is not None}
+
+
+def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True) -> RingRun:
+    """All ranks of a ring in this process, one after the other.
+
+    Args:
+        job: what to run.
+        ring_size: P.
+        times: take times as well, in a second run.
+        progress: a bar on stderr once two seconds have passed.
+
+    Raises:
+        RingError: as `ds_ring.simulate`.
+    """
+    layout, options = job.layout(ring_size), job.options
+
+    def run(memory: bool, trace: bool) -> tuple[dict[int, RankMemory], dict[int, Trace]]:
+        result = simulate(
+            job.source, pattern=job.pattern, layout=layout, grad_out=job.backward or None,
+            scale=options.scale, kernel=options.kernel, kernel_options=dict(options.kernel_options),
+            chunk_bytes=options.chunk_bytes, prune=options.prune,
+            measure_memory=memory, trace=trace, progress=progress,
+        )  # fmt: skip
+        return result.memory, result.traces
+
+    with _threads(job.threads):
+        memory, _ = run(memory=True, trace=False)
+        traces = run(memory=False, trace=True)[1] if times else {}
+    ranks = tuple(RankRun(memory[rank], traces.get(rank)) for rank in range(ring_size))
+    return RingRun(SIMULATED, layout.name, ranks)
+
+
+def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
+    """This rank's part of a real ring; every rank of the mesh must call it.
+
+    Raises:
+        RingError: as `ds_ring.ring_attention`.
+    """
+    layout = job.layout(mesh.ring_size)
+    context = context_for(job.pattern, layout, mesh, job.options)
+    with tracing(mesh) as trace, measure_cpu_memory() as peak:
+        sizes = _one_pass(mesh, job, layout, context)
+    memory = profile_of(peak, trace, sizes)
+    if not times:
+        return RankRun(memory, None)
+    with tracing(mesh) as trace:  # the first pass has warmed everything up
+        _one_pass(mesh, job, layout, context)
+    return RankRun(memory, trace)
+
+
+def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) -> Sizes:
+    """Shards, the pass forward, and back if wanted; in the order in which virtual ranks do it."""
+    q, k, v = (
+        shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
+        for name in ("q", "k", "v")
+    )
+    out, lse = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+    if job.backward:
+        out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
+    return Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many threads as a rank has: kernels take workspace for each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

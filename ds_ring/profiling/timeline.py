@@ -1,0 +1,127 @@
+"""A timeline: what every rank of a ring did from when to when, on one clock.
+
+Owns the events and the clock of real ones. Events of virtual ranks are `replay.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_ring.runtime.trace import Span, Trace
+
+WHATS = ("compute", "send", "wait")
+
+
+class Event(NamedTuple):
+    """Something that a rank did; times in microseconds since the timeline began.
+
+    Attributes:
+        ring_rank: who.
+        what: "compute", "send" (packing and posting) or "wait".
+        phase: "forward" or "backward".
+        step: of the phase.
+        hop: computed, or that of the messages.
+        start_us, end_us: from when to when.
+        bytes_sent, bytes_received: payloads of the batch; 0 for "compute".
+        buffers_bytes: memory of messages at the end.
+    """
+
+    ring_rank: int
+    what: str
+    phase: str
+    step: int
+    hop: int
+    start_us: float
+    end_us: float
+    bytes_sent: int
+    bytes_received: int
+    buffers_bytes: int
+
+    @property
+    def duration_us(self) -> float:
+        """Positive."""
+        return self.end_us - self.start_us
+
+
+class Transfer(NamedTuple):
+    """A modelled message on its way; ring ranks, bytes, microseconds."""
+
+    source: int
+    target: int
+    payload_bytes: int
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Of one ring.
+
+    Attributes:
+        kind: "real" or "simulated".
+        ring_size: P.
+        events: of all ranks, each rank's in order of time; none of one rank overlap, none is empty.
+        note: how its times came about, for titles.
+        transfers: of a modelled network; empty for real ranks, whose messages are not timed one by one.
+    """
+
+    kind: str
+    ring_size: int
+    events: tuple[Event, ...]
+    note: str
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def end_us(self) -> float:
+        """When the last rank is through."""
+        return max((event.end_us for event in self.events), default=0.0)
+
+    def of_rank(self, ring_rank: int) -> list[Event]:
+        """Its events in order of time."""
+        return [event for event in self.events if event.ring_rank == ring_rank]
+
+    def total_us(self, ring_rank: int, what: str, phase: str | None = None) -> float:
+        """Time that a rank spent with one thing, in one phase or in both."""
+        return sum(
+            event.duration_us
+            for event in self.of_rank(ring_rank)
+            if event.what == what and phase in (None, event.phase)
+        )
+
+
+def timeline_of(traces: Mapping[int, Trace], one_clock: bool = True, where: str = "one machine") -> Timeline:
+    """The timeline of real ranks.
+
+    Args:
+        traces: by ring rank, of the same passes.
+        one_clock: the ranks ran on one machine, whose clock all spans have. False for several machines: each
+            rank's times are then shifted so that all leave their first wait with messages at the same moment,
+            which is true to about the time of one message.
+        where: they ran, for titles.
+    """
+    offsets_ns = {rank: 0 if one_clock else _first_wait_ns(trace) for rank, trace in traces.items()}
+    starts_ns = [span.start_ns - offsets_ns[rank] for rank, trace in traces.items() for span in trace.spans]
+    first_ns = min(starts_ns, default=0)
+    events = [
+        event_of(rank, span, (span.start_ns - offset_ns) / 1e3, (span.end_ns - offset_ns) / 1e3)
+        for rank, trace in sorted(traces.items())
+        for offset_ns in (offsets_ns[rank] + first_ns,)
+        for span in trace.spans
+        if span.end_ns > span.start_ns
+    ]
+    clock = "one clock" if one_clock else "clocks aligned at the end of each rank's first wait"
+    return Timeline("real", len(traces), tuple(events), f"real ranks on {where}, {clock}")
+
+
+def event_of(ring_rank: int, span: Span, start_us: float, end_us: float) -> Event:
+    """A span at its place in a timeline."""
+    sizes = (span.batch.bytes_sent, span.batch.bytes_received, span.buffers_bytes)
+    return Event(ring_rank, span.what, span.phase, span.step, span.hop, start_us, end_us, *sizes)
+
+
+def _first_wait_ns(trace: Trace) -> int:
+    """When the first wait for a message ended; of a rank that never waits, when it began."""
+    ends = [span.end_ns for span in trace.spans if span.what == "wait" and span.batch.receives]
+    return ends[0] if ends else min((span.start_ns for span in trace.spans), default=0)

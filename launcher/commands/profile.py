@@ -1,0 +1,284 @@
+"""`ds-ring profile`: memory by ring size and by step, and who does what when, as tables and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .parsers import Commands, add_command, add_json, refuse_extra
+from .shapes import MIB, add_shapes, config_of, pattern_of, print_table, source_of
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from ds_ring.profiling.job import Job
+    from ds_ring.profiling.measure import RingRun
+    from ds_ring.profiling.timeline import Timeline
+
+_EXAMPLE = """\
+examples:
+  ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8                      virtual ranks, a link of 10 Gbit/s
+  ds-ring profile --tokens 16384 --ring-sizes 1 2 --real --simulated      gloo ranks beside virtual ones
+  ds-ring profile --tokens 65536 --pattern '{"window": 4096}' --link-mbit 1000 --output runs/window
+  ds-ring profile --tokens 32768 --config configs/longnet.json --forward-only --json
+
+writes FOLDER/memory.png (peak by ring size, against 1/P), steps.png (memory hop by hop) and, of the largest
+ring, timeline.png and trace.json (open it in chrome://tracing or https://ui.perfetto.dev)
+"""
+PICTURES = ("memory.png", "steps.png", "timeline.png")
+PROGRESS_AFTER_S = 2.0
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "profile",
+        help="draw what each rank of a ring needs and does, with real ranks of this machine or virtual ones",
+        description=(
+            "Memory of a rank against ring size and hop by hop, and a timeline of computing, sending and"
+            " waiting, of virtual ranks (one at a time, transfers modelled) or of real gloo ranks here."
+        ),
+        epilog=_EXAMPLE,
+    )
+    add_shapes(parser, [1, 2, 4, 8])
+    parser.add_argument("--forward-only", action="store_true", help="without the backward pass")
+    parser.add_argument("--simulated", action="store_true", help="virtual ranks (if neither is given)")
+    parser.add_argument("--real", action="store_true", help="start gloo ranks on this machine")
+    parser.add_argument(
+        "--link-mbit",
+        type=float,
+        default=10_000.0,
+        metavar="RATE",
+        help="of the modelled link of each virtual rank, Mbit/s each way (10000)",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each rank, real or virtual (1)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each real ring (600)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/profile"), metavar="FOLDER", help="(runs/profile)"
+    )
+    parser.add_argument("--no-pictures", action="store_true", help="write trace.json alone")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    """Measure, print, draw; RingError for what cannot be."""
+    refuse_extra("profile", extra_args)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
+    job = _job(options)
+    sizes = sorted(set(options.ring_sizes))
+    _check(options, job, sizes)
+    runs = _measured(options, job, sizes)
+    timelines = _timelines(options, [one for one in runs if one.ring_size == sizes[-1]])
+    written = _write(options, job, runs, timelines)
+    if options.json:
+        for row in [*map(_row, runs), *map(_times, timelines)]:
+            print(json.dumps(row))
+    else:
+        _print_memory(job, runs)
+        _print_times(timelines)
+    for path in written:
+        print(f"written: {path}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    from ds_ring.profiling.job import Job
+    from ds_ring.runtime.context import Options
+
+    config, source = config_of(options), source_of(options)
+    how = Options(
+        kernel=config.kernel,
+        kernel_options=tuple(sorted(config.kernel_options.items())),
+        prune=config.prune,
+        chunk_bytes=options.chunk_bytes,
+        hop_timeout_s=options.timeout if options.timeout > 0 else 1.0,
+    )
+    return Job(
+        source.geometry,
+        pattern_of(options, config),
+        options.layout or config.layout,
+        how,
+        not options.forward_only,
+        options.seed,
+        options.threads,
+    )
+
+
+def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
+    """Whatever can be known to be wrong before anything is run.
+
+    Raises:
+        RingError: that.
+    """
+    from ds_ring.errors import RingConfigError
+    from ds_ring.profiling.pictures import new_figure
+
+    for name, value in (("--link-mbit", options.link_mbit), ("--timeout", options.timeout)):
+        if not 0 < value < float("inf"):
+            raise RingConfigError(f"{name}: expected a number above 0, got {value:g}")
+    if options.chunk_bytes is not None and options.chunk_bytes < 1:
+        raise RingConfigError(
+            f"chunk_bytes: expected a positive number of bytes, got {options.chunk_bytes}; 1: head by head"
+        )
+    job.check(sizes)
+    if not options.no_pictures:
+        new_figure(1, 1)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        probe = options.output / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RingConfigError(
+            f"--output: expected a folder that can be written, got {options.output}: {error.strerror};"
+            " name another one"
+        ) from None
+
+
+def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[RingRun]:
+    """Every ring size, real and simulated as asked for; times of the largest one."""
+    from tqdm import tqdm
+
+    from ds_ring.profiling.measure import REAL, SIMULATED, RingRun, measure_rank, measure_virtual
+    from ds_ring_launcher.ranks import run_ranks
+
+    kinds = [REAL] * options.real + [SIMULATED] * (options.simulated or not options.real)
+    runs = []
+    bar = tqdm(total=len(sizes) * len(kinds), desc="rings", unit="ring", delay=PROGRESS_AFTER_S, leave=False)
+    with bar:
+        ticks = _Ticks(bar)
+        for size in sizes:
+            times = size == sizes[-1]
+            for kind in kinds:
+                bar.set_postfix_str(f"{kind}, {size}", refresh=False)
+                if kind == SIMULATED:
+                    runs.append(measure_virtual(job, size, times))
+                else:
+                    given = (job, times)
+                    ranks = run_ranks(
+                        measure_rank,
+                        size,
+                        given,
+                        timeout_s=options.timeout,
+                        threads=job.threads,
+                        waiting=ticks,
+                    )
+                    runs.append(RingRun(kind, job.layout(size).name, tuple(ranks)))
+                bar.update()
+    return runs
+
+
+class _Ticks:
+    """Redraws a bar while real ranks are at work; not before two seconds have passed."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar, self._began = bar, time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._began > PROGRESS_AFTER_S:
+            self._bar.refresh()
+
+
+def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timeline]:
+    from ds_ring.profiling.measure import REAL
+    from ds_ring.profiling.replay import replay
+    from ds_ring.profiling.timeline import timeline_of
+
+    cores = len(os.sched_getaffinity(0))
+    where = f"one machine with {cores} {'cores' if cores > 1 else 'core'}"
+    return [
+        timeline_of(one.traces, where=where) if one.kind == REAL else replay(one.traces, options.link_mbit)
+        for one in runs
+    ]
+
+
+def _write(
+    options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline]
+) -> list[Path]:
+    """The files."""
+    from ds_ring.profiling.chrome import chrome_trace
+    from ds_ring.profiling.pictures import draw_memory, draw_steps, draw_timeline
+
+    trace = options.output / "trace.json"
+    trace.write_text(json.dumps(chrome_trace(timelines, job.title)) + "\n")
+    if options.no_pictures:
+        return [trace]
+    memory, steps, timeline = (options.output / name for name in PICTURES)
+    largest = max(one.ring_size for one in runs)
+    draw_memory(runs, job.title, memory)
+    draw_steps([one for one in runs if one.ring_size == largest], job.title, steps)
+    draw_timeline(timelines, job.title, timeline)
+    return [memory, steps, timeline, trace]
+
+
+def _row(run: RingRun) -> dict[str, Any]:
+    """A ring for machines; bytes, those of `at_peak` of the rank that needs most."""
+    from ds_ring.profiling.bars import parts_of
+
+    return {
+        "run": run.kind,
+        "ring_size": run.ring_size,
+        "layout": run.layout_name,
+        "peak_bytes": run.peak_bytes,
+        "ring_rank": run.busiest,
+        "at_peak": parts_of(run.ranks[run.busiest].memory),
+        "peak_bytes_by_rank": [rank.memory.peak_bytes for rank in run.ranks],
+    }
+
+
+def _times(timeline: Timeline) -> dict[str, Any]:
+    """A timeline for machines; milliseconds by ring rank."""
+    from ds_ring.profiling.timeline import WHATS
+
+    ranks = range(timeline.ring_size)
+    spent = {
+        f"{what}_ms": [round(timeline.total_us(rank, what) / 1e3, 3) for rank in ranks] for what in WHATS
+    }
+    return {
+        "timeline": timeline.kind, "ring_size": timeline.ring_size, "note": timeline.note,
+        "wall_ms": round(timeline.end_us / 1e3, 3), **spent,
+    }  # fmt: skip
+
+
+def _print_memory(job: Job, runs: list[RingRun]) -> None:
+    from rich.table import Table
+
+    from ds_ring.profiling.bars import LABELS, bars_of, one_over_p, shown_parts
+
+    bars = bars_of(runs)
+    parts, line = shown_parts(bars), one_over_p(bars)
+    table = Table(title=f"{job.title}: MiB of the rank that needs most", caption_justify="left")
+    for name in ("ring", "run", "layout", "rank", "peak", "of 1/P", *(LABELS[part] for part in parts)):
+        table.add_column(name, justify="left" if name in ("run", "layout") else "right")
+    for run, bar in zip(runs, bars, strict=True):
+        table.add_row(
+            str(bar.ring_size), bar.kind, run.layout_name, str(bar.ring_rank), f"{bar.total_bytes / MIB:.2f}",
+            f"{bar.total_bytes / line.at(bar.ring_size):.3f}",
+            *(f"{bar.parts[part] / MIB:.2f}" for part in parts),
+        )  # fmt: skip
+    print_table(table)
+
+
+def _print_times(timelines: list[Timeline]) -> None:
+    from rich.table import Table
+
+    from ds_ring.profiling.timeline import WHATS
+
+    for timeline in timelines:
+        print(f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}")
+        table = Table(caption=f"ms of {timeline.end_us / 1e3:.1f}")
+        for name in ("rank", *WHATS):
+            table.add_column(name, justify="right")
+        for rank in range(timeline.ring_size):
+            spent = [timeline.total_us(rank, what) for what in WHATS]
+            table.add_row(str(rank), *(f"{us / 1e3:.1f}" for us in spent))
+        print_table(table)

@@ -1,0 +1,115 @@
+"""What `simulate` and `profile` ask alike: sizes of an attention, its pattern, layout and kernel.
+
+Owns these options and how they become a source of numbers, a section of the JSON, a pattern and a layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ds_ring.config import RingConfig
+    from ds_ring.schedule.pattern import Pattern
+    from ds_ring.simulate import GeneratedSource
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MIB = 2**20
+
+
+def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
+    """Declare the options that say what is attended with what."""
+    parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
+    parser.add_argument("--ring-sizes", type=int, nargs="+", default=ring_sizes, metavar="P")
+    parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (8)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="G", help="K/V heads; as many as query heads if left out"
+    )
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head_dim (64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--layout", help="contiguous, zigzag, striped, residue, balanced or auto")
+    parser.add_argument("--pattern", metavar="JSON", help='as "pattern" in the JSON; causal if left out')
+    parser.add_argument(
+        "--config", metavar="DS_JSON", type=Path, help="take pattern, layout and kernel from this file"
+    )
+    parser.add_argument(
+        "--chunk-bytes",
+        type=int,
+        metavar="BYTES",
+        help="least size of a K or V message (1 MiB); 1: head by head",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the numbers (0)")
+
+
+def config_of(options: argparse.Namespace) -> RingConfig:
+    """The section that says pattern, layout and kernel: of --config, or made of --pattern.
+
+    Raises:
+        RingConfigError: both, JSON that cannot be read, or keys that there are not.
+    """
+    from ds_ring.config import RingConfig
+    from ds_ring.errors import RingConfigError
+
+    if options.config is not None and options.pattern is not None:
+        raise RingConfigError(
+            f"{options.command}: expected --pattern or --config, got both; leave one of them out"
+        )
+    if options.config is not None:
+        return RingConfig.from_deepspeed(options.config)
+    try:
+        pattern = json.loads(options.pattern or "{}")
+    except json.JSONDecodeError as error:
+        raise RingConfigError(
+            f"--pattern: expected JSON like '{{\"window\": 4096}}', got {options.pattern!r}: {error}"
+        ) from None
+    return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
+
+
+def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
+    """The pattern of a section.
+
+    Raises:
+        RingConfigError: it has documents, which are those of a batch.
+    """
+    from ds_ring.errors import RingConfigError
+    from ds_ring.schedule.pattern_config import pattern_from_config
+
+    if config.pattern.documents:
+        raise RingConfigError(
+            f'{options.command}: expected a pattern without "documents", which come with a batch, got true;'
+            " set it to false, or call ds_ring.simulate with Documents(...)"
+        )
+    return pattern_from_config(config)
+
+
+def source_of(options: argparse.Namespace) -> GeneratedSource:
+    """Generated numbers of these sizes.
+
+    Raises:
+        RingShapeError, RingConfigError: sizes or a seed that cannot be.
+    """
+    import torch
+
+    from ds_ring.simulate import GeneratedSource
+
+    return GeneratedSource(
+        options.tokens,
+        options.heads,
+        options.kv_heads,
+        options.head_dim,
+        dtype=getattr(torch, options.dtype),
+        seed=options.seed,
+    )
+
+
+def print_table(table: Table) -> None:
+    """To stdout, as wide as the terminal."""
+    from rich.console import Console
+
+    # a file or a pipe has no width: lines are not to be broken there
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,95 @@
+"""`ds-ring profile` with virtual ranks: its files, its rows, and what it refuses. Real ones: tests/dist."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_ring_launcher import cli
+
+SMALL = ["profile", "--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+FILES = {"memory.png", "steps.png", "timeline.png", "trace.json"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_files_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    arguments = ["--ring-sizes", "4", "1", "4", "--output", str(out), "--json", "--chunk-bytes", "1"]
+    assert cli.main([*SMALL, *arguments]) == 0
+    printed = capsys.readouterr()
+    *rows, times = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(row["run"], row["ring_size"]) for row in rows] == [("simulated", 1), ("simulated", 4)]
+    for row in rows:
+        assert sum(row["at_peak"].values()) == row["peak_bytes"] == max(row["peak_bytes_by_rank"])
+        assert row["peak_bytes_by_rank"][row["ring_rank"]] == row["peak_bytes"]
+    assert times["timeline"] == "simulated" and "10000 Mbit/s" in times["note"]
+    assert len(times["compute_ms"]) == times["ring_size"] == 4
+    assert {path.name for path in out.iterdir()} == FILES
+    assert "written" in printed.err
+    assert json.loads((out / "trace.json").read_text())["otherData"]["title"].startswith(
+        "500 tokens, 4 heads"
+    )
+
+
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "longnet.json")
+    arguments = ["--ring-sizes", "2", "--config", config, "--forward-only", "--no-pictures"]
+    assert cli.main([*SMALL, *arguments, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("500 tokens, 4 heads on 2 K/V heads", "of 1/P", "q shard", "compute", "trace.json"):
+        assert words in printed
+    assert "dq, dk, dv" not in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "0"], "tokens: expected a positive integer, got 0"),
+        (["--tokens", "3", "--ring-sizes", "1", "4"], "at least one token for each of 4 ranks, got 3"),
+        (["--ring-sizes", "0"], "ring_size: expected a positive integer, got 0"),
+        (["--ring-sizes", "-2", "2"], "ring_size: expected a positive integer, got -2"),
+        (["--kv-heads", "3"], "query heads must be a multiple of K/V heads: got 4 and 3"),
+        (["--head-dim", "0"], "head_dim: expected a positive integer"),
+        (["--layout", "zigzig"], "unknown layout 'zigzig'"),
+        (["--pattern", "{window: 3}"], "--pattern: expected JSON like"),
+        (["--pattern", '{"documents": true}'], 'without "documents"'),
+        (["--pattern", "{}", "--config", "x.json"], "profile: expected --pattern or --config, got both"),
+        (["--config", "no_such.json"], "no_such.json"),
+        (["--chunk-bytes", "0"], "chunk_bytes: expected a positive number of bytes"),
+        (["--link-mbit", "0"], "--link-mbit: expected a number above 0, got 0"),
+        (["--link-mbit", "nan"], "--link-mbit"),
+        (["--timeout", "-1"], "--timeout: expected a number above 0, got -1"),
+        (["--threads", "0"], "threads: expected at least 1, got 0"),
+        (["--", "more"], "expected nothing after --"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert cli.main([*SMALL, "--output", str(tmp_path), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
+    assert words in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert cli.main([*SMALL, "--output", str(tmp_path / "file")]) == 2
+    assert "--output: expected a folder that can be written" in capsys.readouterr().err
+    if os.geteuid() != 0:  # root may write anywhere
+        (tmp_path / "sealed").mkdir(mode=0o500)
+        assert cli.main([*SMALL, "--output", str(tmp_path / "sealed")]) == 2
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "ds-ring profile --tokens 16384 --ring-sizes 1 2 --real --simulated" in printed
+    assert "perfetto" in printed
