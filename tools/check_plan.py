@@ -7,7 +7,7 @@ The profiler does not see what gloo's threads free. A tensor whose last owner is
 ended counts as alive for ever; so waits are a little longer here, until gloo has let go.
 
 Example:
-    python tools/check_plan.py                       # all points, about three minutes on two cores
+    python tools/check_plan.py                       # all 21 points, three to ten minutes
     python tools/check_plan.py --only zero3 --json
 """
 
