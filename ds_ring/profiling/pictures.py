@@ -28,6 +28,7 @@ WHAT_COLOURS = {"compute": "#0072b2", "send": "#e69f00", "wait": "#d55e00"}
 BACKWARD_SHADE = "#f2ece0"
 HATCH = {"real": "", "simulated": "///"}
 DPI = 110
+TITLE_WIDTH = 84  # characters: a title stays beside the legend
 NAMED_WIDTH = 0.025  # of the time axis: an event at least so wide has its hop written in it
 
 
@@ -73,7 +74,7 @@ def draw_memory(runs: Sequence[RingRun], title: str, path: Path) -> None:
     axes.set_ylim(0, 1.1 * max(bar.total_bytes for bar in bars) / MIB)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_title(_wrapped("Memory of the rank that needs most", title), fontsize=11)
+    axes.set_title(_wrapped("Memory of the rank that needs most", title), fontsize=10)
     _memory_legend(figure, shown_parts(bars), kinds, f"1/P from ring {line.ring_size}")
     figure.savefig(path, dpi=DPI)
 
@@ -148,7 +149,7 @@ def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
         axes.set(xlim=(edges[0], edges[-1]), ylabel="tensor memory, MiB")
         _mark_phases(axes, [step.phase for step in memory.steps], 1.12 * max(*bottom, peak))
         _number_steps(axes, [step.hop for step in memory.steps], run.ring_size)
-    figure.suptitle(_wrapped("Memory at the peak of every step", title), fontsize=11)
+    figure.suptitle(_wrapped("Memory at the peak of every step", title), fontsize=10)
     _memory_legend(figure, [name for name in LABELS if name in parts], [], None)
     figure.savefig(path, dpi=DPI)
 
@@ -189,7 +190,7 @@ def draw_timeline(timelines: Sequence[Timeline], title: str, path: Path) -> None
 
     handles = [Patch(color=WHAT_COLOURS[what], label=what) for what in WHATS]
     handles.append(Patch(facecolor=BACKWARD_SHADE, edgecolor="#999999", label="backward"))
-    figure.suptitle(_wrapped("Who does what when", title), fontsize=11)
+    figure.suptitle(_wrapped("Who does what when", title), fontsize=10)
     figure.legend(handles=handles, loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=DPI)
 
@@ -230,4 +231,4 @@ def _timeline_panel(axes: Any, timeline: Timeline) -> None:
 
 
 def _wrapped(first: str, title: str) -> str:
-    return "\n".join([first, *textwrap.wrap(title, 100)])
+    return "\n".join([first, *textwrap.wrap(title, TITLE_WIDTH)])

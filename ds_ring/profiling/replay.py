@@ -73,7 +73,7 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
         begin_us = max((event.end_us for event in walk.events), default=begin_us)
     events.sort(key=lambda event: (event.ring_rank, event.start_us))
     clock = "processor" if all(trace.processor_time for trace in traces.values()) else "wall"
-    note = f"compute: {clock} time, rank by rank; transfers MODELLED: {link_mbit_s:g} Mbit/s each way"
+    note = f"compute in {clock} time, rank by rank; transfers MODELLED: {link_mbit_s:g} Mbit/s each way"
     return Timeline("simulated", len(traces), tuple(events), note, tuple(transfers))
 
 

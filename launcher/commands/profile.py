@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .parsers import Commands, add_command, add_json, refuse_extra
-from .shapes import MIB, add_shapes, config_of, pattern_of, print_table, source_of
+from .profile_report import print_memory, print_times, row_of, times_of
+from .shapes import add_shapes, config_of, pattern_of, source_of
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -80,11 +81,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     timelines = _timelines(options, [one for one in runs if one.ring_size == sizes[-1]])
     written = _write(options, job, runs, timelines)
     if options.json:
-        for row in [*map(_row, runs), *map(_times, timelines)]:
+        for row in [*map(row_of, runs), *map(times_of, timelines)]:
             print(json.dumps(row))
     else:
-        _print_memory(job, runs)
-        _print_times(timelines)
+        print_memory(job, runs)
+        print_times(timelines)
     for path in written:
         print(f"written: {path}", file=sys.stderr if options.json else sys.stdout)
     return 0
@@ -178,13 +179,15 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
 
 
 class _Ticks:
-    """Redraws a bar while real ranks are at work; not before two seconds have passed."""
+    """Redraws a bar while real ranks are at work: every second on a terminal, seldom in a log."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
-        self._bar, self._began = bar, time.monotonic()
+        self._bar, self._due = bar, time.monotonic() + PROGRESS_AFTER_S
+        self._every_s = 1.0 if sys.stderr.isatty() else 30.0
 
     def __call__(self) -> None:
-        if time.monotonic() - self._began > PROGRESS_AFTER_S:
+        if time.monotonic() > self._due:
+            self._due = time.monotonic() + self._every_s
             self._bar.refresh()
 
 
@@ -218,67 +221,3 @@ def _write(
     draw_steps([one for one in runs if one.ring_size == largest], job.title, steps)
     draw_timeline(timelines, job.title, timeline)
     return [memory, steps, timeline, trace]
-
-
-def _row(run: RingRun) -> dict[str, Any]:
-    """A ring for machines; bytes, those of `at_peak` of the rank that needs most."""
-    from ds_ring.profiling.bars import parts_of
-
-    return {
-        "run": run.kind,
-        "ring_size": run.ring_size,
-        "layout": run.layout_name,
-        "peak_bytes": run.peak_bytes,
-        "ring_rank": run.busiest,
-        "at_peak": parts_of(run.ranks[run.busiest].memory),
-        "peak_bytes_by_rank": [rank.memory.peak_bytes for rank in run.ranks],
-    }
-
-
-def _times(timeline: Timeline) -> dict[str, Any]:
-    """A timeline for machines; milliseconds by ring rank."""
-    from ds_ring.profiling.timeline import WHATS
-
-    ranks = range(timeline.ring_size)
-    spent = {
-        f"{what}_ms": [round(timeline.total_us(rank, what) / 1e3, 3) for rank in ranks] for what in WHATS
-    }
-    return {
-        "timeline": timeline.kind, "ring_size": timeline.ring_size, "note": timeline.note,
-        "wall_ms": round(timeline.end_us / 1e3, 3), **spent,
-    }  # fmt: skip
-
-
-def _print_memory(job: Job, runs: list[RingRun]) -> None:
-    from rich.table import Table
-
-    from ds_ring.profiling.bars import LABELS, bars_of, one_over_p, shown_parts
-
-    bars = bars_of(runs)
-    parts, line = shown_parts(bars), one_over_p(bars)
-    table = Table(title=f"{job.title}: MiB of the rank that needs most", caption_justify="left")
-    for name in ("ring", "run", "layout", "rank", "peak", "of 1/P", *(LABELS[part] for part in parts)):
-        table.add_column(name, justify="left" if name in ("run", "layout") else "right")
-    for run, bar in zip(runs, bars, strict=True):
-        table.add_row(
-            str(bar.ring_size), bar.kind, run.layout_name, str(bar.ring_rank), f"{bar.total_bytes / MIB:.2f}",
-            f"{bar.total_bytes / line.at(bar.ring_size):.3f}",
-            *(f"{bar.parts[part] / MIB:.2f}" for part in parts),
-        )  # fmt: skip
-    print_table(table)
-
-
-def _print_times(timelines: list[Timeline]) -> None:
-    from rich.table import Table
-
-    from ds_ring.profiling.timeline import WHATS
-
-    for timeline in timelines:
-        print(f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}")
-        table = Table(caption=f"ms of {timeline.end_us / 1e3:.1f}")
-        for name in ("rank", *WHATS):
-            table.add_column(name, justify="right")
-        for rank in range(timeline.ring_size):
-            spent = [timeline.total_us(rank, what) for what in WHATS]
-            table.add_row(str(rank), *(f"{us / 1e3:.1f}" for us in spent))
-        print_table(table)

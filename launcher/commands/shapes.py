@@ -25,7 +25,15 @@ MIB = 2**20
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     """Declare the options that say what is attended with what."""
     parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
-    parser.add_argument("--ring-sizes", type=int, nargs="+", default=ring_sizes, metavar="P")
+    sizes = " ".join(map(str, ring_sizes))
+    parser.add_argument(
+        "--ring-sizes",
+        type=int,
+        nargs="+",
+        default=ring_sizes,
+        metavar="P",
+        help=f"ranks of a ring ({sizes})",
+    )
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (8)")
     parser.add_argument(
         "--kv-heads", type=int, metavar="G", help="K/V heads; as many as query heads if left out"

@@ -110,7 +110,7 @@ def test_a_simulated_ring(ring_size: int) -> None:
     assert all(trace.processor_time != wall for trace in result.traces.values())
     slow, fast = (replay(result.traces, rate) for rate in (10.0, 1e9))
     assert slow.end_us >= fast.end_us and "MODELLED" in slow.note
-    assert ("compute: wall time" if wall else "compute: processor time") in slow.note
+    assert ("compute in wall time" if wall else "compute in processor time") in slow.note
     assert (slow.end_us > fast.end_us) == (ring_size > 1)
     for rank in range(ring_size):
         events = slow.of_rank(rank)
