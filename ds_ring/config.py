@@ -44,7 +44,8 @@ Whole = Annotated[
 BlockSize = Annotated[int, Takes("a whole number that is a power of two and at least 16", "use 128")]
 Options = Annotated[dict[str, JsonValue], Takes("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[
-    AtLeastOne | None, Takes(f"{_ONE_UP} (bytes), or null", "use null for 1 MiB on the CPU, 64 MiB on CUDA")
+    AtLeastOne | None,
+    Takes(f"{_ONE_UP} (bytes), or null", "use null for the default"),
 ]
 Tokens = Annotated[int, Field(ge=0), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")]
 Seconds = Annotated[
@@ -154,7 +155,8 @@ class RingConfig(Section):
     chunk_bytes: ChunkBytes = Field(
         default=None,
         description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
-        "take less memory and more messages; null: 1 MiB on the CPU, 64 MiB on CUDA",
+        "take less memory and more messages; null: 1 MiB on the CPU, an eighth of a shard below 8 MiB, and "
+        "64 MiB on CUDA",
     )
     min_sequence_length: Tokens = Field(
         default=0,

@@ -29,7 +29,7 @@ from ds_ring.simulation.exchange import GradientSums
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.profile import RankMemory, Step
 from ds_ring.simulation.rank import BytesSent, RankResult, VirtualRanks
-from ds_ring.simulation.source import Source, TensorSource, put_rows
+from ds_ring.simulation.source import Geometry, Source, TensorSource, put_rows
 
 __all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
 
@@ -101,8 +101,8 @@ def simulate(
             asked for "grad_out".
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
-        chunk_bytes: heads go round in groups whose K and V are each at least this large; None is the 1 MiB of
-            real CPU ranks.
+        chunk_bytes: heads go round in groups whose K and V are each at least this large; None is what
+            real CPU ranks take (`schedule/groups.py`).
         prune: send only what is read; False for comparison.
         ranks: ring ranks to simulate; None for all.
         measure_memory: count tensor memory under the profiler (slower by a few percent where calls are
@@ -138,12 +138,17 @@ def simulate(
         build_plan(pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=prune),
         get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
         options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
-        options.chunk_bytes_on("cpu"),
+        options.chunk_bytes_on("cpu", _shard_bytes(sizes, layout)),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
         trace,
     )
     return _collected(job, wanted, whole, progress)
+
+
+def _shard_bytes(sizes: Geometry, layout: Layout) -> int:
+    """K of all heads of one rank."""
+    return sizes.batch * sizes.kv_heads * layout.local_tokens * sizes.head_dim * sizes.dtype.itemsize
 
 
 def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool) -> SimulationResult:

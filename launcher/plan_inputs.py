@@ -125,6 +125,7 @@ def _setting(
         loss_tokens=options.loss_chunk,
         overlap=config.overlap,
         prune=config.prune,
+        chunk_bytes=config.chunk_bytes,
     )
 
 

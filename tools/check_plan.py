@@ -36,7 +36,7 @@ from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.cost import Part, bytes_sent
 from ds_ring.schedule.estimate import estimate
-from ds_ring.schedule.groups import CHUNK_BYTES_CPU
+from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.model_memory import attention_alone
 from ds_ring.schedule.model_shape import ModelShape
 from ds_ring.schedule.pass_memory import PassShape, pass_memory
@@ -137,7 +137,8 @@ def planned(point: Point) -> Found:
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=point.heads, kv_heads=point.kv_heads)
     local, group = layout.local_tokens, point.heads // point.kv_heads
-    shape = PassShape(1, group, local, HEAD_DIM, element, CHUNK_BYTES_CPU, "cpu")
+    chunk_bytes = chunk_bytes_on("cpu", point.kv_heads * local * HEAD_DIM * element)
+    shape = PassShape(1, group, local, HEAD_DIM, element, chunk_bytes, "cpu")
     found = []
     for rank in range(point.ranks):
         walks = plan.rank(rank).walks

@@ -222,11 +222,11 @@ def _seconds(
     _, executed, calls, received, returned = np.array(costs, dtype=np.float64).T
     rows = shape.batch * heads
     calls = calls if shape.kernel == "cpu" else np.minimum(calls, 1)  # flex: one call for the whole hop
-    compute = executed * rows * flop_s + calls * hardware.call_overhead_s
     token = 2 * rows * shape.head_dim
     size = token * (received * shape.element_bytes + returned * FLOAT)
-    fixed = np.where(size > 0, hardware.link_latency_s + hardware.hop_overhead_s, 0.0)
-    return compute, size / bytes_per_s + fixed
+    posting = np.where(size > 0, hardware.hop_overhead_s, 0.0)  # this rank's own time: nothing hides it
+    compute = executed * rows * flop_s + calls * hardware.call_overhead_s + posting
+    return compute, size / bytes_per_s + np.where(size > 0, hardware.link_latency_s, 0.0)
 
 
 def _one_after_another(

@@ -29,7 +29,7 @@ class Setting:
         batch: sequences of one ring.
         checkpointing: layers are computed again in the backward pass.
         loss_tokens: tokens whose logits are there at once; None for all.
-        overlap, prune: as in the JSON.
+        overlap, prune, chunk_bytes: as in the JSON.
     """
 
     tokens: int
@@ -46,6 +46,7 @@ class Setting:
     loss_tokens: int | None = None
     overlap: bool = True
     prune: bool = True
+    chunk_bytes: int | None = None
 
     @property
     def devices(self) -> int:

@@ -145,8 +145,10 @@ def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int
     if ring == 1:
         return 0
     most = _largest_class(request, ulysses)
-    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device)
-    first = head_chunks(slice(0, most, 1), head_bytes(request, ring, ulysses, tokens), bytes_)[0]
+    of_a_head = head_bytes(request, ring, ulysses, tokens)
+    of_all = request.kv_heads // ulysses * of_a_head
+    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, of_all)
+    first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
 
 

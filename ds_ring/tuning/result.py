@@ -186,12 +186,13 @@ def _memory_bytes(request: Request, ranks_per_node: int) -> int:
     return int(psutil.virtual_memory().total) // ranks_per_node
 
 
-def _source(request: Request) -> str:
-    return (
-        f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once; peak_flops is the best"
-        " of a large product of matrices and the attention kernel, inter_node the slowest link of the ring,"
-        " intra_node the fastest"
-    )
+def _source(request: Request) -> dict[str, str]:
+    return {
+        "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
+        "peak_flops": "the best of a large product of matrices and the attention kernel",
+        "inter_node_bytes_per_s": "the slowest link of the ring",
+        "intra_node_bytes_per_s": "the fastest link of the ring",
+    }
 
 
 def require_writable(path: Path, option: str) -> None:

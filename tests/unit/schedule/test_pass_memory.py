@@ -7,7 +7,7 @@ import pytest
 from ds_ring import Causal, Dilated, build_plan, make_layout
 from ds_ring.runtime.kernels import calls
 from ds_ring.schedule import workspace
-from ds_ring.schedule.groups import CHUNK_BYTES_CPU, chunk_bytes_on, head_chunks
+from ds_ring.schedule.groups import chunk_bytes_on, head_chunks
 from ds_ring.schedule.model_memory import attention_alone
 from ds_ring.schedule.pass_memory import PassMemory, PassShape, pass_memory
 
@@ -30,7 +30,7 @@ def test_what_real_ranks_needed(ring, tokens, heads, kv_heads, element, pattern,
     layout = make_layout(name, tokens=tokens, ring_size=ring, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads)
     local = layout.local_tokens
-    shape = PassShape(1, heads // kv_heads, local, 64, element, CHUNK_BYTES_CPU, "cpu")
+    shape = PassShape(1, heads // kv_heads, local, 64, element, 1 << 20, "cpu")
     for rank, expected in enumerate(mib):
         passing = pass_memory(plan.rank(rank).walks, shape)
         total = attention_alone(heads, kv_heads, local, 64, element, passing).total
@@ -39,14 +39,14 @@ def test_what_real_ranks_needed(ring, tokens, heads, kv_heads, element, pattern,
 
 def test_a_ring_of_one_has_no_buffers():
     plan = build_plan(Causal(), make_layout("zigzag", tokens=4096, ring_size=1), query_heads=4, kv_heads=4)
-    found = pass_memory(plan.rank(0).walks, PassShape(1, 1, 4096, 64, 4, CHUNK_BYTES_CPU, "cpu"))
+    found = pass_memory(plan.rank(0).walks, PassShape(1, 1, 4096, 64, 4, 1 << 20, "cpu"))
     assert found.buffers == found.accumulators == 0 and found.workspace > 0
     assert found.total == found.workspace
 
 
 def test_a_forward_pass_alone_needs_less():
     plan = build_plan(Causal(), make_layout("zigzag", tokens=8192, ring_size=4), query_heads=4, kv_heads=4)
-    shape = PassShape(1, 1, 2048, 64, 2, CHUNK_BYTES_CPU, "cpu")
+    shape = PassShape(1, 1, 2048, 64, 2, 1 << 20, "cpu")
     both, forward = (pass_memory(plan.rank(1).walks, shape, backward=b) for b in (True, False))
     assert all(less < more for less, more in zip(forward, both, strict=True)), (forward, both)
     assert isinstance(forward, PassMemory)
@@ -73,4 +73,6 @@ def test_groups_have_at_least_the_bytes_of_a_chunk():
     assert head_chunks(slice(0, 8), 1 << 19, 1 << 20) == [slice(i, i + 2, 1) for i in (0, 2, 4, 6)]
     assert head_chunks(slice(0, 8), 0, 1 << 20) == [slice(0, 8, 1)]  # nothing travels
     assert head_chunks(slice(1, 8, 2), 1 << 20, 1 << 20) == [slice(i, i + 1, 2) for i in (1, 3, 5, 7)]
-    assert chunk_bytes_on("cpu") == 1 << 20 and chunk_bytes_on("cuda") == 64 << 20
+    whole = [chunk_bytes_on("cpu", mib << 20) for mib in (100, 8, 4, 1)]
+    assert whole == [1 << 20, 1 << 20, 512 << 10, 128 << 10] and chunk_bytes_on("cpu", 1) == 128 << 10
+    assert chunk_bytes_on("cuda", 1) == 64 << 20

@@ -40,7 +40,8 @@ def test_every_candidate_is_a_section_that_means_it() -> None:
         options = options_from_config(config)
         of_a_head = head_bytes(asked, one.ring_size, one.ulysses_size, asked.tokens)
         heads = slice(0, asked.kv_heads // one.ulysses_size, 1)
-        groups = head_chunks(heads, of_a_head, options.chunk_bytes_on("cpu"))
+        chunk_bytes = options.chunk_bytes_on("cpu", heads.stop * of_a_head)
+        groups = head_chunks(heads, of_a_head, chunk_bytes)
         assert len(range(4)[groups[0]]) == one.heads_per_message
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.hardware import hardware_from
 from ds_ring.tuning.candidates import Candidate, candidates
 from ds_ring.tuning.model import Model
 from ds_ring.tuning.request import Request
@@ -33,12 +34,12 @@ def result(asked: Request, chosen: Candidate) -> Result:
 def test_all_else_is_kept() -> None:
     asked = request(4, section={"check_finite": True, "layout": "striped"})
     whole = {"optimizer": {"type": "Adam"}, "ring_attention": {"check_finite": True, "layout": "striped"}}
-    chosen = replace(candidates(asked)[0], heads_per_message=1, overlap=False)
+    chosen = replace(candidates(asked)[0], heads_per_message=2, overlap=False)
     merged = result(asked, chosen).merged(whole)
     assert merged["optimizer"] == {"type": "Adam"} and merged["sequence_parallel_size"] == 4
     assert merged["ring_attention"] == {
         "check_finite": True, "layout": "zigzag", "ring_size": 4, "ulysses_size": 1, "overlap": False,
-        "chunk_bytes": 2048 * 64 * 4,
+        "chunk_bytes": 2 * 2048 * 64 * 4,
     }  # fmt: skip
     assert whole["ring_attention"] == {"check_finite": True, "layout": "striped"}
 
@@ -57,6 +58,7 @@ def test_the_description_of_the_hardware_has_its_fields() -> None:
     asked = request(2)
     found = result(asked, candidates(asked)[0]).hardware()
     assert set(found) == HARDWARE
+    assert hardware_from(found, "tune").model_dump(exclude_none=True) == found  # what `ds-ring plan` reads
     assert found["kind"] == "cpu" and found["devices_per_node"] == 2 and found["memory_bytes"] > 0
     shares = [*found["attention_efficiency"].values(), found["matmul_efficiency"]]
     assert all(0 < share <= 1 for share in shares) and set(found["peak_flops"]) == {"float32"}

@@ -1,0 +1,110 @@
+"""The cost model's time against the clock: `tune` measures this machine, `plan` predicts, passes are timed.
+
+On the same ranks: a search (`ds_ring.tuning.tune`) gives the description of the hardware that its option
+`--hardware-output` would write; from that alone come the planned seconds of a forward and backward pass at
+several lengths and patterns, which then run for real. Attention alone, in the layout "auto", float32.
+
+Example:
+    python tools/check_plan_time.py --processes 2 --tokens 4096 8192 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
+from ds_ring.hardware import Hardware, hardware_from
+from ds_ring.schedule.cost import Part, pass_cost
+from ds_ring.schedule.groups import chunk_bytes_on
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pass_memory import PassShape
+from ds_ring.schedule.pattern import Pattern
+from ds_ring.schedule.plan import Plan
+from ds_ring.tuning import request_from, tune
+from ds_ring.tuning.clock import Clock
+from ds_ring_launcher.local_ranks import run_ranks
+
+PATTERNS: dict[str, Pattern] = {
+    "causal": Causal(),
+    "window": SlidingWindow(2048),
+    "longnet": Dilated((2048, 4096, 8192, 16384), (1, 2, 4, 8), causal=True),
+}
+ELEMENT_BYTES = 4
+
+
+def planned_s(plan: Plan, hardware: Hardware, options: argparse.Namespace) -> float:
+    """Seconds of the slowest rank's pass, by arithmetic."""
+    local = plan.layout.local_tokens
+    chunk_bytes = chunk_bytes_on("cpu", options.heads * local * options.head_dim * ELEMENT_BYTES)
+    shape = PassShape(1, 1, local, options.head_dim, ELEMENT_BYTES, chunk_bytes, "cpu")
+    link = hardware.inter_node_bytes_per_s
+    ranks = [[Part(walk, 1) for walk in plan.rank(rank).walks] for rank in range(plan.ring_size)]
+    return max(pass_cost(parts, shape, hardware, "float32", link).seconds for parts in ranks)
+
+
+def measured_s(pattern: Pattern, layout: Layout, mesh: RingMesh, clock: Clock, options: Any) -> float:
+    """Median seconds of the slowest rank, after one pass that makes the plan."""
+    shape = (1, options.heads, layout.local_tokens, options.head_dim)
+    q, k, v, grad = (torch.randn(shape) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def step() -> None:
+        out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return statistics.median([clock.together(step) for _ in range(options.rounds + 1)][1:])
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """Tune, plan, measure; rank 0 prints a row for each point."""
+    size = dist.get_world_size()
+    request = request_from(
+        {"ring_attention": {}}, tokens=max(options.tokens), heads=options.heads, kv_heads=None,
+        head_dim=options.head_dim, world_size=size,
+    )  # fmt: skip
+    result = tune(request)
+    hardware = hardware_from(result.hardware(), "what tune measured")
+    mesh, clock = RingMesh.from_world(size), Clock(torch.device("cpu"))
+    for tokens in options.tokens:
+        for name, pattern in PATTERNS.items():
+            layout = make_layout("auto", tokens=tokens, ring_size=size, pattern=pattern)
+            plan = build_plan(pattern, layout, query_heads=options.heads, kv_heads=options.heads)
+            planned = planned_s(plan, hardware, options)
+            measured = measured_s(pattern, layout, mesh, clock, options)
+            row = {"ranks": size, "tokens": tokens, "pattern": name, "layout": layout.name}
+            row |= {"planned_s": round(planned, 4), "measured_s": round(measured, 4)}
+            if dist.get_rank() == 0:
+                print(json.dumps(row | {"planned_over_measured": round(planned / measured, 3)}), flush=True)
+    if dist.get_rank() == 0 and options.hardware:
+        print(json.dumps(result.hardware(), indent=1), flush=True)
+    mesh.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One row per length and pattern."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5, help="timed, after one of warm-up")
+    parser.add_argument("--hardware", action="store_true", help="print what was measured, too")
+    options = parser.parse_args(arguments)
+    threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
+    run_ranks(rank_main, options.processes, (options,), threads=threads, deadline_s=1800)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
