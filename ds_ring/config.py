@@ -155,7 +155,7 @@ class RingConfig(Section):
     chunk_bytes: ChunkBytes = Field(
         default=None,
         description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
-        "take less memory and more messages; null: 1 MiB on the CPU, an eighth of a shard below 8 MiB, and "
+        "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
         "64 MiB on CUDA",
     )
     min_sequence_length: Tokens = Field(

@@ -8,7 +8,8 @@ would arrive (`simulation/exchange.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ from ds_ring.simulation.exchange import GradientSums
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.profile import RankMemory, Step
 from ds_ring.simulation.rank import BytesSent, RankResult, VirtualRanks
-from ds_ring.simulation.source import Geometry, Source, TensorSource, put_rows
+from ds_ring.simulation.source import Source, TensorSource, put_rows
 
 __all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
 
@@ -83,6 +84,7 @@ def simulate(
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
     trace: bool = False,
+    threads: int | None = None,
     progress: bool = True,
 ) -> SimulationResult:
     """Ring attention of a whole sequence with all its ranks in this process, one at a time.
@@ -109,6 +111,8 @@ def simulate(
             large, by more where they are small).
         trace: keep what every rank did from when to when, with the sizes of its messages. In processor time
             where torch has one thread; best without `measure_memory`, which costs time.
+        threads: of a virtual rank's kernel, which takes workspace for each. None is one while memory is
+            measured, as a real rank has where each has a core, and else all that torch has.
         progress: a bar on stderr once two seconds have passed.
 
     Raises:
@@ -132,23 +136,31 @@ def simulate(
             f" tokens, or make the layout with tokens={sizes.tokens}"
         )
     options = _options(scale, kernel, kernel_options, chunk_bytes)
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise RingConfigError(f"threads: expected a number of at least 1, got {threads!r}")
     whole, backward = len(wanted) == layout.ring_size, grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
         build_plan(pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=prune),
         get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
         options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
-        options.chunk_bytes_on("cpu", _shard_bytes(sizes, layout)),
+        options.chunk_bytes_on("cpu", layout.ring_size),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
         trace,
     )
-    return _collected(job, wanted, whole, progress)
+    with _threads(threads if threads is not None else 1 if measure_memory else torch.get_num_threads()):
+        return _collected(job, wanted, whole, progress)
 
 
-def _shard_bytes(sizes: Geometry, layout: Layout) -> int:
-    """K of all heads of one rank."""
-    return sizes.batch * sizes.kv_heads * layout.local_tokens * sizes.head_dim * sizes.dtype.itemsize
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool) -> SimulationResult:

@@ -137,7 +137,7 @@ def planned(point: Point) -> Found:
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=point.heads, kv_heads=point.kv_heads)
     local, group = layout.local_tokens, point.heads // point.kv_heads
-    chunk_bytes = chunk_bytes_on("cpu", point.kv_heads * local * HEAD_DIM * element)
+    chunk_bytes = chunk_bytes_on("cpu", point.ranks)
     shape = PassShape(1, group, local, HEAD_DIM, element, chunk_bytes, "cpu")
     found = []
     for rank in range(point.ranks):

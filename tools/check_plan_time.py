@@ -43,7 +43,7 @@ ELEMENT_BYTES = 4
 def planned_s(plan: Plan, hardware: Hardware, options: argparse.Namespace) -> float:
     """Seconds of the slowest rank's pass, by arithmetic."""
     local = plan.layout.local_tokens
-    chunk_bytes = chunk_bytes_on("cpu", options.heads * local * options.head_dim * ELEMENT_BYTES)
+    chunk_bytes = chunk_bytes_on("cpu", plan.ring_size)
     shape = PassShape(1, 1, local, options.head_dim, ELEMENT_BYTES, chunk_bytes, "cpu")
     link = hardware.inter_node_bytes_per_s
     ranks = [[Part(walk, 1) for walk in plan.rank(rank).walks] for rank in range(plan.ring_size)]

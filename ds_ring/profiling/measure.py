@@ -6,8 +6,6 @@ in another one without it. Starts no process: who starts ranks calls `measure_ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,13 +83,12 @@ def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True
             job.source, pattern=job.pattern, layout=layout, grad_out=job.backward or None,
             scale=options.scale, kernel=options.kernel, kernel_options=dict(options.kernel_options),
             chunk_bytes=options.chunk_bytes, prune=options.prune,
-            measure_memory=memory, trace=trace, progress=progress,
+            measure_memory=memory, trace=trace, threads=job.threads, progress=progress,
         )  # fmt: skip
         return result.memory, result.traces
 
-    with _threads(job.threads):
-        memory, _ = run(memory=True, trace=False)
-        traces = run(memory=False, trace=True)[1] if times else {}
+    memory, _ = run(memory=True, trace=False)
+    traces = run(memory=False, trace=True)[1] if times else {}
     ranks = tuple(RankRun(memory[rank], traces.get(rank)) for rank in range(ring_size))
     return RingRun(SIMULATED, layout.name, ranks)
 
@@ -124,14 +121,3 @@ def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) ->
     if job.backward:
         out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
     return Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """As many threads as a rank has: kernels take workspace for each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -31,7 +31,7 @@ def _walk(
     ring_rank, options = context.mesh.ring_rank, context.options
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
-    chunk_bytes = options.chunk_bytes_on(q.device.type, k.nbytes)
+    chunk_bytes = options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
     return RingPass(
         plan.rank(ring_rank),
         kernel,

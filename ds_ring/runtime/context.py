@@ -53,7 +53,7 @@ class Options:
         kernel_options: for the kernel, as sorted pairs.
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `schedule/groups.py` says for the device:
-            a MiB on the CPU, less for small shards, and 64 MiB elsewhere, where few heads would not fill it.
+            a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
     """
 
     scale: float | None = None
@@ -81,9 +81,9 @@ class Options:
                 f"scale: expected a finite number, got {self.scale}; use None for 1 / sqrt(head_dim)"
             )
 
-    def chunk_bytes_on(self, device_type: str, shard_bytes: int) -> int:
-        """The smallest K or V message worth a walk of its own, bytes; `shard_bytes` is K of all heads."""
-        return chunk_bytes_on(device_type, shard_bytes) if self.chunk_bytes is None else self.chunk_bytes
+    def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
+        """The smallest K or V message worth a walk of its own, bytes."""
+        return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
 
 
 def _is_number(value: object) -> bool:

@@ -89,15 +89,13 @@ def plan_of(setting: Setting) -> Plan:
 def pass_shape(setting: Setting, layout: Layout) -> PassShape:
     """The tensors of a pass on one rank."""
     model, element = setting.model, ELEMENT_BYTES[setting.dtype]
-    kv_heads = model.kv_heads // setting.ulysses_size
-    shard_bytes = setting.batch * kv_heads * layout.local_tokens * model.head_dim * element
     return PassShape(
         batch=setting.batch,
         group=model.heads // model.kv_heads,
         local_tokens=layout.local_tokens,
         head_dim=model.head_dim,
         element_bytes=element,
-        chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, shard_bytes),
+        chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
         kernel="cpu" if setting.hardware.kind == "cpu" else "flex",
         contiguous=setting.ulysses_size > 1,
     )

@@ -7,25 +7,24 @@ counts what they need. Owns the sizes on each kind of device.
 from __future__ import annotations
 
 MANY = 16  # groups of heads, from which on one of them is small beside the shard
-CHUNK_BYTES_CPU = 1 << 20
-SMALL_SHARD_GROUPS = 8  # of a shard of less than so many MiB, on the CPU
-LEAST_BYTES_CPU = 128 << 10  # below, a message's fixed cost is more than its bytes'
+CHUNK_BYTES_CPU = 1 << 20  # in rings of up to two
+LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # few heads would not fill the device
 
 
-def chunk_bytes_on(device_type: str, shard_bytes: int) -> int:
+def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     """The smallest K or V message worth a walk of its own, bytes.
 
-    On the CPU a MiB, or an eighth of a shard that is smaller than 8 MiB, so that its buffers stay small
-    beside it and memory falls as 1/P for long.
+    On the CPU a MiB for two ranks, and as many ranks as share a sequence so many times less, down to
+    128 KiB: of one sequence the buffers of messages then shrink with the ring as shards do.
 
     Args:
         device_type: "cpu", or anything else.
-        shard_bytes: K of all heads of this rank.
+        ring_size: P.
     """
     if device_type != "cpu":
         return CHUNK_BYTES_GPU
-    return min(CHUNK_BYTES_CPU, max(shard_bytes // SMALL_SHARD_GROUPS, LEAST_BYTES_CPU))
+    return max(2 * CHUNK_BYTES_CPU // max(ring_size, 2), LEAST_BYTES_CPU)
 
 
 def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:

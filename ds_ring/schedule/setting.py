@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_ring.hardware import Hardware
+from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.model_shape import ModelShape
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.zero_memory import Zero
@@ -71,4 +72,5 @@ def smaller_ring(setting: Setting, local_tokens: int, most: int = FEW_RANKS) -> 
     (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
     """
     ring = min(setting.ring_size, most)
-    return replace(setting, ring_size=ring, tokens=local_tokens * ring)
+    chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
+    return replace(setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes)

@@ -146,8 +146,7 @@ def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int
         return 0
     most = _largest_class(request, ulysses)
     of_a_head = head_bytes(request, ring, ulysses, tokens)
-    of_all = request.kv_heads // ulysses * of_a_head
-    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, of_all)
+    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, ring)
     first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
 

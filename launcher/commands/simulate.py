@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """\
 examples:
-  ds-ring simulate --tokens 8192 --heads 8 --layout zigzag --chunk-bytes 1      causal, rings of 1 to 16
+  ds-ring simulate --tokens 8192 --heads 8 --layout zigzag      causal, rings of 1 to 16
   ds-ring simulate --tokens 65536 --pattern '{"window": 4096}' --backward --check
   ds-ring simulate --tokens 65536 --config configs/longnet.json --ring-sizes 1 8 --json
 """

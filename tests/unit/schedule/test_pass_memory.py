@@ -73,6 +73,5 @@ def test_groups_have_at_least_the_bytes_of_a_chunk():
     assert head_chunks(slice(0, 8), 1 << 19, 1 << 20) == [slice(i, i + 2, 1) for i in (0, 2, 4, 6)]
     assert head_chunks(slice(0, 8), 0, 1 << 20) == [slice(0, 8, 1)]  # nothing travels
     assert head_chunks(slice(1, 8, 2), 1 << 20, 1 << 20) == [slice(i, i + 1, 2) for i in (1, 3, 5, 7)]
-    whole = [chunk_bytes_on("cpu", mib << 20) for mib in (100, 8, 4, 1)]
-    assert whole == [1 << 20, 1 << 20, 512 << 10, 128 << 10] and chunk_bytes_on("cpu", 1) == 128 << 10
-    assert chunk_bytes_on("cuda", 1) == 64 << 20
+    of_rings = [chunk_bytes_on("cpu", size) >> 10 for size in (1, 2, 4, 16, 1024)]
+    assert of_rings == [1024, 1024, 512, 128, 128] and chunk_bytes_on("cuda", 8) == 64 << 20

@@ -40,7 +40,7 @@ def test_every_candidate_is_a_section_that_means_it() -> None:
         options = options_from_config(config)
         of_a_head = head_bytes(asked, one.ring_size, one.ulysses_size, asked.tokens)
         heads = slice(0, asked.kv_heads // one.ulysses_size, 1)
-        chunk_bytes = options.chunk_bytes_on("cpu", heads.stop * of_a_head)
+        chunk_bytes = options.chunk_bytes_on("cpu", one.ring_size)
         groups = head_chunks(heads, of_a_head, chunk_bytes)
         assert len(range(4)[groups[0]]) == one.heads_per_message
 
