@@ -6,12 +6,13 @@ run is started by an engine instead (engines.py, process.py).
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ from typing import Any, NoReturn
 from ds_ring.errors import RingError
 
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 _WRONG_INPUT = 2
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RanksError(RingError, RuntimeError):
@@ -40,7 +42,8 @@ def run_ranks(
     *,
     threads: int,
     deadline_s: float,
-) -> None:
+    waiting: Callable[[], object] = lambda: None,
+) -> list[Any]:
     """`work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says cuda).
 
     Args:
@@ -49,6 +52,10 @@ def run_ranks(
         arguments: of `work`; the first may have an attribute `device`.
         threads: of torch, on each rank.
         deadline_s: seconds after which all ranks are ended.
+        waiting: called a few times a second meanwhile.
+
+    Returns:
+        What each rank returned; it, the function and its arguments are pickled.
 
     Raises:
         RanksError: a rank raised, ended, or did not end in time.
@@ -61,18 +68,24 @@ def run_ranks(
                 told = (os.getpid(), rank, processes, folder, threads, deadline_s, work, arguments)
                 ranks.append(context.Process(target=_rank, args=told, name=f"rank {rank}"))
                 ranks[-1].start()
-            _watch(ranks, folder, deadline_s)
+            _watch(ranks, folder, deadline_s, waiting)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
+        return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
 
 
-def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float) -> None:
+def _answer(folder: str, rank: int) -> Path:
+    return Path(folder, f"answer{rank}")
+
+
+def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
     """Until all have ended well."""
     deadline = time.monotonic() + deadline_s
     while running := [process for process in ranks if process.is_alive()]:
-        wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
+        wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        waiting()
         failed = [number for number, process in enumerate(ranks) if process.exitcode]
         if failed:
             until = time.monotonic() + _GRACE_S
@@ -110,7 +123,10 @@ def _rank(
     work: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _end_with(parent)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
+    if os.path.isdir("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo asks the name service for this host
     import torch
     import torch.distributed as dist
 
@@ -127,7 +143,7 @@ def _rank(
         timeout=timedelta(seconds=deadline_s),
     )
     try:
-        work(*arguments)
+        _answer(folder, rank).write_bytes(pickle.dumps(work(*arguments)))
         dist.barrier()
     except RingError as error:
         Path(folder, f"error{rank}").write_text(str(error))
@@ -136,10 +152,10 @@ def _rank(
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its ranks: they notice."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
+    """A parent that is killed cannot end its ranks: the kernel does, whatever signals they ignore."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

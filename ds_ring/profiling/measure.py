@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ds_ring.profiling.job import Job
 from ds_ring.runtime.context import RingContext, context_for
@@ -21,6 +22,7 @@ from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
 from ds_ring.simulation.source import shard_of
 
 REAL, SIMULATED = "real", "simulated"
+HEARTBEAT_S = 60.0  # of silence after which a rank counts as lost: many ranks may share few cores
 
 
 class RankRun(NamedTuple):
@@ -91,6 +93,19 @@ def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True
     traces = run(memory=False, trace=True)[1] if times else {}
     ranks = tuple(RankRun(memory[rank], traces.get(rank)) for rank in range(ring_size))
     return RingRun(SIMULATED, layout.name, ranks)
+
+
+def measure_ring(job: Job, times: bool) -> RankRun:
+    """`measure_rank` in a ring of all ranks of the process group, which all call it.
+
+    Raises:
+        RingError: as `ds_ring.ring_attention`.
+    """
+    mesh = RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=HEARTBEAT_S)
+    try:
+        return measure_rank(mesh, job, times)
+    finally:
+        mesh.close()
 
 
 def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:

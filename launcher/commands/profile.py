@@ -149,8 +149,8 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
     """Every ring size, real and simulated as asked for; times of the largest one."""
     from tqdm import tqdm
 
-    from ds_ring.profiling.measure import REAL, SIMULATED, RingRun, measure_rank, measure_virtual
-    from ds_ring_launcher.ranks import run_ranks
+    from ds_ring.profiling.measure import REAL, SIMULATED, RingRun, measure_ring, measure_virtual
+    from ds_ring_launcher.local_ranks import run_ranks
 
     kinds = [REAL] * options.real + [SIMULATED] * (options.simulated or not options.real)
     runs = []
@@ -164,15 +164,10 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
                 if kind == SIMULATED:
                     runs.append(measure_virtual(job, size, times))
                 else:
-                    given = (job, times)
                     ranks = run_ranks(
-                        measure_rank,
-                        size,
-                        given,
-                        timeout_s=options.timeout,
-                        threads=job.threads,
-                        waiting=ticks,
-                    )
+                        measure_ring, size, (job, times),
+                        threads=job.threads, deadline_s=options.timeout, waiting=ticks,
+                    )  # fmt: skip
                     runs.append(RingRun(kind, job.layout(size).name, tuple(ranks)))
                 bar.update()
     return runs
