@@ -20,7 +20,6 @@ from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingMeshError
 from ds_ring.runtime.autograd import _walk
 from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.kernels.cpu import drop_kept
 from ds_ring.schedule.dilated import Dilated
 from ds_ring.simulation.long_run import LongRun
 
@@ -77,7 +76,6 @@ def fake_layer(job: LongRun, rank: int) -> dict[str, float]:
 
     if not 0 <= rank < job.ring_size:
         raise RingMeshError(f"--fake: expected ranks from 0 to {job.ring_size - 1}, got {rank}")
-    drop_kept()  # biases that are kept from real calls, or of another fake mode
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.ring_size)
     try:
         mesh = RingMesh.from_world(job.ring_size)
@@ -96,6 +94,5 @@ def fake_layer(job: LongRun, rank: int) -> dict[str, float]:
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     finally:
         dist.destroy_process_group()
-        drop_kept()
     found = {KINDS[kind]: value for key, value in peak.items() if (kind := str(key).split(".")[-1]) in KINDS}
     return {name: round(size / 2**20, 1) for name, size in {**found, "total": peak["Total"]}.items()}

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.kernels.calls import BIASED, BLOCK, TRIANGLE, Sizes, calls
@@ -21,6 +23,7 @@ from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, 
 from ds_ring.schedule.tiles import Kind, Tiles
 
 SMALL_BIAS = 256  # side of the squares of log m that several of are kept: 256 KiB each
+Mode: TypeAlias = "FakeTensorMode | None"  # tensors that are kept belong to one; None for real ones
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -28,7 +31,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 @lru_cache(maxsize=16)
-def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype) -> Tensor:
+def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype, mode: Mode) -> Tensor:
     """The additive bias of an anticausal triangle, or of a band's strip: what is not attended is hidden."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
     shift = keys - queries if kind == Kind.BAND else keys
@@ -36,21 +39,21 @@ def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def _square_of_weights(inside: Inside, dtype: torch.dtype) -> Tensor:
+def _square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
 
 
 @lru_cache(maxsize=16)
-def _small_square_of_weights(inside: Inside, dtype: torch.dtype) -> Tensor:
+def _small_square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(SMALL_BIAS, SMALL_BIAS, dtype, torch.device("cpu"))
 
 
-def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """log m; calls of all sizes with the same first positions share one square of it."""
     most = max(queries, keys)
     if inside.mask is None and most <= BIASED:
         square = _small_square_of_weights if most <= SMALL_BIAS else _square_of_weights
-        return square(inside, dtype)[:queries, :keys]
+        return square(inside, dtype, mode)[:queries, :keys]
     return inside.bias(queries, keys, dtype, torch.device("cpu"))
 
 
@@ -71,14 +74,15 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in wide]
 
 
-def _bias(call: Tile, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, pair by pair; None for nothing."""
+def _bias(call: Tile, q: Tensor) -> Tensor | None:
+    """What is added to the scores of q, pair by pair; None for nothing."""
+    dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
     queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
     bias = None
     if inside is not None and inside.weights is not None:
-        bias = _log_weights(inside, queries, keys, dtype)
+        bias = _log_weights(inside, queries, keys, dtype, mode)
     if call.kind in (Kind.ANTICAUSAL, Kind.BAND):
-        hidden = _hidden(queries, keys, call.kind, dtype)
+        hidden = _hidden(queries, keys, call.kind, dtype, mode)
         return hidden if bias is None else bias + hidden
     if call.kind == Kind.PARTIAL:
         assert inside is not None
@@ -140,7 +144,7 @@ class CpuKernel:
                 _batch(keys, v),
                 0.0,
                 call.kind == Kind.CAUSAL,
-                attn_mask=_bias(call, q.dtype),
+                attn_mask=_bias(call, q),
                 scale=scale,
             )
             lse = lse + call.bias if call.bias else lse
@@ -176,7 +180,7 @@ class CpuKernel:
                 lse_t - call.bias if call.bias else lse_t,
                 0.0,
                 call.kind == Kind.CAUSAL,
-                attn_mask=_bias(call, q.dtype),
+                attn_mask=_bias(call, q),
                 scale=scale,
             )
             yield PartialGrads(heads, rows, keys, _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
@@ -15,6 +16,7 @@ from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.runtime.merge import merge_
+from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.cuts import cut_by_distance
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.pattern import Causal, Pattern
@@ -232,3 +234,16 @@ def test_small_triangles_of_many_segments_are_few_calls() -> None:
     assert sum(call.q_rows.repeats * call.q_rows.length * call.k_rows.length for call in found) < (
         1.45 * tiles.pairs.sum()
     )
+
+
+def test_a_fake_pass_leaves_nothing_that_a_real_one_meets() -> None:
+    """Biases are kept from call to call: of each fake mode, and of real tensors, by themselves."""
+    run = np.array([[0, 1, 512]])
+    for pattern in (SlidingWindow(100), Dilated((64, 512), (1, 4))):
+        tiles = pattern.bind((0,), 1, 1).tiles(run, run)
+        for _ in range(2):
+            with FakeTensorMode():
+                q, k, v = (torch.empty(1, 1, 512, 16) for _ in range(3))
+                assert all(is_fake(part.out_BHSD) for part in CpuKernel().forward(q, k, v, tiles, 1.0))
+            q, k, v = (torch.randn(1, 1, 512, 16) for _ in range(3))
+            assert not any(is_fake(part.out_BHSD) for part in CpuKernel().forward(q, k, v, tiles, 1.0))
