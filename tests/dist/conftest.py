@@ -9,9 +9,9 @@ import pytest
 from tests.dist.harness import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pool(4).run(fn, ...)`: one pool for each world size, alive until the session ends."""
+    """`rank_pool(4).run(fn, ...)`: one pool for each world size, alive until this folder's last test."""
     pools: dict[int, RankPool] = {}
 
     def pool_of(world_size: int) -> RankPool:

@@ -12,7 +12,7 @@ Owns the processes: start, deadline, stack dump, end. What a rank does in its pr
     rank_pool(4).collect(shard_sum, 2.0)[3].error_type       # "" or "RingShapeError": for tests of errors
 
 Ranks are forked from one server process that has imported torch already: a rank costs milliseconds. A pool
-is replaced after any call in which a rank did not return. What a call leaves behind in the process (caches,
+is replaced after any call in which a rank did not return, and when its ranks have many threads. What a call leaves behind in the process (caches,
 defaults, patched modules) stays for the next call on that pool; process groups are removed and the seed is
 set to 0. The output of ranks goes to a file, and into the report when something fails.
 """
@@ -53,6 +53,8 @@ _END_SECONDS = 5.0
 # After one rank has failed the others mostly wait for it in a collective: they get this long to say more.
 _GRACE_SECONDS = 3.0
 _LOG_LINES = 40
+# gloo's threads wake a hundred times a second. Those of groups that DeepSpeed still refers to never end.
+_MOST_THREADS = 60
 
 
 class RanksFailed(AssertionError):
@@ -140,6 +142,8 @@ class RankPool:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float, grace_s: float
     ) -> list[RankOutcome]:
         request = _request(fn, args, kwargs)
+        if any(_threads(pid) > _MOST_THREADS for pid in self.pids):
+            self.close()
         try:
             if not self._processes:
                 self._start()
@@ -277,8 +281,16 @@ def _has_main_thread(path: Path) -> bool:
 
 
 def _state(pid: int | None) -> str:
+    return _of_status(pid, "State", "gone")
+
+
+def _threads(pid: int) -> int:
+    return int(_of_status(pid, "Threads", "0"))
+
+
+def _of_status(pid: int | None, key: str, otherwise: str) -> str:
     lines = _text(Path(f"/proc/{pid}/status")).splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("State:")), "gone")
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(f"{key}:")), otherwise)
 
 
 @functools.cache

@@ -295,3 +295,18 @@ def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
             pool.run(sleeps, 1.0)
         timer.join()
         assert pool.run(raises_on, ()) == [0, 1]
+
+
+def leave_threads_behind(rank: int, world_size: int, count: int) -> None:
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+def test_ranks_with_many_threads_are_replaced() -> None:
+    with RankPool(2) as pool:
+        pool.run(leave_threads_behind, 1)
+        first = pool.pids
+        pool.run(leave_threads_behind, 80)
+        assert pool.pids == first
+        assert pool.run(leave_threads_behind, 0) == [None, None]
+        assert not set(pool.pids) & set(first)
