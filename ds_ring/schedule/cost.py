@@ -23,7 +23,7 @@ from ds_ring.schedule.slots import count_slots
 from ds_ring.schedule.tiles import Kind, Tiles
 from ds_ring.schedule.workspace import FLOAT, TRIANGLE
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 2 and 5 products
 EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that does not hide
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_ring.schedule.cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
@@ -19,7 +20,7 @@ from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.tiles import Tiles
 from ds_ring.tuning.candidates import Candidate, KernelChoice, layout_of
 from ds_ring.tuning.links import Links
-from ds_ring.tuning.probe import BACKWARD_FLOPS, FORWARD_FLOPS, KernelRate, kernel_of
+from ds_ring.tuning.probe import KernelRate, kernel_of
 from ds_ring.tuning.request import Request
 
 GRADIENT_BYTES = 4  # dK and dV travel in float32

@@ -19,6 +19,7 @@ from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_
 from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.pattern import Causal
 from ds_ring.schedule.plan import build_plan
@@ -27,7 +28,6 @@ from ds_ring.tuning.clock import Clock
 from ds_ring.tuning.request import Request
 
 SMALL_TOKENS, LARGE_TOKENS = 512, 4096  # sides of the triangles that are timed
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, head and element of head_dim: 2 and 5 products
 TURNS = 3
 MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 
