@@ -5,9 +5,33 @@ Spawned ranks inherit the parent's sys.path, so what is importable here is impor
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+
+@pytest.fixture(autouse=True)
+def _alone_or_not(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """With several workers (`-n 2`): while a test that is marked `alone` runs, the others wait.
+
+    Such tests hold deadlines of a second or so, which other tests on the same two cores would break. Whoever
+    comes to the door first goes through first; inside are any number of tests, or one that is alone.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    shared = tmp_path_factory.getbasetemp().parent  # of all workers
+    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with open(shared / "inside", "w") as inside:
+        with open(shared / "door", "w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(inside, how)
+        yield

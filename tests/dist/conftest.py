@@ -1,4 +1,4 @@
-"""The pools of ranks that the tests of this folder share."""
+"""The pools of ranks that the tests of a module share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 from tests.dist.harness import RankPool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pool(4).run(fn, ...)`: one pool for each world size, alive until this folder's last test."""
+    """`rank_pool(4).run(fn, ...)`: one pool for each world size, alive until the module's last test.
+
+    Starting one is cheap, keeping one is not: gloo's threads wake a hundred times a second.
+    """
     pools: dict[int, RankPool] = {}
 
     def pool_of(world_size: int) -> RankPool:

@@ -54,7 +54,7 @@ _END_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
 _LOG_LINES = 40
 # gloo's threads wake a hundred times a second. Those of groups that DeepSpeed still refers to never end.
-_MOST_THREADS = 60
+_MOST_THREADS = 40
 
 
 class RanksFailed(AssertionError):

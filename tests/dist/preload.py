@@ -11,8 +11,23 @@ import gc
 import importlib
 import os
 
+from tests.dist.rank_process import RANK_ENVIRONMENT
+
+os.environ.update(RANK_ENVIRONMENT)  # DeepSpeed looks for its accelerator when it is imported
+
 # Importing these starts no thread: only the thread that forks would survive in a rank.
-_MODULES = ("torch", "torch.distributed", "torch.nn.attention.flex_attention", "pytest", "ds_ring")
+_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.attention.flex_attention",
+    "torch._inductor.compile_fx",
+    "pytest",
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "ds_ring",
+    "ds_ring.integrations.deepspeed",
+    "ds_ring.integrations.transformers",
+)
 
 for _module in _MODULES:
     with contextlib.suppress(Exception):

@@ -30,6 +30,8 @@ from ds_ring import (
 from ds_ring.runtime.exchange import Exchange, Message
 from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
 
+pytestmark = pytest.mark.alone
+
 Pool = Callable[[int], RankPool]
 HANGS_S = 4.0  # nobody answers for so long: it never will
 LARGE = 16 << 20  # floats: 64 MiB

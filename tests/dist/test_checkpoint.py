@@ -213,6 +213,7 @@ def check_refusals(found, error: str, *says: str) -> None:
             assert words in one_rank.text, one_rank.text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("damage", ["optimizer shard truncated", "bit of the model", "manifest removed"])
 def test_a_damaged_tag_asked_for_is_an_error_on_every_rank(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
@@ -220,6 +221,7 @@ def test_a_damaged_tag_asked_for_is_an_error_on_every_rank(whole, copied, rank_p
     check_refusals(found, "RingCheckpointError", says, NEWER, "the one asked for")
 
 
+@pytest.mark.alone
 def test_no_checkpoint_that_verifies(whole, copied, rank_pool):
     says = DAMAGE["bit of the optimizer"](copied)
     one(copied / OLDER, MODEL).unlink()
@@ -227,11 +229,13 @@ def test_no_checkpoint_that_verifies(whole, copied, rank_pool):
     check_refusals(found, "RingCheckpointError", says, NEWER, OLDER, "got damage in every checkpoint")
 
 
+@pytest.mark.alone
 def test_ranks_that_ask_for_different_tags(whole, copied, rank_pool):
     found = rank_pool(2).run(load_refused, whole.config, str(copied), [NEWER, OLDER])
     check_refusals(found, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
 
 
+@pytest.mark.alone
 def test_a_tag_that_is_not_there(whole, copied, rank_pool):
     found = rank_pool(2).run(load_refused, whole.config, str(copied), ["best", "best"])
     check_refusals(found, "RingCheckpointError", "best: expected the folder of a checkpoint", "check the tag")
@@ -250,6 +254,7 @@ def test_an_empty_folder_is_deepspeeds_none(whole, tmp_path, rank_pool):
         assert resumed.losses == whole.losses[:1]
 
 
+@pytest.mark.alone
 def test_a_file_that_cannot_be_written_ends_the_save_on_every_rank(whole, tmp_path, rank_pool):
     """A full disk on one rank, say; DeepSpeed alone would leave the other in a barrier."""
     name = one(whole.folder / NEWER, SHARD).name
@@ -259,6 +264,7 @@ def test_a_file_that_cannot_be_written_ends_the_save_on_every_rank(whole, tmp_pa
     assert not (tmp_path / "latest").exists()
 
 
+@pytest.mark.alone
 def test_hosts_that_do_not_share_the_folder(whole, tmp_path, rank_pool):
     folders = [str(tmp_path / name) for name in ("a", "b")]
     found = rank_pool(2).run(save_refused, whole.config, folders)
@@ -281,11 +287,13 @@ def test_node_local_storage_has_a_manifest_on_every_host(rank_pool, tmp_path):
     assert "optim_states.pt: expected" in results[0].logged
 
 
+@pytest.mark.alone
 def test_a_writer_in_the_background_is_refused(rank_pool):
     found = rank_pool(2).run(background_writer, json_config(2, SIZE.samples, 1))
     check_refusals(found, "RingConfigError", "writes on in the background", "decoupled")
 
 
+@pytest.mark.alone
 def test_a_universal_checkpoint_is_made_and_loaded(whole, copied, rank_pool):
     """The manifest does not disturb DeepSpeed's converter."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

@@ -17,6 +17,8 @@ from ds_ring.runtime.exchange import Counters, Exchange, Message
 from ds_ring.schedule.grid import Grid
 from tests.dist.harness import RankPool, run_ranks_collect
 
+pytestmark = pytest.mark.alone
+
 Pool = Callable[[int], RankPool]
 DEADLINE_S = 0.5
 LATE_S = 2.0  # by then a deadline of half a second must have been heard

@@ -9,7 +9,7 @@ import pytest
 from tests.dist.campaign import Zygote, play
 from tests.dist.faults import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 IN_TRAINING = ("kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config")
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from ds_ring.errors import RingShapeError
 from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
 
+pytestmark = pytest.mark.alone
+
 Pools = Callable[[int], RankPool]
 
 
@@ -287,6 +289,14 @@ def test_what_does_not_pickle_is_an_error_and_no_hang(rank_pool: Pools) -> None:
 
 
 def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    try:
+        interrupt_a_call()
+    finally:
+        signal.signal(signal.SIGINT, heard)
+
+
+def interrupt_a_call() -> None:
     with RankPool(2) as pool:
         pool.run(draws)
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -339,6 +339,13 @@ def call(case: Case, mesh: RingMesh, **changes: Any) -> Tensor:
     return ring_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
+def words_of(value: object) -> str:
+    """What a case is called: its message; of tensors only the names, whose digits differ from run to run."""
+    if isinstance(value, dict):
+        return "-".join(value)
+    return value.__name__ if isinstance(value, type) else str(value)[:40]
+
+
 WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
     ({"queries": "foo"}, RingConfigError, "expected one of sharded, replicated, got 'foo'"),
     ({"queries": "sharded", "q_positions": [1, 2, 3]}, RingConfigError, "leave it out"),
@@ -363,7 +370,7 @@ WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=words_of)
 def test_wrong_arguments(changes: dict[str, Any], error: type[RingError], message: str) -> None:
     with pytest.raises(error, match=message):
         call(Case(Causal(), 3, 40), RingMesh.single(), **changes)
@@ -389,7 +396,7 @@ def one_differs(rank: int, world_size: int, changes: dict[str, Any], message: st
     return bool(call(case, RingMesh.from_world(world_size)).isfinite().all())
 
 
-@pytest.mark.parametrize(("changes", "message"), DIFFERENT, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("changes", "message"), DIFFERENT, ids=words_of)
 def test_ranks_that_differ(rank_pool: Pool, changes: dict[str, Any], message: str) -> None:
     assert all(rank_pool(2).run(one_differs, changes, message, timeout_s=20))
 

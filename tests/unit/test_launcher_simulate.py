@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,30 @@ def test_bad_arguments_end_with_status_2(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
     assert words in printed.err
+
+
+def test_ctrl_c_is_one_line_and_status_130() -> None:
+    """In the middle of the work: the first row stands, no traceback follows."""
+    many = ["--tokens", "8192", "--ring-sizes", "1", "1024"]  # a million hops
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ds_ring_launcher.cli", *SMALL, *many, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # In the background of a shell it is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert command.stdout is not None
+    try:
+        assert json.loads(command.stdout.readline())["ring_size"] == 1
+        command.send_signal(signal.SIGINT)
+        rest, said = command.communicate(timeout=60)
+    finally:
+        command.kill()
+        command.wait()
+    assert command.returncode == 130 and "ds-ring: interrupted" in said and "Traceback" not in said
+    assert rest == ""
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
