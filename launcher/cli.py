@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from .commands import launch, plan, profile, simulate, tune, verify_checkpoint
@@ -22,7 +23,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status (2: wrong input)."""
+    """Run the command; returns its exit status (2: wrong input, 130: Ctrl-C)."""
     own, extra = _split(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(own)
     from ds_ring.errors import RingError  # imports torch, and `--help` should not wait for it
@@ -32,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     except RingError as error:
         print(f"ds-ring: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ds-ring: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:

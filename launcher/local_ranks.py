@@ -124,13 +124,15 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     _end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     if os.path.isdir("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo asks the name service for this host
     import torch
     import torch.distributed as dist
 
-    os.environ["LOCAL_RANK"] = str(rank)
+    # For DeepSpeed, which reads them though the group is there.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(threads)
     cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False
     if cuda:

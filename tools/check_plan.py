@@ -18,17 +18,12 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
@@ -44,6 +39,7 @@ from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
 from ds_ring.schedule.zero_memory import Zero
 from ds_ring_launcher.hardware_file import read_hardware
+from ds_ring_launcher.local_ranks import run_ranks
 
 HEAD_DIM = 64
 PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
@@ -241,24 +237,18 @@ def patient_waits(seconds: float = 0.005) -> Iterator[None]:
         setattr(Work, "wait", wait)  # noqa: B010
 
 
-def _rank(rank: int, point: Point, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(point.ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=point.ranks, timeout=timedelta(minutes=5)
-    )
-    found = attention_rank(point) if point.stage is None else training_rank(point)
-    Path(f"{out}.{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def measure_rank(point: Point) -> Found:
+    """One rank of the run, of whichever kind."""
+    return attention_rank(point) if point.stage is None else training_rank(point)
 
 
 def measured(point: Point) -> Found:
-    """The most of any rank of a real run."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (point, f"{folder}/store", f"{folder}/out"), nprocs=point.ranks)
-        ranks = [json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(point.ranks)]
+    """The most of any rank of a real run.
+
+    Raises:
+        RanksError: a rank failed, or they took longer than five minutes.
+    """
+    ranks = run_ranks(measure_rank, point.ranks, (point,), threads=1, deadline_s=300.0)
     return Found(*map(max, zip(*ranks, strict=True)))
 
 
