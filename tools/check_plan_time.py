@@ -1,8 +1,9 @@
 """The cost model's time against the clock: `tune` measures this machine, `plan` predicts, passes are timed.
 
-On the same ranks: a search (`ds_ring.tuning.tune`) gives the description of the hardware that its option
-`--hardware-output` would write; from that alone come the planned seconds of a forward and backward pass at
-several lengths and patterns, which then run for real. Attention alone, in the layout "auto", float32.
+On the same ranks, for each pattern: a search (`ds_ring.tuning.tune`) at the longest length gives the
+description of the hardware that its option `--hardware-output` would write; from that alone come the planned
+seconds of a forward and backward pass at all lengths, which then run for real. Attention alone, in the layout
+"auto", float32.
 
 Example:
     python tools/check_plan_time.py --processes 2 --tokens 4096 8192 16384
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.hardware import Hardware, hardware_from
-from ds_ring.schedule.cost import Part, pass_cost
+from ds_ring.schedule.estimate import slowest_pass
 from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pass_memory import PassShape
@@ -30,24 +31,25 @@ from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan
 from ds_ring.tuning import request_from, tune
 from ds_ring.tuning.clock import Clock
+from ds_ring.tuning.description import describe_hardware
 from ds_ring_launcher.local_ranks import run_ranks
 
-PATTERNS: dict[str, Pattern] = {
-    "causal": Causal(),
-    "window": SlidingWindow(2048),
-    "longnet": Dilated((2048, 4096, 8192, 16384), (1, 2, 4, 8), causal=True),
+PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
+    "causal": (Causal(), {}),
+    "window": (SlidingWindow(2048), {"window": 2048}),
+    "longnet": (
+        Dilated((2048, 4096, 8192, 16384), (1, 2, 4, 8), causal=True),
+        {"segment_lengths": [2048, 4096, 8192, 16384], "dilation_rates": [1, 2, 4, 8]},
+    ),
 }
 ELEMENT_BYTES = 4
 
 
 def planned_s(plan: Plan, hardware: Hardware, options: argparse.Namespace) -> float:
     """Seconds of the slowest rank's pass, by arithmetic."""
-    local = plan.layout.local_tokens
     chunk_bytes = chunk_bytes_on("cpu", plan.ring_size)
-    shape = PassShape(1, 1, local, options.head_dim, ELEMENT_BYTES, chunk_bytes, "cpu")
-    link = hardware.inter_node_bytes_per_s
-    ranks = [[Part(walk, 1) for walk in plan.rank(rank).walks] for rank in range(plan.ring_size)]
-    return max(pass_cost(parts, shape, hardware, "float32", link).seconds for parts in ranks)
+    shape = PassShape(1, 1, plan.layout.local_tokens, options.head_dim, ELEMENT_BYTES, chunk_bytes, "cpu")
+    return slowest_pass(plan, shape, hardware, "float32", hardware.inter_node_bytes_per_s).seconds
 
 
 def measured_s(pattern: Pattern, layout: Layout, mesh: RingMesh, clock: Clock, options: Any) -> float:
@@ -67,15 +69,16 @@ def measured_s(pattern: Pattern, layout: Layout, mesh: RingMesh, clock: Clock, o
 def rank_main(options: argparse.Namespace) -> None:
     """Tune, plan, measure; rank 0 prints a row for each point."""
     size = dist.get_world_size()
-    request = request_from(
-        {"ring_attention": {}}, tokens=max(options.tokens), heads=options.heads, kv_heads=None,
-        head_dim=options.head_dim, world_size=size,
-    )  # fmt: skip
-    result = tune(request)
-    hardware = hardware_from(result.hardware(), "what tune measured")
     mesh, clock = RingMesh.from_world(size), Clock(torch.device("cpu"))
-    for tokens in options.tokens:
-        for name, pattern in PATTERNS.items():
+    for name in options.patterns:
+        pattern, keys = PATTERNS[name]
+        request = request_from(
+            {"ring_attention": {"pattern": keys}}, tokens=max(options.tokens), heads=options.heads,
+            kv_heads=None, head_dim=options.head_dim, world_size=size,
+        )  # fmt: skip
+        result = tune(request)
+        hardware = hardware_from(describe_hardware(result), "what tune measured")
+        for tokens in options.tokens:
             layout = make_layout("auto", tokens=tokens, ring_size=size, pattern=pattern)
             plan = build_plan(pattern, layout, query_heads=options.heads, kv_heads=options.heads)
             planned = planned_s(plan, hardware, options)
@@ -84,8 +87,8 @@ def rank_main(options: argparse.Namespace) -> None:
             row |= {"planned_s": round(planned, 4), "measured_s": round(measured, 4)}
             if dist.get_rank() == 0:
                 print(json.dumps(row | {"planned_over_measured": round(planned / measured, 3)}), flush=True)
-    if dist.get_rank() == 0 and options.hardware:
-        print(json.dumps(result.hardware(), indent=1), flush=True)
+        if dist.get_rank() == 0 and options.hardware:
+            print(json.dumps(hardware.model_dump(), indent=1), flush=True)
     mesh.close()
 
 
@@ -95,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)

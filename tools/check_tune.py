@@ -77,6 +77,7 @@ def row_of(options: argparse.Namespace, request: Request, result: Result) -> dic
         "side_by_side": round(again_s[result.chosen] / min(again_s.values()), 4),
         "defaults_over_best": round(medians[result.default] / medians[best], 4),
         "worst_over_best": round(max(medians.values()) / medians[best], 4),
+        "at_full_length": {str(one.candidate): round(one.median_s, 4) for one in result.finalists},
         "passes": result.passes,
         "shortest_tokens": result.shortest_tokens,
     }

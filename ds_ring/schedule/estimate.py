@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ds_ring.hardware import Hardware
 from ds_ring.schedule.cost import Part, PassCost, pass_cost
 from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.layout import Layout, make_layout
@@ -118,6 +119,20 @@ def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
     half = len(plan.walks) // 2
     chosen = ((plan.walks[0], half), (plan.walks[-1], len(plan.walks) - half))
     return [Part(walk.rank(ring_rank), times) for walk, times in chosen]
+
+
+def slowest_pass(
+    plan: Plan,
+    shape: PassShape,
+    hardware: Hardware,
+    dtype: str,
+    bytes_per_s: float,
+    overlap: bool = True,
+) -> PassCost:
+    """The pass of the slowest rank looked at; arguments are those of `cost.pass_cost`."""
+    ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
+    costs = (pass_cost(parts, shape, hardware, dtype, bytes_per_s, overlap) for parts in ranks)
+    return max(costs, key=lambda cost: cost.seconds)
 
 
 def rough_memory(setting: Setting) -> int:

@@ -71,14 +71,20 @@ def field_of(
 def contestants_of(
     everyone: Sequence[Candidate], size: int, tokens: int, predict: Predict
 ) -> list[Candidate]:
-    """The defaults (the first of all), every family's best unless it is hopeless, then the best predicted."""
+    """The defaults (the first of all), of all sizes of ring and Ulysses the best, then every family's best, then
+    the best predicted; nothing that is hopeless.
+
+    Sizes come first: what the model knows least is what one kind of exchange costs against the other.
+    """
     ranked = sorted(everyone, key=lambda candidate: predict(candidate, tokens))
     limit = HOPELESS * predict(ranked[0], tokens)
+    meshes: dict[tuple[int, int], Candidate] = {}
     families: dict[tuple[int, int, str, bool], Candidate] = {}
     for candidate in ranked:
         if predict(candidate, tokens) <= limit:
+            meshes.setdefault((candidate.ring_size, candidate.ulysses_size), candidate)
             families.setdefault(candidate.family, candidate)
-    chosen = dict.fromkeys([everyone[0], *families.values()])
+    chosen = dict.fromkeys([everyone[0], *meshes.values(), *families.values()])
     room = max(size - len(chosen), size // 4)
     others = [candidate for candidate in ranked if candidate not in chosen][:room]
     return [*list(chosen)[: size - len(others)], *others]

@@ -1,20 +1,13 @@
-"""What came out of a search, and the two files that it becomes: the section merged into a DeepSpeed JSON, and
-a description of the hardware.
-"""
+"""What came out of a search, and the section of a DeepSpeed JSON that it becomes."""
 
 from __future__ import annotations
 
 import copy
 import os
-import platform
-import socket
 import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
-import torch
 
 from ds_ring.config import RingConfig
 from ds_ring.config_deepspeed import SECTION, SP_KEY
@@ -143,56 +136,6 @@ class Result:
             "tokens": self.request.tokens,
             "seconds": self.seconds,
         }
-
-    def hardware(self) -> Json:
-        """A description of this hardware, in the form of `configs/hardware`; rates are per rank, all at work.
-
-        A rank of the CPU counts as a device. What was not measured, with one rank, is not in it.
-        """
-        request, measured, links = self.request, self.measured, self.measured.links
-        kernel = measured.kernels[self.chosen.kernel]
-        peak = max(measured.matmul_flops, kernel.forward_flops, kernel.backward_flops)
-        description = {
-            "name": _device_name(request, self.ranks_per_node),
-            "kind": request.device,
-            "memory_bytes": _memory_bytes(request, self.ranks_per_node),
-            "devices_per_node": self.ranks_per_node,
-            "peak_flops": {request.dtype: peak},
-            "attention_efficiency": {
-                "forward": kernel.forward_flops / peak,
-                "backward": kernel.backward_flops / peak,
-            },
-            "matmul_efficiency": measured.matmul_flops / peak,
-            "call_overhead_s": kernel.forward_tile_s,
-        }
-        if links is not None:
-            description["intra_node_bytes_per_s"] = links.fastest_bytes_per_s
-            description["inter_node_bytes_per_s"] = links.bytes_per_s
-            description["link_latency_s"] = links.latency_s
-            description["hop_overhead_s"] = measured.hop_overhead_s
-        return description | {"source": _source(request)}
-
-
-def _device_name(request: Request, ranks_per_node: int) -> str:
-    cuda = request.device == "cuda"
-    name = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return f"{name}, {ranks_per_node} ranks on {socket.gethostname()}"
-
-
-def _memory_bytes(request: Request, ranks_per_node: int) -> int:
-    """Of a device: a GPU's own, or a rank's part of the host's."""
-    if request.device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // ranks_per_node
-
-
-def _source(request: Request) -> dict[str, str]:
-    return {
-        "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
-        "peak_flops": "the best of a large product of matrices and the attention kernel",
-        "inter_node_bytes_per_s": "the slowest link of the ring",
-        "intra_node_bytes_per_s": "the fastest link of the ring",
-    }
 
 
 def require_writable(path: Path, option: str) -> None:

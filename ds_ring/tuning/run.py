@@ -12,6 +12,7 @@ import yaml
 from ds_ring.config_deepspeed import SECTION
 from ds_ring.config_json import Json, read_object
 from ds_ring.errors import RingConfigError
+from ds_ring.tuning.description import describe_hardware
 from ds_ring.tuning.report import print_tables
 from ds_ring.tuning.request import Request, request_from
 from ds_ring.tuning.result import Result, require_writable, write_whole
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> Result:
         if options.output is not None:
             write_whole(options.output, json.dumps(merged, indent=2) + "\n")
         if options.hardware_output is not None:
-            write_whole(options.hardware_output, yaml.safe_dump(result.hardware(), sort_keys=False))
+            write_whole(options.hardware_output, yaml.safe_dump(describe_hardware(result), sort_keys=False))
         _print(options, result, merged)
     return result
 

@@ -69,6 +69,16 @@ def test_every_family_that_is_not_hopeless_has_a_contestant() -> None:
     assert {one.family for one in contestants} == {one.family for one in everyone}
 
 
+def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_little_of_it() -> None:
+    everyone, model = field(4)
+
+    def predict(candidate: Candidate, tokens: int) -> float:
+        return model(candidate, tokens) * (2.0 if candidate.ulysses_size == 4 else 1.0)
+
+    sizes = {(one.ring_size, one.ulysses_size) for one in contestants_of(everyone, 8, TOKENS, predict)}
+    assert sizes == {(4, 1), (2, 2), (1, 4)}
+
+
 def test_lengths_that_do_not_keep_the_order_are_not_used() -> None:
     a, b = candidates(request(2))[:2]
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.hardware import hardware_from
+from ds_ring.schedule.estimate import slowest_pass
+from ds_ring.schedule.groups import chunk_bytes_on
+from ds_ring.schedule.pass_memory import PassShape
 from ds_ring.tuning.candidates import Candidate, candidates
-from ds_ring.tuning.model import Model
+from ds_ring.tuning.description import _describe, describe_hardware
+from ds_ring.tuning.model import Model, plan_of
 from ds_ring.tuning.request import Request
 from ds_ring.tuning.result import Finalist, Result, require_writable, write_whole
 from tests.unit.tuning.cases import machine, request
@@ -56,12 +61,32 @@ def test_every_choice_is_accepted_and_means_itself() -> None:
 
 def test_the_description_of_the_hardware_has_its_fields() -> None:
     asked = request(2)
-    found = result(asked, candidates(asked)[0]).hardware()
+    found = describe_hardware(result(asked, candidates(asked)[0]))
     assert set(found) == HARDWARE
     assert hardware_from(found, "tune").model_dump(exclude_none=True) == found  # what `ds-ring plan` reads
     assert found["kind"] == "cpu" and found["devices_per_node"] == 2 and found["memory_bytes"] > 0
     shares = [*found["attention_efficiency"].values(), found["matmul_efficiency"]]
     assert all(0 < share <= 1 for share in shares) and set(found["peak_flops"]) == {"float32"}
+
+
+@pytest.mark.parametrize("pattern", [{}, {"window": 1024}])
+def test_the_description_gives_back_the_pass_that_was_timed(pattern: dict[str, int]) -> None:
+    """The kernel alone was faster, or slower, than it was in the pass of this pattern."""
+    asked = request(2, section={"pattern": pattern})
+    found = result(asked, candidates(asked)[0])
+
+    def planned_s(description: dict[str, Any]) -> float:
+        hardware = hardware_from(description, "tune")
+        plan = plan_of(found.chosen, asked, asked.tokens)
+        shape = PassShape(1, 1, plan.layout.local_tokens, asked.head_dim, 4, chunk_bytes_on("cpu", 2), "cpu")
+        return slowest_pass(plan, shape, hardware, "float32", hardware.inter_node_bytes_per_s).seconds
+
+    alone_s = planned_s(_describe(found, 1.0))
+    for times in (0.8, 1.6):
+        timed = replace(found, finalists=(Finalist(found.chosen, alone_s, (times * alone_s,)),))
+        description = describe_hardware(timed)
+        assert planned_s(description) == pytest.approx(times * alone_s, rel=0.02)
+        assert "8192 tokens" in description["source"]["attention_efficiency"]
 
 
 def test_median_and_times_of_the_choice() -> None:
