@@ -1,9 +1,8 @@
 """What a kernel needs while it computes one hop, beside its inputs and results. Arithmetic, no torch.
 
-Owns formulas for the kernels `cpu` and `flex`; the sizes of their calls are those of
-`runtime/kernels/calls.py` (a test compares them). The CPU figures were read off the profiler's allocation
-events (torch 2.13) and hold to the byte for rectangles and triangles; `flex` was read from the code and has
-not been measured.
+Owns the sizes of the CPU kernel's calls (`runtime/kernels/calls.py` cuts by them) and formulas for the
+kernels `cpu` and `flex`. The CPU figures were read off the profiler's allocation events (torch 2.13) and hold
+to the byte for rectangles and triangles; `flex` was read from the code and has not been measured.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from typing import NamedTuple
 
 from ds_ring.schedule.tiles import Kind, Tiles
 
+# Sizes of the CPU kernel's calls, tokens; its defaults, which bound what is alive.
 BLOCK = 2048  # most queries of one call, and most keys in the backward pass
-BIASED = 1024  # side of the square of log m
-TRIANGLE = 128
+BIASED = 1024  # most queries and most keys of a call with a bias for each pair
+TRIANGLE = 128  # side of the smallest triangle
 ATEN_BACKWARD_BYTES = 1 << 20  # scores and their gradients of one block, per thread
 ATEN_FORWARD_BYTES = 5 << 17
 FLOAT = 4

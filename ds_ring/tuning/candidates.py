@@ -18,10 +18,10 @@ from ds_ring.module import options_from_config
 from ds_ring.schedule.groups import head_chunks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.workspace import BLOCK, TRIANGLE
 from ds_ring.tuning.request import Request
 
 BLOCKS, TRIANGLES = (1024, 2048, 4096), (64, 128, 256)  # tokens, of the cpu kernel
-DEFAULT_BLOCK, DEFAULT_TRIANGLE = 2048, 128
 BLOCK_SIZES = (64, 128, 256)  # tokens, of the flex kernel
 LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "residue", "auto")
 
@@ -127,9 +127,9 @@ def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
     if request.kernel != "cpu":
         return [KernelChoice((), size)]
     covering = [n for n in BLOCKS if n >= shard_tokens]
-    one = DEFAULT_BLOCK if DEFAULT_BLOCK in covering else min(covering, default=DEFAULT_BLOCK)
-    blocks = sorted({one, *(n for n in BLOCKS if n < shard_tokens)}, key=lambda n: (n != DEFAULT_BLOCK, n))
-    triangles = sorted(TRIANGLES, key=lambda n: n != DEFAULT_TRIANGLE)
+    one = BLOCK if BLOCK in covering else min(covering, default=BLOCK)
+    blocks = sorted({one, *(n for n in BLOCKS if n < shard_tokens)}, key=lambda n: (n != BLOCK, n))
+    triangles = sorted(TRIANGLES, key=lambda n: n != TRIANGLE)
     pairs = itertools.product(blocks, triangles)
     return [KernelChoice((("block", block), ("triangle", triangle)), size) for block, triangle in pairs]
 
@@ -181,7 +181,7 @@ def _kernel_options(candidate: Candidate, request: Request) -> dict[str, Any]:
     """The defaults are left out, so that the file serves on another device as well."""
     chosen = dict(candidate.kernel.options)
     kept = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
-    default = {"block": DEFAULT_BLOCK, "triangle": DEFAULT_TRIANGLE}
+    default = {"block": BLOCK, "triangle": TRIANGLE}
     return kept if chosen == default else kept | chosen
 
 

@@ -71,10 +71,10 @@ def field_of(
 def contestants_of(
     everyone: Sequence[Candidate], size: int, tokens: int, predict: Predict
 ) -> list[Candidate]:
-    """The defaults (the first of all), of all sizes of ring and Ulysses the best, then every family's best, then
-    the best predicted; nothing that is hopeless.
+    """The defaults (the first of all), the best of each size of ring, of each family, and the best predicted.
 
-    Sizes come first: what the model knows least is what one kind of exchange costs against the other.
+    Nothing that is hopeless. Sizes come first: what the model knows least is what one kind of exchange costs
+    against the other.
     """
     ranked = sorted(everyone, key=lambda candidate: predict(candidate, tokens))
     limit = HOPELESS * predict(ranked[0], tokens)

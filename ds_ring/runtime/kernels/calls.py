@@ -24,10 +24,8 @@ from functools import lru_cache
 
 from ds_ring.runtime.kernels.interface import Tile, each_tile
 from ds_ring.schedule.tiles import Kind, Tiles
+from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
-TRIANGLE = 128  # side of the smallest triangle, tokens
-BLOCK = 2048  # most queries of one call, and most keys in the backward pass: bounds the workspace
-BIASED = 1024  # most queries and most keys of a call with a bias for each pair: bounds the bias
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ds_ring import Causal, Dilated, build_plan, make_layout
-from ds_ring.runtime.kernels import calls
-from ds_ring.schedule import workspace
 from ds_ring.schedule.groups import chunk_bytes_on, head_chunks
 from ds_ring.schedule.model_memory import attention_alone
 from ds_ring.schedule.pass_memory import PassMemory, PassShape, pass_memory
@@ -59,14 +57,6 @@ def test_views_of_a_model_cost_a_copy_for_each_hand_over():
         for c in (True, False)
     )
     assert views >= dense
-
-
-def test_sizes_of_calls_are_the_kernels():
-    assert (workspace.BLOCK, workspace.BIASED, workspace.TRIANGLE) == (
-        calls.BLOCK,
-        calls.BIASED,
-        calls.TRIANGLE,
-    )
 
 
 def test_groups_have_at_least_the_bytes_of_a_chunk():
