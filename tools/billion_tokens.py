@@ -9,6 +9,7 @@ Example:
     python tools/billion_tokens.py --tokens 1048576 --ranks 16 --backward --state runs/million
     python tools/billion_tokens.py --sample 1023 512 0
     python tools/billion_tokens.py --fake 0 1023
+    python tools/billion_tokens.py --plan h100
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from ds_ring.errors import RingError
 from ds_ring.simulation.ledger import Ledger
 from ds_ring.simulation.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
 from ds_ring.simulation.streamed import PendingGradients
+from ds_ring_launcher import cli as ds_ring_cli
+
+LLAMA_8B = [
+    *("--layers", "32", "--hidden", "4096", "--heads", "32", "--kv-heads", "8", "--intermediate", "14336"),
+    *("--vocab", "128256", "--activation-checkpointing", "--loss-chunk", "4096"),
+]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +56,15 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--fake", type=int, nargs="+", metavar="RANK", help="memory of a transformer layer on fake tensors"
     )
+    own.add_argument("--plan", metavar="HARDWARE", help="what a model of 8 billion parameters would need")
     return own
+
+
+def cluster_plan(job: LongRun, hardware: str) -> int:
+    """`ds-ring plan` for a Llama of 8 billion parameters with this pattern, a device for each rank."""
+    dilated = {"segment_lengths": job.pattern.segment_lengths, "dilation_rates": job.pattern.dilation_rates}
+    sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", hardware]
+    return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--pattern", json.dumps(dilated)])
 
 
 def sample(job: LongRun, wanted: list[int]) -> int:
@@ -115,6 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
             options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,
             options.seed, options.backward, options.query_block, options.workers, options.check_rows,
         )  # fmt: skip
+        if options.plan:
+            return cluster_plan(job, options.plan)
         if options.fake:
             return fake_layers(job, options.fake)
         return sample(job, options.sample) if options.sample else whole(job, options)
