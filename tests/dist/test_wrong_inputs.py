@@ -36,7 +36,7 @@ from ds_ring import (
     shard_sequence,
 )
 from tests.cases import Shape, tensors
-from tests.dist.harness import RankPool
+from tests.dist.harness import RankPool, first_in_time
 from tests.reference import dense_attention, relative_error
 
 Pool = Callable[[int], RankPool]
@@ -117,17 +117,14 @@ def check_refusal(found: Refusal, error: str, says: tuple[str, ...]) -> None:
 
 
 def outcomes(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Refusal]:
-    """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack.
+    """The refusals by rank; a rank that hangs, raises or exits fails the test with its stack."""
 
-    Of the first run of three in which none took too long: what is held is what ds_ring waits for, to which
-    other programs on the machine can only add.
-    """
-    for _ in range(3):
+    def run() -> list[Refusal]:
         found = pool.collect(fn, *args, timeout_s=30)
         assert all(one.status == "returned" for one in found), [one.report for one in found if one.report]
-        if all(one.value.seconds < SECONDS for one in found):
-            break
-    return [one.value for one in found]
+        return [one.value for one in found]
+
+    return first_in_time(run, lambda found: all(one.seconds < SECONDS for one in found))
 
 
 # --- wrong arguments of ring_attention -------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
-from tests.dist.harness import RankPool
+from tests.dist.harness import RankPool, first_in_time
 
 SIZE = Size(hidden=32, layers=1, tokens=21, samples=2)
 SECONDS = 1.0
@@ -70,16 +70,13 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
 
 
 def answers(pool: RankPool, fn: Callable[..., Any], *args: object) -> list[Any]:
-    """What the ranks return, of the first run of three in which no refusal took too long.
+    """What the ranks return: a refusal, or a tuple with one at its head."""
 
-    What is held is what ds_ring waits for; other programs on the machine can only add to it.
-    """
-    for _ in range(3):
-        found = pool.run(fn, *args, timeout_s=30)
+    def in_time(found: list[Any]) -> bool:
         refusals = [one if isinstance(one, Refusal) else one[0] for one in found]
-        if all(one.seconds < SECONDS for one in refusals):
-            break
-    return found
+        return all(one.seconds < SECONDS for one in refusals)
+
+    return first_in_time(lambda: pool.run(fn, *args, timeout_s=30), in_time)
 
 
 def check(found: list[Refusal], errors: tuple[str, ...], *says: str) -> None:
