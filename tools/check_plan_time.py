@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
+from ds_ring import RingMesh, build_plan, make_layout, ring_attention
 from ds_ring.hardware import Hardware, hardware_from
 from ds_ring.schedule.estimate import slowest_pass
 from ds_ring.schedule.groups import chunk_bytes_on
@@ -34,13 +34,10 @@ from ds_ring.tuning.clock import Clock
 from ds_ring.tuning.description import describe_hardware
 from ds_ring_launcher.local_ranks import run_ranks
 
-PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
-    "causal": (Causal(), {}),
-    "window": (SlidingWindow(2048), {"window": 2048}),
-    "longnet": (
-        Dilated((2048, 4096, 8192, 16384), (1, 2, 4, 8), causal=True),
-        {"segment_lengths": [2048, 4096, 8192, 16384], "dilation_rates": [1, 2, 4, 8]},
-    ),
+PATTERNS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 2048},
+    "longnet": {"segment_lengths": [2048, 4096, 8192, 16384], "dilation_rates": [1, 2, 4, 8]},
 }
 ELEMENT_BYTES = 4
 
@@ -71,12 +68,11 @@ def rank_main(options: argparse.Namespace) -> None:
     size = dist.get_world_size()
     mesh, clock = RingMesh.from_world(size), Clock(torch.device("cpu"))
     for name in options.patterns:
-        pattern, keys = PATTERNS[name]
         request = request_from(
-            {"ring_attention": {"pattern": keys}}, tokens=max(options.tokens), heads=options.heads,
+            {"ring_attention": {"pattern": PATTERNS[name]}}, tokens=max(options.tokens), heads=options.heads,
             kv_heads=None, head_dim=options.head_dim, world_size=size,
         )  # fmt: skip
-        result = tune(request)
+        pattern, result = request.pattern, tune(request)
         hardware = hardware_from(describe_hardware(result), "what tune measured")
         for tokens in options.tokens:
             layout = make_layout("auto", tokens=tokens, ring_size=size, pattern=pattern)

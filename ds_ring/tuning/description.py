@@ -40,10 +40,10 @@ def describe_hardware(result: Result) -> Json:
         return whole_kernel
     times = _slower(result, hardware_from(whole_kernel, "what tune measured"))
     description = _describe(result, times)
-    source = (
-        f"a pass of {result.request.tokens} tokens with this section, {times:.2f} times as long as planned"
+    description["source"]["attention_efficiency"] = (
+        f"a pass of {result.request.tokens} tokens with the chosen section: {times:.2f} times the arithmetic"
+        " of the kernel by itself, on a causal triangle"
     )
-    description["source"]["attention_efficiency"] = f"{source} by the kernel's rate on a causal triangle"
     return description
 
 
