@@ -6,6 +6,7 @@ from ds_ring.config import RingConfig
 from ds_ring.errors import (
     RingBufferError,
     RingCheckpointError,
+    RingCheckpointMissingError,
     RingConfigError,
     RingError,
     RingFiniteError,
@@ -15,14 +16,16 @@ from ds_ring.errors import (
     RingPatternError,
     RingPeerError,
     RingShapeError,
+    RingVerifyError,
 )
 from ds_ring.module import RingAttention, ring_attention
+from ds_ring.runtime.mask_mod import MaskMod
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence, shard_sequence
 from ds_ring.schedule.dilated import Dilated
 from ds_ring.schedule.documents import Documents
 from ds_ring.schedule.layout import make_layout
-from ds_ring.schedule.pattern import Causal, Full, MaskMod, SlidingWindow
+from ds_ring.schedule.pattern import Causal, Full, SlidingWindow
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulate import simulate
 
@@ -40,6 +43,7 @@ __all__ = [
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
+    "RingCheckpointMissingError",
     "RingConfig",
     "RingConfigError",
     "RingError",
@@ -51,6 +55,7 @@ __all__ = [
     "RingPatternError",
     "RingPeerError",
     "RingShapeError",
+    "RingVerifyError",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",

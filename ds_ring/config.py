@@ -15,10 +15,10 @@ import math
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config_deepspeed import SECTION, SP_KEY, Source, resolve
-from ds_ring.config_errors import Refused, Section, Takes, listed, sentence, shown
+from ds_ring.config_errors import JsonObject, Refused, Section, Takes, listed, sentence, shown
 from ds_ring.config_json import Json
 from ds_ring.errors import RingMeshError
 
@@ -28,7 +28,10 @@ _BRANCHES = Takes(f"a list, each item {_ONE_UP} and larger than the one before",
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
 
-AtLeastOne = Annotated[int, Field(ge=1)]
+MOST = 2**53  # positions are numbers of 64 bits, and their products must be
+MOST_RANKS = 2**31 - 1
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Flag = Annotated[bool, Takes("true or false", "write true or false, without quotes")]
 Window = Annotated[AtLeastOne | None, Takes(f"{_ONE_UP}, or null", "use null for no window")]
 Branches = Annotated[
@@ -36,24 +39,29 @@ Branches = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
     _BRANCHES,
 ]
-Ring = Annotated[AtLeastOne, Takes(f'{_ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
-Ulysses = Annotated[AtLeastOne, Takes(_ONE_UP, "use 1 to leave the heads together")]
+Ring = Annotated[Ranks, Takes(f'{_ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+Ulysses = Annotated[Ranks, Takes(_ONE_UP, "use 1 to leave the heads together")]
 Whole = Annotated[
-    AtLeastOne, Takes(f"{_ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
+    Ranks, Takes(f"{_ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
-BlockSize = Annotated[int, Takes("a whole number that is a power of two and at least 16", "use 128")]
-Options = Annotated[dict[str, JsonValue], Takes("an object of JSON values", "use {} for no options")]
+BlockSize = Annotated[
+    int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
+]
+Options = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[
     AtLeastOne | None,
     Takes(f"{_ONE_UP} (bytes), or null", "use null for the default"),
 ]
-Tokens = Annotated[int, Field(ge=0), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")]
+Tokens = Annotated[
+    int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
+]
 Seconds = Annotated[
-    float, Field(gt=0, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
+    float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
 ]
 HeadOffsets = Annotated[Literal["paper", "paper_kv", "torchscale", "zero"], _WORD]
 Layout = Annotated[Literal["auto", "contiguous", "zigzag", "striped", "residue", "balanced"], _WORD]
 Kernel = Annotated[Literal["auto", "reference", "cpu", "flex"], _WORD]
+Attention = Annotated[Literal["ring", "as_is"], _WORD]
 Transport = Annotated[Literal["ring", "all_gather"], _WORD]
 
 
@@ -73,11 +81,11 @@ class PatternConfig(Section):
     )
     head_offsets: HeadOffsets = Field(
         default="paper",
-        description="where query head h of H starts in a branch of dilation r: paper h mod r; paper_kv the "
-        "same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
+        description="the first token that query head h of H keeps in a branch of dilation r: paper h mod r; "
+        "paper_kv the same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
     )
     documents: Flag = Field(
-        default=False, description="packed documents, told apart by the batch's ids, stay apart"
+        default=False, description="tokens see their own document only; the batch's ids say which that is"
     )
 
     @field_validator("segment_lengths", "dilation_rates")
@@ -90,6 +98,13 @@ class PatternConfig(Section):
                 got = f"{before} followed by {after} in {shown(values)}"
                 raise Refused(sentence(_BRANCHES.what, got, "sort the branches, none twice"))
         return values
+
+    @field_validator("head_offsets")
+    @classmethod
+    def _of_a_dilation(cls, offsets: str, info: ValidationInfo) -> str:
+        if offsets != "paper" and info.data.get("segment_lengths", ()) is None:
+            raise Refused(_without_effect(shown(offsets), "segment_lengths null", "is not dilated"))
+        return offsets
 
     @field_validator("dilation_rates")
     @classmethod
@@ -130,23 +145,32 @@ class RingConfig(Section):
         default=_AUTO, description='ranks in one K/V ring; "auto": sequence_parallel_size / ulysses_size'
     )
     layout: Layout = Field(
-        default="auto", description="which token lives on which rank; auto: to suit the pattern"
+        default="auto",
+        description="which token lies on which rank; auto: even work and least traffic for the pattern",
     )
     pattern: Annotated[PatternConfig, Takes("an object of pattern keys", 'write {"causal": true}, say')] = (
         Field(default=PatternConfig(), description="which query sees which key")
     )
+    attention: Attention = Field(
+        default="ring",
+        description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "
+        'keeps its own sdpa for engine.compile(backend="ds_ring") to rewrite',
+    )
     kernel: Kernel = Field(
-        default="auto", description="what computes a hop; auto: flex on CUDA, cpu on the CPU"
+        default="auto",
+        description="what computes a hop's attention; auto: flex (FlexAttention) on CUDA, cpu on the CPU",
     )
     block_size: BlockSize = Field(
         default=128,
-        description="tokens on a side of a mask block: small skips more, large costs less per tile",
+        description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
     )
     kernel_options: Options = Field(
-        default={}, description="handed to the kernel (FlexAttention's kernel_options)"
+        default={},
+        description="handed to the kernel: FlexAttention's kernel_options, or block and triangle of cpu",
     )
     transport: Transport = Field(
-        default="ring", description="how K/V move; all_gather takes O(T) memory: the yardstick for the ring"
+        default="ring",
+        description="how K/V move; all_gather takes O(T) memory and is there to be compared with",
     )
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"
@@ -166,9 +190,14 @@ class RingConfig(Section):
         default=10.0, description="silence after which a rank counts as lost"
     )
     hop_timeout_seconds: Seconds = Field(
-        default=60.0, description="longest wait for a hop; heartbeat's or more"
+        default=60.0, description="longest wait for one hop's messages; at least heartbeat_timeout_seconds"
     )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
+    verify_first_batch: Flag = Field(
+        default=False,
+        description="compare the first training step with the same model on one process: logits, loss and "
+        "every gradient; takes memory for the whole model and batch on rank 0",
+    )
     monitor: Flag = Field(
         default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"
     )
@@ -188,6 +217,10 @@ class RingConfig(Section):
             return
         fits = [size for size in _divisors(world_size) if size % ulysses == 0]
         advice = f"use {listed(fits)}" if fits else f"no multiple of ulysses_size {ulysses} does: change that"
+        if world_size < whole:  # a script that was started without a launcher, say
+            advice += (
+                f", or start {whole} processes (deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch)"
+            )
         raise RingMeshError(f"{SP_KEY} {whole} does not divide world size {world_size}; {advice}")
 
     def fingerprint(self) -> str:
@@ -206,7 +239,7 @@ class RingConfig(Section):
             return values
         kept = {name: value for name, value in values.items() if name != SP_KEY}
         ring, ulysses = kept.get("ring_size"), kept.get("ulysses_size", 1)
-        both_good = all(type(size) is int and size >= 1 for size in (ring, ulysses))
+        both_good = all(type(size) is int and 1 <= size <= MOST_RANKS for size in (ring, ulysses))
         return kept | {SP_KEY: ring * ulysses} if both_good else kept
 
     @field_validator("ring_size", mode="before")
@@ -236,6 +269,22 @@ class RingConfig(Section):
             f"ring_size {ring} x ulysses_size {ulysses} = {ring * ulysses}, but {SP_KEY} is {whole}; "
             f"set {fits}, or {SP_KEY} to {ring * ulysses}"
         )
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
+        kernel = info.data.get("kernel")
+        if size != 128 and kernel in ("cpu", "reference"):
+            raise Refused(_without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
+        return size
+
+    @field_validator("overlap", "prune", "chunk_bytes", "monitor")
+    @classmethod
+    def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[str(info.field_name)].default
+        if info.data.get("transport") == "all_gather" and value != default:
+            raise Refused(_without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
+        return value
 
     @field_validator("block_size")
     @classmethod
@@ -280,6 +329,11 @@ def by_json_key(config: RingConfig) -> Json:
     whole, pattern = values.pop(SP_KEY), values.pop("pattern")
     flat = {f"{SECTION}.{name}": value for name, value in values.items()}
     return {SP_KEY: whole} | flat | {f"{SECTION}.pattern.{name}": value for name, value in pattern.items()}
+
+
+def _without_effect(got: str, beside: str, why: str) -> str:
+    """The sentence for a value that nothing would read."""
+    return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
 
 
 def _divisors(number: int) -> list[int]:

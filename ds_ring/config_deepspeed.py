@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_ring.config_errors import Problem, config_error, did_you_mean, problems_of, sentence, shown
 from ds_ring.config_json import Json, non_finite, read_object
+from ds_ring.errors import shown as shown_in_errors
 
 SECTION = "ring_attention"
 SP_KEY = "sequence_parallel_size"
@@ -56,7 +57,7 @@ def _read(source: object) -> Json:
         return source
     if isinstance(source, (str, os.PathLike)):
         return read_object(source)
-    got = f"{type(source).__name__} {source!r:.60}"
+    got = shown_in_errors(source)
     what = sentence("a path or a dict", got, "pass the whole DeepSpeed JSON, or where it is")
     raise config_error("the DeepSpeed configuration", what)
 
@@ -87,5 +88,7 @@ def _misspelt(key: str, wanted: str) -> Problem:
 
 
 def _near_key(whole: Json, wanted: str) -> str | None:
+    if len(whole) > 500:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
+        return None
     # 0.85: "sequence_parallel" is a slip of the pen, DeepSpeed's own "tensor_parallel" and its like are not.
     return next((str(key) for key in whole if did_you_mean(key, [wanted], cutoff=0.85)), None)

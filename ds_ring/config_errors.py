@@ -11,13 +11,17 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_ring.errors import RingConfigError
+from ds_ring.errors import shown as shown_in_errors
+
+MOST_PROBLEMS = 20
+_MOST_LETTERS = 1200
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,28 @@ def sentence(expected: str, got: str, advice: str) -> str:
 
 
 def config_error(source: str, *problems: Problem | str) -> RingConfigError:
-    """One error for all problems: one line when there is one, a list when there are more."""
+    """One error for all problems: one line when there is one, a list of at most 20 when there are more."""
     texts = [item if isinstance(item, str) else f"{item.key}: {item.sentence}" for item in problems]
-    if len(texts) == 1:
+    texts = [_readable(text) for text in texts[:MOST_PROBLEMS]]
+    if len(problems) == 1:
         return RingConfigError(f"{source}: {texts[0]}")
-    return RingConfigError(f"{source}: {len(texts)} problems" + "".join(f"\n  - {text}" for text in texts))
+    more = len(problems) - len(texts)
+    texts += [f"and {more:,} more"] if more else []
+    return RingConfigError(f"{source}: {len(problems)} problems" + "".join(f"\n  - {text}" for text in texts))
+
+
+def _readable(text: str) -> str:
+    """The text without characters that a terminal would obey, and cut where it is very long."""
+    text = "".join(
+        sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MOST_LETTERS]
+    )
+    return text if len(text) < _MOST_LETTERS else f"{text}..."
 
 
 def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The choice nearest to `word`, looking past case, dashes, underscores and blanks."""
+    if len(str(word)) > 200:  # nobody means that; the comparison would be slow
+        return None
     by_plain_form = {_plain(choice): choice for choice in choices}
     near = difflib.get_close_matches(_plain(str(word)), by_plain_form, n=1, cutoff=cutoff)
     return by_plain_form[near[0]] if near else None
@@ -69,10 +86,12 @@ def _plain(word: str) -> str:
 
 def shown(value: object) -> str:
     """`value` as it stands in the JSON, cut where it is long, so that "4" and 4 look different."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = f"{type(value).__name__} {value!r:.80}"
+        text = shown_in_errors(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -82,9 +101,25 @@ def listed(choices: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def short_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON values as they are; Refused for an integer too long to be written as decimal digits."""
+    try:
+        json.dumps(options)
+    except ValueError as error:
+        got = str(error).split(";")[0]
+        raise Refused(sentence("numbers that can be written", got, "use shorter ones")) from None
+    return options
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
+
+
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
     """Every problem pydantic found while it validated `model`, whose keys stand under `prefix`."""
-    return [_problem(detail, model, prefix) for detail in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    # To look for what was meant by each of 40 000 unknown keys would take minutes.
+    told = [_problem(detail, model, prefix) for detail in found[:MOST_PROBLEMS]]
+    return told + [Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MOST_PROBLEMS:]]
 
 
 class Section(BaseModel):
@@ -112,13 +147,16 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     owner, field = _field_at(root, loc)
     if field is None:
         return Problem(_dotted(prefix, loc), _unknown_key(str(loc[-1]), owner, root))
-    takes = _takes(field)
+    takes = takes_of(field)
     key = _dotted("" if takes.outside else prefix, loc)
     refused = detail.get("ctx", {}).get("error")
     if isinstance(refused, Refused):
         return Problem(key, str(refused))
-    choices = _choices(field)
+    choices = choices_of(field)
     expected = f"one of {', '.join(map(shown, choices))}" if choices else takes.what
+    if detail["type"] in ("less_than", "less_than_equal") and "at most" not in expected:
+        limit = detail["ctx"].get("le", detail["ctx"].get("lt"))
+        expected = f"{takes.what}, at most {limit:,.0f}"
     advice = _type_advice(value, takes.what) or _choice_advice(value, choices) or takes.advice
     return Problem(key, sentence(expected, shown(value), advice))
 
@@ -141,23 +179,24 @@ def _is_model(annotation: Any) -> bool:
 
 
 def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in loc]
     return (prefix + "".join(parts)).removeprefix(".")
 
 
-def _takes(field: FieldInfo) -> Takes:
+def takes_of(field: FieldInfo) -> Takes:
+    """Return what a field of a `Section` accepts."""
     found = [note for note in field.metadata if isinstance(note, Takes)]
     assert found, f"the field {field!r} needs a Takes, or nothing can be said about its errors"
     return found[0]
 
 
-def _choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words a field of `Literal` type accepts; empty for any other field."""
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """Return the words that a field of `Literal` type accepts; none for any other field."""
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
-    return [name for name, field in model.model_fields.items() if not _takes(field).outside]
+    return [name for name, field in model.model_fields.items() if not takes_of(field).outside]
 
 
 def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
@@ -171,7 +210,7 @@ def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> st
         advice = f"did you mean '{near}'?"
     else:
         advice = "remove it, or move it to the section that it belongs to"
-    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word}'", advice)
+    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word[:80]}'", advice)
 
 
 def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | None:
@@ -195,7 +234,7 @@ def _type_advice(value: object, what: str) -> str | None:
         return f"write {value.strip()} without quotes"
     if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):
         return f"write {value.lower().replace('none', 'null')} without quotes"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and what.startswith("a list"):
+    if isinstance(value, (int, float)) and what.startswith("a list") and 0 < value < 10**15:
         return f"write [{value}]"
     return None
 

@@ -11,14 +11,18 @@ import difflib
 import json
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config_errors import Problem, config_error, sentence, shown
+from ds_ring.config_errors import MOST_PROBLEMS, Problem, config_error, sentence, shown
+from ds_ring.config_file import read_small
 from ds_ring.errors import RingConfigError
 
 Json = dict[str, Any]
+MOST_NESTED = 64
 
 
 def read_object(source: str | os.PathLike[str]) -> Json:
@@ -27,20 +31,41 @@ def read_object(source: str | os.PathLike[str]) -> Json:
     if str(path).lstrip().startswith("{"):
         advice = "pass json.loads(text), or write it to a file"
         raise config_error(f"{str(path)[:40]!r}", sentence("the path of a file", "JSON text", advice))
-    text = _read_text(path)
+    return parse_object(_read_text(path), str(path))
+
+
+def parse_object(text: str, label: str) -> Json:
+    """The JSON object that `text` is; RingConfigError, beginning with `label`, for whatever it is not."""
     duplicates: list[tuple[Json, str]] = []
+    if _depth(text) > MOST_NESTED:
+        what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
+        raise config_error(label, f"cannot be read as JSON: {what}")
     try:
         value = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, duplicates))
     except json.JSONDecodeError as error:
-        raise config_error(str(path), _syntax_message(text, error)) from None
-    except (ValueError, RecursionError) as error:  # an integer of 5000 digits; 1000 nested brackets
-        raise config_error(str(path), f"cannot be read as JSON: {error}; is this a DeepSpeed JSON?") from None
+        raise config_error(label, _syntax_message(text, error)) from None
+    except ValueError as error:  # an integer of 5000 digits
+        got = str(error).split(";")[0]
+        what = sentence("numbers that can be read", got, "correct them")
+        raise config_error(label, f"cannot be read as JSON: {what}") from None
     if not isinstance(value, dict):
-        raise config_error(str(path), _not_an_object(value))
-    problems = [_duplicate(value, owner, key) for owner, key in duplicates] + non_finite(value)
+        raise config_error(label, _not_an_object(value))
+    problems = [_duplicate(value, owner, key) for owner, key in duplicates[:MOST_PROBLEMS]] + non_finite(
+        value
+    )
     if problems:
-        raise config_error(str(path), *problems)
+        raise config_error(label, *problems)
     return value
+
+
+def _depth(text: str) -> int:
+    """How deep brackets stand in each other, texts in quotes left out: linear, and known before parsing."""
+    depth = deepest = 0
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', text, re.DOTALL):
+        bracket = found.group()
+        depth += (bracket in "[{") - (bracket in "]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def non_finite(value: object) -> list[Problem]:
@@ -66,17 +91,11 @@ def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 def _read_text(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_small(path)
     except FileNotFoundError:
         raise _missing(path) from None
     except IsADirectoryError:
         raise config_error(str(path), "expected a JSON file, got a directory; " + _files_in(path)) from None
-    except UnicodeDecodeError as error:
-        got = f"the byte {error.object[error.start]:#04x} at offset {error.start}"
-        raise config_error(str(path), sentence("text in UTF-8", got, "save the file as UTF-8")) from None
-    except (OSError, ValueError) as error:  # no permission, a name that is too long, a NUL in the name
-        what = f"cannot be read: {error}; give the path of a file"
-        raise config_error(f"{str(path)[:200]!r}", what) from None
     if not text.strip():
         advice = 'it must hold at least {"ring_attention": {"ring_size": 4}}'
         raise config_error(str(path), f"expected a JSON object, got an empty file; {advice}")
@@ -146,8 +165,8 @@ def _object(pairs: list[tuple[str, Any]], duplicates: list[tuple[Json, str]]) ->
     """json keeps the last of two equal keys without a word; here they are noted."""
     built: Json = dict(pairs)
     if len(built) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicates.extend((built, name) for name in built if names.count(name) > 1)
+        times = Counter(name for name, _ in pairs)
+        duplicates.extend((built, name) for name, count in times.items() if count > 1)
     return built
 
 

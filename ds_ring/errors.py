@@ -1,4 +1,4 @@
-"""The exception tree of ds_ring, and nothing else.
+"""The exception tree of ds_ring, and how a value is shown in a message.
 
 Every error that ds_ring raises on purpose is a `RingError`. The message always says three things:
 what was expected, what was got, and what to do. Mistakes of the caller are `ValueError`s as well, so
@@ -6,6 +6,21 @@ that code which catches the standard family keeps working; faults of other machi
 """
 
 from __future__ import annotations
+
+_SHOWN_CHARACTERS = 120
+
+
+def shown(value: object) -> str:
+    """Type and repr of a value for a message, short, whatever its repr does."""
+    kind = type(value).__name__
+    if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
+        return f"{kind} of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"{kind}, whose repr raises {type(error).__name__}"
+    text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if isinstance(value, (int, float, str, bytes, bool, type(None))) else f"{kind} {text}"
 
 
 class RingError(Exception):
@@ -64,5 +79,13 @@ class RingFiniteError(RingError, ArithmeticError):
     """`check_finite` found a NaN or an infinity; the message names rank, tensor and hop."""
 
 
+class RingVerifyError(RingError, ArithmeticError):
+    """`verify_first_batch`: the ring and one process differ; the message names layer and parameter."""
+
+
 class RingCheckpointError(RingError, RuntimeError):
-    """A checkpoint is incomplete or does not match its manifest."""
+    """A checkpoint is incomplete, does not match its manifest, or cannot be written."""
+
+
+class RingCheckpointMissingError(RingCheckpointError):
+    """There is no checkpoint where one was asked for: no such tag, or no `latest` to name one."""

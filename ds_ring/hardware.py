@@ -21,8 +21,10 @@ _WAIT = "a number of seconds, 0 or more"
 
 Name = Annotated[str, Field(min_length=1), Takes("a word", "write the name of the device")]
 Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
-Bytes = Annotated[int, Field(ge=1), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")]
-Count = Annotated[int, Field(ge=1), Takes("a whole number of at least 1", "write 8, say")]
+Bytes = Annotated[
+    int, Field(ge=1, le=2**60), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")
+]
+Count = Annotated[int, Field(ge=1, le=2**20), Takes("a whole number of at least 1", "write 8, say")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
 RateOrNone = Annotated[
     Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,

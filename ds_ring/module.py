@@ -21,17 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from ds_ring.config import RingConfig
-from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
-from ds_ring.runtime.checks import why_not_an_operand
+from ds_ring.runtime.checks import (
+    why_not_an_operand,
+    why_not_honoured,
+    why_not_these_queries,
+    why_not_this_derivative,
+)
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refusing_context
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.pattern_config import pattern_from_config
 
-QUERIES = ("sharded", "replicated")
+_HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
 
 
 class AttentionResult(NamedTuple):
@@ -108,11 +113,14 @@ def ring_attention(
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
     # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
-    constant = float(scale).hex() if isinstance(scale, (int, float)) else scale
-    why = _why_not_these_queries(queries, q_positions is not None, mesh, transport)
+    constant: Any = scale
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
+        constant = (_HEX, float(scale).hex())
+    why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
     settings = (constant, kernel, transport, overlap, prune, hop_timeout_s, check_finite)
     handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
-    if queries == "replicated":
+    if isinstance(queries, str) and queries == "replicated":
+        handle = _differentiable(handle, torch.compiler.is_compiling())
         _check_operands(q, k, v, handle)
         return replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle)[0]
     return _attend(q, k, v, handle, mesh.ulysses_size).out
@@ -131,17 +139,14 @@ def _handle(
 
     Args:
         pattern, layout, mesh: of the call.
-        settings: the first options, in order; the scale as the text of float.hex, or as the user gave it.
+        settings: the first options, in order; the scale as (_HEX, text of float.hex), or as it was given.
         why_not: why the call cannot be honoured, if it is known already.
         in_a_graph: a compiled graph will carry the handle.
     """
-    if not isinstance(mesh, RingMesh):
-        raise RingMeshError(
-            f"mesh: expected a RingMesh, got {mesh!r}; use RingMesh.from_world(ring_size=...) on every rank,"
-            " or RingMesh.single()"
-        )
+    check_mesh(mesh)
     scale, *others = settings
-    number: Any = float.fromhex(scale) if isinstance(scale, str) and "x" in scale else scale
+    is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
+    number: Any = float.fromhex(scale[1]) if is_text else scale
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
@@ -152,33 +157,14 @@ def _handle(
     return context.handle
 
 
-def _why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
-    """Why the `queries` argument cannot be honoured beside the others; None if it can."""
-    if queries not in QUERIES:
-        return f"queries: expected one of {', '.join(QUERIES)}, got {queries!r}"
-    if queries == "sharded" and placed:
-        return (
-            "q_positions: the layout says where sharded queries stand; leave it out, or set"
-            ' queries="replicated"'
-        )
-    if queries == "replicated" and mesh.ulysses_size > 1:
-        return (
-            f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
-            " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
-            f" {mesh.sequence_size} for this call"
-        )
-    if queries == "replicated" and transport != "ring":
-        return f'queries="replicated" sends no K/V: transport {transport!r} cannot be honoured; leave it out'
-    return None
-
-
 def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
     if q_positions is None or isinstance(q_positions, Tensor):
         return q_positions
     try:
         return torch.as_tensor(q_positions)
-    except (TypeError, ValueError):
-        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {q_positions!r}; pass a tensor")
+    except Exception:
+        got = shown(q_positions).removeprefix("list ")
+        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
         raise
 
 
@@ -194,6 +180,17 @@ def _refuse(handle: int, why: str) -> None:
     context_of(handle).refuse(RingShapeError(why))
 
 
+@torch.compiler.assume_constant_result
+def _differentiable(handle: int, in_a_graph: bool) -> int:
+    """The handle, or a refusing one for derivatives that the operator would lose without a word."""
+    why = why_not_this_derivative()
+    if why is None:
+        return handle
+    if not in_a_graph:  # functorch would raise before the operator's body
+        context_of(handle).refuse(RingConfigError(why))
+    return _refusing_handle(context_of(handle).mesh, why, in_a_graph)
+
+
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
     """What the operator's body would not get to see is refused here, for all ranks to hear."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -203,6 +200,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+    handle = _differentiable(handle, torch.compiler.is_compiling())
     _check_operands(q, k, v, handle)
     if ulysses_size == 1:
         return AttentionResult(*ring_attention_op(q, k, v, handle))
@@ -274,7 +272,8 @@ class RingAttention(nn.Module):
         why = why_not_honoured(batch_dim_idx, args, kwargs)
         if why is not None:
             handle = _refusing_handle(self._mesh, why, torch.compiler.is_compiling())
-        if why is not None or batch_dim_idx is None:
+        tensors = (query, key, value)
+        if why is not None or batch_dim_idx is None or any(_has_other_dims(x) for x in tensors):
             return _attend(query, key, value, handle, self._ulysses_size).out
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
@@ -286,6 +285,11 @@ class RingAttention(nn.Module):
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
 
 
+def _has_other_dims(x: object) -> bool:
+    """True for what has no four dimensions to permute: it is refused by its own name."""
+    return not isinstance(x, Tensor) or x.dim() != 4
+
+
 def _pattern_of_all_batches(config: RingConfig) -> Pattern:
     """The config's pattern, if it says everything."""
     if config.pattern.documents:
@@ -295,27 +299,6 @@ def _pattern_of_all_batches(config: RingConfig) -> Pattern:
             " pattern=pattern_from_config(config) & Documents(document_ids)"
         )
     return pattern_from_config(config)
-
-
-def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
-    if batch_dim_idx is not None and batch_dim_idx not in (0, 1):
-        return (
-            f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
-            f" got {batch_dim_idx!r}"
-        )
-    for name in ("dropout", "dropout_p"):
-        value = kwargs.pop(name, None)
-        if value:
-            return f"{name}: expected 0, got {value}: there is none here; set it to 0 in the model's config"
-    given = [repr(type(a).__name__) for a in args if a is not None]
-    given += [name for name, value in kwargs.items() if value is not None]
-    if not given:
-        return None
-    return (
-        f"RingAttention cannot honour the argument(s) {', '.join(given)}; express masks as a pattern"
-        ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
-    )
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:

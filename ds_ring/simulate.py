@@ -7,6 +7,7 @@ would arrive (`simulation/exchange.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError, shown
 from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.numbers import true_or_false, whole_number
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.exchange import GradientSums
@@ -35,6 +37,7 @@ from ds_ring.simulation.source import Source, TensorSource, put_rows
 __all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
 
 PROGRESS_AFTER_S = 2.0
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -122,22 +125,27 @@ def simulate(
     """
     if not isinstance(pattern, Pattern):
         raise RingPatternError(
-            f"pattern: expected a pattern, got {pattern!r}; use ds_ring.Causal() or ds_ring.Full()"
+            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
         )
     if not isinstance(layout, Layout):
         raise RingLayoutError(
-            f"layout: expected a layout, got {layout!r}; use make_layout(name, tokens=T, ring_size=P)"
+            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
         )
     source = _source_of(q, k, v, grad_out)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
     if sizes.tokens != layout.tokens:
         raise RingShapeError(
-            f"the layout is for {layout.tokens} tokens, q has {sizes.tokens}; pass global tensors of all"
+            f"expected a layout for q, got another: the layout is for {layout.tokens} tokens, q has"
+            f" {sizes.tokens}; pass global tensors of all"
             f" tokens, or make the layout with tokens={sizes.tokens}"
         )
+    pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
     options = _options(scale, kernel, kernel_options, chunk_bytes)
-    if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise RingConfigError(f"threads: expected a number of at least 1, got {threads!r}")
+    if threads is not None:
+        threads = whole_number(threads, "threads", RingConfigError, MOST_THREADS)
+    flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
+    for name, flag in flags.items():
+        true_or_false(flag, name, RingConfigError)
     whole, backward = len(wanted) == layout.ring_size, grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
@@ -220,7 +228,8 @@ def _source_of(
     check_heads(q.shape[1], k.shape[1], 1)
     if q.shape[2] != k.shape[2]:
         raise RingShapeError(
-            f"q has {q.shape[2]} tokens, k has {k.shape[2]}; pass global tensors of one sequence"
+            f"expected q and k of one length, got others: q has {q.shape[2]} tokens, k has {k.shape[2]};"
+            " pass global tensors of one sequence"
         )
     if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (q.shape, q.dtype):
         raise RingShapeError(
@@ -238,9 +247,14 @@ def _options(
     Raises:
         RingConfigError: what they do not take.
     """
-    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1):
-        raise RingConfigError(f"chunk_bytes: expected a positive number of bytes, got {chunk_bytes!r}")
-    pairs = tuple(sorted((kernel_options or {}).items()))
+    if chunk_bytes is not None:
+        chunk_bytes = whole_number(chunk_bytes, "chunk_bytes", RingConfigError)
+    given = {} if kernel_options is None else kernel_options
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RingConfigError(
+            f"kernel_options: expected a dict of options by name, got {shown(kernel_options)}"
+        )
+    pairs = tuple(sorted(given.items()))
     return Options(scale=scale, kernel=kernel, kernel_options=pairs, chunk_bytes=chunk_bytes)
 
 
@@ -250,8 +264,13 @@ def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
     Raises:
         RingConfigError: one that the layout does not have, or one twice.
     """
-    wanted = list(range(ring_size)) if ranks is None else list(ranks)
-    for rank in wanted:
-        if not isinstance(rank, int) or not 0 <= rank < ring_size or wanted.count(rank) > 1:
-            raise RingConfigError(f"ranks: expected each of 0 to {ring_size - 1} at most once, got {wanted}")
+    if ranks is None:
+        return list(range(ring_size))
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
+        raise RingConfigError(f"ranks: expected a list of ring ranks, got {shown(ranks)}")
+    wanted = list(itertools.islice(ranks, ring_size + 1))
+    fits = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in wanted)
+    if not fits or not set(wanted) <= set(range(ring_size)) or len(set(wanted)) < len(wanted):
+        got = shown(wanted).removeprefix("list ")
+        raise RingConfigError(f"ranks: expected each of 0 to {ring_size - 1} at most once, got {got}")
     return wanted

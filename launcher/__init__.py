@@ -10,10 +10,14 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     hostfile.py      DeepSpeed's hostfile -> the hosts of a YAML
     checks.py        what must hold on this machine before anything is started
     ports.py         free ports
-    job.py           what goes into an engine and what comes out
+    job.py           what goes into an engine; invocation.py: what comes out
     engines.py       job -> command line; the table of engines (engine_deepspeed.py: the largest)
-    process.py       runs a command line, ends every process it led to
+    secret.py        one secret for all ranks of a launch
+    process.py       runs a command line, ends every process it led to (marked.py finds them)
+    guardian.py      ends them where the launcher itself was killed
+    remote.py        other hosts: agent.py on each, by ssh
     mpi_rank.py      runs inside a rank that mpirun started
+    local_ranks.py   runs a function on ranks of this machine (rank_process.py: their first lines)
     plan_inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
     plan_report.py   what `plan` found, as tables and JSON
 """

@@ -9,6 +9,7 @@ import shutil
 import socket
 
 from ds_ring.config import RingConfig
+from ds_ring.config_file import is_file
 from ds_ring.errors import RingConfigError
 
 from . import ports
@@ -18,7 +19,7 @@ from .yaml_file import missing_file
 
 def require_inputs(cluster: Cluster) -> None:
     """The script is there, and the DeepSpeed JSON fits the number of processes."""
-    if not cluster.script.is_file():
+    if not is_file(cluster.script):
         raise RingConfigError(f"script: {missing_file(cluster.script, 'a Python file')}")
     RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
 

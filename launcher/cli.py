@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import signal
 import sys
+from importlib import metadata
 
-from .commands import launch, plan, profile, simulate, tune, verify_checkpoint
+from .commands import check_model, launch, plan, profile, simulate, tune, verify_checkpoint
+from .commands.parsers import Parser, readable
 
-COMMANDS = (launch, plan, simulate, profile, tune, verify_checkpoint)
+COMMANDS = (launch, plan, simulate, profile, tune, check_model, verify_checkpoint)
 
+WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
+_OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
+  ds-ring check-model llama                                is this model exact on a ring?
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
   ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8       pictures: memory by ring size, who waits when
@@ -24,18 +31,47 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status (2: wrong input, 130: Ctrl-C)."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while torch is imported, too
+        print("ds-ring: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(argv: list[str] | None) -> int:
     own, extra = _split(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(own)
+    parser = _parser()
+    for argument in own:
+        if argument.startswith("--") and argument.endswith("=--"):  # argparse takes it for a list
+            parser.error(f"{argument[:-3]}: expected a value, got '--'")
+    options = parser.parse_args(own)
     from ds_ring.errors import RingError  # imports torch, and `--help` should not wait for it
 
     try:
-        return int(options.run(options, extra))
+        status = int(options.run(options, extra))
+        if sys.stdout is not None:  # closed by who started us
+            sys.stdout.flush()
+        return status
     except RingError as error:
-        print(f"ds-ring: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ds-ring: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        print(f"ds-ring: error: {readable(str(error))}", file=sys.stderr)
+        return getattr(error, "exit_status", WRONG_INPUT)
+    except (BrokenPipeError, UnicodeEncodeError, OSError) as error:
+        return _cannot_print(error)
+
+
+def _cannot_print(error: Exception) -> int:
+    """Say why the output could not be written; a reader that went away (head) is told nothing."""
+    if (
+        isinstance(error, OSError)
+        and not isinstance(error, BrokenPipeError)
+        and error.errno not in _OUTPUT_IS_GONE
+    ):
+        raise error
+    # or Python would try once more at its own end, and print that
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if not isinstance(error, BrokenPipeError):
+        print(f"ds-ring: error: expected to write the output, got: {error}", file=sys.stderr)
+    return CANNOT_PRINT
 
 
 def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -45,12 +81,13 @@ def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds-ring",
         description="Ring attention for DeepSpeed: see what a run will need, start it, check what it saved.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"ds-ring {metadata.version('ds_ring')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

@@ -15,7 +15,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from ds_ring.config_errors import Refused, Section, Takes, sentence, shown
 
+from .invocation import SECRET_VARIABLE
+
 LOOPBACK = "127.0.0.1"
+MOST_SLOTS = 4096  # of one host: more than any has devices or cores
+_MOST_LETTERS = 4096  # Linux's own limit of a path; of a variable it is 128 KiB
 LOCAL_NAME = "localhost"
 # Every engine sets these for each rank by itself; a value from the YAML would be lost or, worse, win.
 _SET_BY_THE_ENGINE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,19 +39,38 @@ _SSH_PORT = Takes("a port from 1 to 65535", "leave it out where it is ssh's own"
 
 
 def _path(value: object, info: ValidationInfo) -> Path:
-    if not isinstance(value, str) or not value.strip():
+    if (
+        not isinstance(value, str)
+        or not value.strip()
+        or len(value) > _MOST_LETTERS
+        or not value.isprintable()
+    ):
         raise Refused(sentence(_FILE.what, shown(value), _FILE.advice))
     folder: Path = (info.context or {}).get("folder", Path())
-    return (folder / value).resolve()
+    try:
+        return (folder / value).resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle
+        raise Refused(sentence(_FILE.what, f"{shown(value)}, a link to itself", _FILE.advice)) from None
 
 
 def _text(value: object) -> str:
     # YAML makes a bool of an unquoted yes, on or true, and the text that the user wrote cannot be had back.
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Refused(sentence("text or a number", shown(value), "put it in quotes"))
+        raise Refused(sentence("text or a number", _kind(value), "put it in quotes"))
+    if isinstance(value, int) and abs(value) >= 10**30:
+        raise Refused(sentence("a number of at most 30 digits", "a longer one", "put it in quotes"))
     if any(character in str(value) for character in "\n\r\0"):
-        raise Refused(sentence("text of one line", shown(value), "remove the line break"))
+        raise Refused(sentence("text of one line", "a line break in it", "remove the line break"))
+    if any("\ud800" <= character <= "\udfff" for character in str(value)):
+        raise Refused(sentence("text in UTF-8", "half of a character", "remove the \\ud... in it"))
     return str(value)
+
+
+def _kind(value: object) -> str:
+    """What a value is; what it says may be secret."""
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else type(value).__name__
+    )
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -58,7 +81,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def _variables(value: object) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Refused(sentence(_VARIABLES.what, shown(value), _VARIABLES.advice))
+        raise Refused(sentence(_VARIABLES.what, _kind(value), _VARIABLES.advice))
     for name in value:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             advice = "use letters, digits and underscores"
@@ -66,10 +89,13 @@ def _variables(value: object) -> dict[str, str]:
         if name in _SET_BY_THE_ENGINE:
             advice = "use master_address, master_port and slots"
             raise Refused(sentence("variables that the engine leaves alone", name, advice))
+        if name == SECRET_VARIABLE:
+            advice = "remove it: every launch makes its own (with ssh: false export one on each host)"
+            raise Refused(sentence("variables that the launcher leaves alone", name, advice))
     return {name: _text(item) for name, item in value.items()}
 
 
-_HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+_HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=253)]
 _File = Annotated[Path, BeforeValidator(_path), _FILE]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), _WORDS]
 
@@ -78,7 +104,7 @@ class Host(Section):
     """One machine and how many processes it runs."""
 
     name: Annotated[_HostName, _NAME]
-    slots: Annotated[int, Field(ge=1), _SLOTS]
+    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS), _SLOTS]
 
 
 class Cluster(Section):
@@ -113,3 +139,8 @@ class Cluster(Section):
     def reaches_out(self) -> bool:
         """True where one call starts other hosts by ssh; false where each host is started by its own call."""
         return self.ssh and not self.is_local
+
+    @property
+    def starts_agents(self) -> bool:
+        """True where ds-ring itself reaches the hosts; mpirun has daemons of its own."""
+        return self.reaches_out and self.engine != "mpirun"

@@ -6,11 +6,13 @@ What a single key takes is cluster.py's.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from ds_ring.config_deepspeed import SECTION
 from ds_ring.config_errors import Problem, config_error, problems_of, sentence, shown
 
 from .cluster import LOCAL_NAME, LOOPBACK, Cluster, Host
@@ -22,7 +24,12 @@ _Raw = dict[str, Any]
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that the YAML at `path` describes, or one RingConfigError that lists all its problems."""
-    raw, from_file = _with_hostfile(read_mapping(path), path.absolute().parent)
+    mapping = read_mapping(path)
+    if SECTION in mapping:
+        got = f'a DeepSpeed JSON (it has "{SECTION}")'
+        advice = "write a YAML that names it as its deepspeed_config, as configs/quickstart.yaml does"
+        raise config_error(str(path), sentence("a cluster YAML", got, advice))
+    raw, from_file = _with_hostfile(mapping, path.absolute().parent)
     raw, problems = _with_hosts(raw)
     problems = from_file or problems
     # A key that is missing is treated as null, so that its error is that key's own.
@@ -52,7 +59,7 @@ def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
     if not isinstance(named, str) or not named.strip():
         wrong = sentence("the path of a file", shown(named), "write it relative to the folder of this YAML")
         return rest | {"hosts": []}, [Problem("hostfile", wrong)]
-    hosts, problems = read_hostfile((folder / named).resolve())
+    hosts, problems = read_hostfile(folder / named)
     return rest | {"hosts": hosts}, problems
 
 
@@ -89,7 +96,7 @@ def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
 def _misfits(cluster: Cluster) -> list[Problem]:
     """Keys that are right by themselves and do not go together."""
     names = [host.name for host in cluster.hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     on_each_host = not cluster.is_local and not cluster.ssh
     problems = []
     if twice:
@@ -100,7 +107,12 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     if on_each_host and cluster.master_port is None:
         wrong = sentence("a port, as ssh is false", "none", "write one down: all hosts must know the same")
         problems.append(Problem("master_port", wrong))
-    if on_each_host and cluster.master_address is None and names[0] in (LOCAL_NAME, LOOPBACK):
+    if (
+        not cluster.is_local
+        and cluster.master_address is None
+        and len(names) > 1
+        and names[0] in (LOCAL_NAME, LOOPBACK)
+    ):
         wrong = sentence("an address that all hosts reach", names[0], "write that of the first host")
         problems.append(Problem("master_address", wrong))
     if cluster.ssh_port is not None and not cluster.reaches_out:
@@ -109,4 +121,21 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
         wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
         problems.append(Problem("engine_args", wrong))
+    return problems + _misfits_of_deepspeed(cluster)
+
+
+def _misfits_of_deepspeed(cluster: Cluster) -> list[Problem]:
+    """Options of DeepSpeed's launcher that would undo what ds-ring does."""
+    if cluster.engine != "deepspeed":
+        return []
+    text, problems = " ".join(cluster.engine_args), []
+    if re.search(r"(^| )--launcher\b", text):
+        advice = "remove it: ds-ring reaches hosts by ssh, and engine: mpirun by MPI"
+        problems.append(Problem("engine_args", sentence("no --launcher", "one", advice)))
+    logs = re.search(r"(^| )--log_level[= ](info|debug)", text)
+    shown_names = sorted(name for name in cluster.environment if "NCCL" in name)
+    if logs and shown_names:
+        expected = f"a --log_level of warning or above beside environment.{shown_names[0]}"
+        advice = "at info DeepSpeed writes NCCL's variables into the log: remove one of the two"
+        problems.append(Problem("engine_args", sentence(expected, logs[2], advice)))
     return problems

@@ -7,35 +7,35 @@ one function, one row of the table and one word in cluster.py.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 from ds_ring.errors import RingConfigError
 
 from .engine_deepspeed import deepspeed
-from .job import Invocation, Job
+from .invocation import Invocation
+from .job import Job
 
 _MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
+# mpirun forwards this signal to all ranks on all hosts, where mpi_rank.py takes it for SIGTERM. At SIGTERM
+# itself mpirun ends the ranks, and leaves them a second.
+_END_SIGNAL = signal.SIGUSR2
 
 
 def torchrun(job: Job) -> Invocation:
-    """torchrun, by its module. It starts its own host only."""
+    """Return the call of torchrun on one host, by its module."""
     cluster = job.cluster
-    if cluster.reaches_out:
-        raise RingConfigError(
-            f"expected ssh: false with engine torchrun, got {len(cluster.hosts)} hosts to start by ssh; "
-            "torchrun starts its own host only: set ssh: false, or take engine deepspeed or mpirun"
-        )
     slots = cluster.hosts[job.node_rank].slots
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--nnodes={len(cluster.hosts)}", f"--nproc-per-node={slots}", f"--node-rank={job.node_rank}"]
     argv += [f"--master-addr={job.master_address}", f"--master-port={job.port}"]
     argv += [*cluster.engine_args, *job.script_command]
-    return Invocation(argv, job.with_own_programs(job.environment))
+    return Invocation(argv, job.with_own_programs(job.environment), private=job.private)
 
 
 def mpirun(job: Job) -> Invocation:
-    """Open MPI's mpirun, as a starter of processes: ranks talk through torch, so mpi4py is not needed."""
+    """Return the call of Open MPI's mpirun for all hosts; mpi4py is not needed: ranks talk through torch."""
     cluster = job.cluster
     if not cluster.is_local and not cluster.ssh:
         raise RingConfigError(
@@ -48,17 +48,16 @@ def mpirun(job: Job) -> Invocation:
     argv += ["--allow-run-as-root"] if os.geteuid() == 0 else []  # it refuses root; containers run as root
     if cluster.ssh_port is not None:
         argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
-    for name in sorted(environment):
+    for name in sorted(environment):  # the values are taken from its own environment
         argv += ["-x", name]
-    argv += [
-        *cluster.engine_args,
-        sys.executable,
-        "-u",
-        "-m",
-        "ds_ring_launcher.mpi_rank",
-        *job.script_command,
-    ]
-    return Invocation(argv, job.with_own_programs(environment), programs={"mpirun": _MPIRUN_ADVICE})
+    argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.mpi_rank", *job.script_command]
+    return Invocation(
+        argv,
+        job.with_own_programs(environment),
+        programs={"mpirun": _MPIRUN_ADVICE},
+        private=job.private,
+        end_signal=_END_SIGNAL,
+    )
 
 
 ENGINES: dict[str, Callable[[Job], Invocation]] = {
@@ -66,8 +65,9 @@ ENGINES: dict[str, Callable[[Job], Invocation]] = {
     "torchrun": torchrun,
     "mpirun": mpirun,
 }
+STARTS_ALL_HOSTS = frozenset({"mpirun"})  # others start the host on which they are called
 
 
 def build(job: Job) -> Invocation:
-    """The invocation of the engine that the cluster names."""
+    """Return the invocation of the engine that the cluster names."""
     return ENGINES[job.cluster.engine](job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_ring.config_errors import config_error, did_you_mean
+from ds_ring.config_errors import config_error, did_you_mean, shown
 from ds_ring.hardware import Hardware, hardware_from
 
 from .yaml_file import read_mapping
@@ -24,8 +24,17 @@ def read_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if name_or_path.lower() in known:
         path = known[name_or_path.lower()]
-    elif path.suffix not in (".yaml", ".yml") and not path.exists():
+    elif path.suffix not in (".yaml", ".yml") and not _exists(path):
         near = did_you_mean(name_or_path, known)
         advice = f"did you mean '{near}'?" if near else "or the path of a YAML file with the keys of these"
-        raise config_error("hardware", f"expected one of {', '.join(known)}, got '{name_or_path}'; {advice}")
+        raise config_error(
+            "hardware", f"expected one of {', '.join(known)}, got {shown(name_or_path)}; {advice}"
+        )
     return hardware_from(read_mapping(path), str(path))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False

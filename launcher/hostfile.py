@@ -10,21 +10,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config_errors import Problem, sentence
+from ds_ring.config_errors import MOST_PROBLEMS, Problem, sentence, shown
+from ds_ring.config_file import read_small
+from ds_ring.errors import RingConfigError
 
-from .yaml_file import missing_file
+from .yaml_file import MOST_BYTES, missing_file
 
-_LINE = re.compile(r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<name>\S{1,253})\s+slots\s*=\s*(?P<slots>\d{1,12})", re.ASCII)
 
 
 def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
     """The hosts as a YAML would list them, and what is wrong with the file, with line numbers."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, MOST_BYTES)
     except FileNotFoundError:
         return [], [Problem("hostfile", missing_file(path, "a hostfile"))]
-    except (OSError, ValueError) as error:
-        return [], [Problem("hostfile", f"expected text in UTF-8, cannot read {path}: {error}")]
+    except IsADirectoryError:
+        return [], [
+            Problem("hostfile", f"expected a hostfile, got the directory {path}; name the file in it")
+        ]
+    except RingConfigError as error:
+        return [], [Problem("hostfile", str(error))]
     hosts: list[dict[str, Any]] = []
     problems: list[Problem] = []
     seen: dict[str, int] = {}
@@ -32,6 +38,8 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = line.split("#")[0].strip()
         if not content:
             continue
+        if len(problems) > MOST_PROBLEMS:
+            break
         problem = _problem_of(content, number, seen)
         if problem:
             problems.append(Problem("hostfile", f"{path}, line {number}: {problem}"))
@@ -47,10 +55,14 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
 def _problem_of(content: str, number: int, seen: dict[str, int]) -> str:
     found = _LINE.fullmatch(content)
     if found is None:
-        return sentence("'node-0 slots=8'", repr(content), "write the name, a blank, slots=number")
+        return sentence("'node-0 slots=8'", _quoted(content), "write the name, a blank, slots=number")
     if int(found["slots"]) == 0:
         return sentence("at least one slot", f"{found['name']} slots=0", "remove the line, or give it slots")
     if found["name"] in seen:
         first = f"{found['name']} on line {seen[found['name']]} and again"
         return sentence("every host once", first, "add its slots up in one line")
     return ""
+
+
+def _quoted(content: str) -> str:
+    return repr(content) if len(content) <= 80 else shown(content)

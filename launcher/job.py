@@ -1,15 +1,13 @@
-"""What goes into an engine (`Job`) and what comes out of it (`Invocation`). Both are data."""
+"""What goes into an engine: a `Job`, which is data."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .cluster import LOOPBACK, Cluster
+from .invocation import SECRET_VARIABLE, own_programs_first
 
 # One thread for each rank: ranks on a CPU share its cores, and torch takes all of them by default.
 _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -29,6 +27,7 @@ class Job:
     folder: Path  # for files that live as long as the run
     caller_environment: Mapping[str, str]
     extra_args: tuple[str, ...] = ()
+    secret: str | None = None
 
     @property
     def master_address(self) -> str:
@@ -38,8 +37,14 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks get on top of the caller's environment: the device's defaults, then the YAML's."""
-        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment}
+        """What the ranks get on top of the caller's: the device's defaults, then the YAML's, the secret."""
+        secret = {} if self.secret is None else {SECRET_VARIABLE: self.secret}
+        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret}
+
+    @property
+    def private(self) -> frozenset[str]:
+        """Names of variables whose values are shown to nobody: the YAML's, and the secret."""
+        return frozenset({*self.cluster.environment, SECRET_VARIABLE})
 
     @property
     def script_command(self) -> list[str]:
@@ -48,31 +53,7 @@ class Job:
         return [str(self.cluster.script), *config, *self.cluster.script_args, *self.extra_args]
 
     def with_own_programs(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with a PATH on which this Python's programs come first, as if it were activated.
-
-        ninja and mpirun are such programs, and they are looked up by name.
-        """
-        own = str(Path(sys.executable).parent)
-        search_path = environment.get("PATH", self.caller_environment.get("PATH", os.defpath))
-        if search_path.split(os.pathsep)[0] != own:
-            search_path = own + os.pathsep + search_path
-        return {**environment, "PATH": search_path}
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What to run: arguments, what is added to the caller's environment, files to write first."""
-
-    argv: list[str]
-    environment: dict[str, str]
-    files: dict[Path, str] = field(default_factory=dict)
-    programs: dict[str, str] = field(default_factory=dict)  # needed on PATH -> what to do without it
-
-    def as_shell(self) -> str:
-        """The same as a shell script."""
-        lines = []
-        for path, text in self.files.items():
-            lines.append(f"mkdir -p {shlex.quote(str(path.parent))}")
-            lines.append(f"cat > {shlex.quote(str(path))} <<'EOF'\n{text}EOF")
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
-        return "\n".join([*lines, f"exec {shlex.join(self.argv)}"])
+        """`own_programs_first` where this host runs it."""
+        if self.cluster.starts_agents:
+            return dict(environment)  # the agent there does it: this host's PATH is none of its
+        return own_programs_first(environment, self.caller_environment)

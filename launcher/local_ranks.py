@@ -6,7 +6,6 @@ run is started by an engine instead (engines.py, process.py).
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -25,10 +24,11 @@ from typing import Any, NoReturn
 
 from ds_ring.errors import RingError
 
+from .rank_process import start
+
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
 _LOOK_S = 0.2
 _WRONG_INPUT = 2
-_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RanksError(RingError, RuntimeError):
@@ -43,6 +43,7 @@ def run_ranks(
     threads: int,
     deadline_s: float,
     waiting: Callable[[], object] = lambda: None,
+    imported: bool = False,
 ) -> list[Any]:
     """`work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says cuda).
 
@@ -53,6 +54,7 @@ def run_ranks(
         threads: of torch, on each rank.
         deadline_s: seconds after which all ranks are ended.
         waiting: called a few times a second meanwhile.
+        imported: this process has imported what `work` needs, and used none of it: ranks are forked from it.
 
     Returns:
         What each rank returned; it, the function and its arguments are pickled.
@@ -60,20 +62,31 @@ def run_ranks(
     Raises:
         RanksError: a rank raised, ended, or did not end in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("fork" if imported else "spawn")
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder, _ended_by_signal():
         ranks: list[BaseProcess] = []
         try:
             for rank in range(processes):
-                told = (os.getpid(), rank, processes, folder, threads, deadline_s, work, arguments)
-                ranks.append(context.Process(target=_rank, args=told, name=f"rank {rank}"))
-                ranks[-1].start()
+                told = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
+                ranks.append(context.Process(target=start, args=(os.getpid(), told), name=f"rank {rank}"))
+                with _not_heard_by_children():
+                    ranks[-1].start()
             _watch(ranks, folder, deadline_s, waiting)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
+
+
+@contextmanager
+def _not_heard_by_children() -> Iterator[None]:
+    """Block SIGINT: a rank inherits that, and Ctrl-C while it imports torch is no traceback of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:  # what came meanwhile is heard now
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer(folder: str, rank: int) -> Path:
@@ -114,7 +127,6 @@ def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn
 
 
 def _rank(
-    parent: int,
     rank: int,
     size: int,
     folder: str,
@@ -123,8 +135,6 @@ def _rank(
     work: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
-    _end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     if os.path.isdir("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo asks the name service for this host
@@ -151,13 +161,6 @@ def _rank(
         Path(folder, f"error{rank}").write_text(str(error))
         sys.exit(_WRONG_INPUT)
     dist.destroy_process_group()
-
-
-def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its ranks: the kernel does, whatever signals they ignore."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from ds_ring.config_errors import did_you_mean
-from ds_ring.config_json import read_object
+from ds_ring.config_errors import did_you_mean, shown
+from ds_ring.config_json import parse_object, read_object
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.model_shape import ModelShape
 
@@ -55,7 +54,7 @@ def model_of(options: argparse.Namespace) -> ModelShape:
 def _head_dim(given: int | None, hidden: int, heads: int) -> int:
     if given is not None:
         return given
-    if hidden % max(heads, 1):
+    if heads > 0 and hidden % heads:
         raise RingConfigError(
             f"model: hidden: expected a multiple of heads {heads}, got {hidden}; give --head-dim"
         )
@@ -74,24 +73,27 @@ def _from_transformers(path_or_text: str) -> ModelShape:
             misspelt = near is not None and key not in values
             advice = f"did you mean '{near}'?" if misspelt else "give --layers and the other sizes instead"
             raise RingConfigError(
-                f"--hf-config: {key}: expected a whole number, got {values.get(key, 'none')}; {advice}"
+                f"--hf-config: {key}: expected a whole number, got {shown(values.get(key))}; {advice}"
             )
         sizes[name] = values[key]
     return ModelShape(
         **sizes,
-        kv_heads=values.get("num_key_value_heads") or sizes["heads"],
-        head_dim=_head_dim(values.get("head_dim"), sizes["hidden"], sizes["heads"]),
+        kv_heads=_optional(values, "num_key_value_heads") or sizes["heads"],
+        head_dim=_head_dim(_optional(values, "head_dim"), sizes["hidden"], sizes["heads"]),
         tied=bool(whole.get("tie_word_embeddings", False)),
+    )
+
+
+def _optional(values: dict[str, Any], key: str) -> int | None:
+    value = values.get(key)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise RingConfigError(
+        f"--hf-config: {key}: expected a whole number or null, got {shown(value)}; correct it"
     )
 
 
 def _read(path_or_text: str) -> dict[str, Any]:
     if not path_or_text.lstrip().startswith("{"):
         return read_object(path_or_text)
-    try:
-        found: dict[str, Any] = json.loads(path_or_text)
-    except json.JSONDecodeError as error:
-        raise RingConfigError(
-            f"--hf-config: expected a JSON object, got text that is none: {error}"
-        ) from None
-    return found
+    return parse_object(path_or_text, "--hf-config")

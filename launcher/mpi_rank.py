@@ -1,14 +1,21 @@
-"""Runs inside a rank that mpirun started: names the rank as DeepSpeed scripts expect, then runs the script.
+"""Stands between mpirun and a rank: names the rank as DeepSpeed scripts expect, and ends it in its own time.
 
 Without it DeepSpeed asks mpi4py, and overwrites MASTER_ADDR and MASTER_PORT with guesses of its own (29500).
 Needs no MPI library: Open MPI tells each process its place in the environment.
+
+mpirun kills all ranks a second after the first one that ends badly, or after its own SIGTERM. The launcher
+sends it SIGUSR2 instead, which it forwards to every rank: here that becomes one SIGTERM to the script, and
+this process ends well afterwards, so that no rank's handler is cut off.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import runpy
+import signal
+import subprocess
 import sys
+from types import FrameType
 
 _FROM_OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -16,19 +23,49 @@ _FROM_OPEN_MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+_END_SIGNAL = signal.SIGUSR2
+_PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, _END_SIGNAL})
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded before the fork
 
 
-def main(argv: list[str]) -> None:
-    """Run the script `argv[0]` with the rest as its arguments, as `python script ...` would."""
+def main(argv: list[str]) -> int:
+    """Run the script `argv[0]` with the rest as its arguments; return its exit status, 0 if told to end."""
     missing = [name for name in _FROM_OPEN_MPI.values() if name not in os.environ]
     if missing:
         sys.exit(f"mpi_rank: expected to be started by Open MPI's mpirun, which sets {missing[0]}")
-    for name, source in _FROM_OPEN_MPI.items():
-        os.environ[name] = os.environ[source]
-    sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # mpirun, or its daemon here, may be killed itself
+    environment = {**os.environ, **{name: os.environ[source] for name, source in _FROM_OPEN_MPI.items()}}
+    told_to_end = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told_to_end
+        if not told_to_end:
+            told_to_end = number == _END_SIGNAL
+            script.send_signal(signal.SIGTERM if told_to_end else number)
+
+    # Blocked until there is a script to pass them on to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    script = subprocess.Popen([sys.executable, "-u", *argv], env=environment, preexec_fn=_as_rank)
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    status = script.wait()
+    if told_to_end:
+        return 0
+    if status < 0:  # the same end, so that mpirun says which signal it was
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _as_rank() -> None:
+    """End with the process above, which mpirun kills; hear its signals only, and every one of them."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)  # mpirun signals whole process groups
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -6,24 +6,35 @@ Options come before the DeepSpeed JSON, which comes before defaults.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ds_ring.config import RingConfig
 from ds_ring.config_deepspeed import SECTION, SP_KEY, resolve
+from ds_ring.config_errors import sentence, shown
+from ds_ring.config_json import parse_object
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.pattern_config import pattern_from_config
-from ds_ring.schedule.search import fewest_devices, longest_sequence
+from ds_ring.schedule.search import MOST_TOKENS, fewest_devices, longest_sequence
 from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
 from ds_ring.schedule.zero_memory import Zero
 
+from .commands.parsers import require_sizes
 from .hardware_file import read_hardware
 from .model_file import model_of
 
 _Raw = dict[str, Any]
-_POSITIVE = ("tokens", "devices", "ring_size", "ulysses_size", "batch", "loss_chunk")
+_ZERO = "zero_optimization"
+_MOST_DEVICES = 2**16
+_MOST = {
+    "tokens": MOST_TOKENS,
+    "devices": _MOST_DEVICES,
+    "ring_size": _MOST_DEVICES,
+    "ulysses_size": _MOST_DEVICES,
+    "batch": 2**20,
+    "loss_chunk": MOST_TOKENS,
+}
 
 
 def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
@@ -32,12 +43,7 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Sett
     Raises:
         RingConfigError: an option or a file is wrong, options contradict each other, or nothing fits.
     """
-    for name in _POSITIVE:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise RingConfigError(
-                f"--{name.replace('_', '-')}: expected a number of at least 1, got {value}; correct it"
-            )
+    require_sizes(options, _MOST)
     config, whole = _ring_config(options)
     ulysses = config.ulysses_size
     given = options.ring_size or (config.ring_size if options.config else None)
@@ -63,24 +69,12 @@ def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
     given = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
     section |= {key: value for key, value in given.items() if value is not None}
     if options.pattern is not None:
-        section["pattern"] = _pattern_text(options.pattern)
+        section["pattern"] = parse_object(options.pattern, "--pattern")
     if options.ring_size:  # says what the JSON's whole would
         whole = {key: value for key, value in whole.items() if key != SP_KEY}
     if SP_KEY not in whole and not isinstance(section.get("ring_size"), int):
         section["ring_size"] = max((options.devices or 1) // (options.ulysses_size or 1), 1)
     return resolve(whole | {SECTION: section}, RingConfig)
-
-
-def _pattern_text(text: str) -> _Raw:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        what = f"expected a JSON object, got {text!r}: {error}; quote it for the shell"
-        raise RingConfigError(f"--pattern: {what}") from None
-    if not isinstance(value, dict):
-        what = f"expected a JSON object, got {text}"
-        raise RingConfigError(f"""--pattern: {what}; write '{{"window": 4096}}', say""")
-    return value
 
 
 def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | None, int]:
@@ -101,15 +95,19 @@ def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> Setting:
     model, ulysses = model_of(options), config.ulysses_size
+    if ring * ulysses > _MOST_DEVICES:
+        expected = f"at most {_MOST_DEVICES:,} ranks"
+        raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
     if model.kv_heads % ulysses:
         raise RingConfigError(
             f"Ulysses size {ulysses}: expected a divisor of the model's {model.kv_heads} K/V heads;"
             " use a larger ring instead"
         )
-    dtype = options.dtype or _dtype(whole, bool(options.config))
+    from_json = _dtype(whole, bool(options.config))
+    dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
-    batch = options.batch or whole.get("train_micro_batch_size_per_gpu")
+    batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
     return Setting(
         tokens=options.tokens or 1,
         ring_size=ring,
@@ -120,7 +118,7 @@ def _setting(
         zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
         dtype=dtype,
         hardware=hardware,
-        batch=batch if isinstance(batch, int) else 1,
+        batch=1 if batch is None else int(batch),
         checkpointing=options.activation_checkpointing,
         loss_tokens=options.loss_chunk,
         overlap=config.overlap,
@@ -132,30 +130,61 @@ def _setting(
 def _dtype(whole: _Raw, from_json: bool) -> str:
     """What the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
     for key, name in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if (whole.get(key) or {}).get("enabled"):
+        if _flag(_mapping(whole, key), key, "enabled"):
             return name
     return "float32" if from_json else "bfloat16"
 
 
 def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, kind: str) -> Zero:
-    section: _Raw = whole.get("zero_optimization") or {}
+    section = _mapping(whole, _ZERO)
     stage = options.zero_stage
     if stage is None:
-        stage = section.get("stage", 0) if options.config else 3
+        given_stage = _number(section, f"{_ZERO}.", "stage", least=0, most=3)
+        stage = int(given_stage or 0) if options.config else 3
     numbers = {
-        "bucket_elements": section.get("reduce_bucket_size"),
-        "live_elements": section.get("stage3_max_live_parameters"),
+        "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),
+        "live_elements": _number(section, f"{_ZERO}.", "stage3_max_live_parameters", least=0, most=2**53),
     }
-    more = {name: int(value) for name, value in numbers.items() if isinstance(value, (int, float))}
-    overlap = section.get("overlap_comm")
+    more = {name: int(value) for name, value in numbers.items() if value is not None}
+    overlap = _flag(section, _ZERO, "overlap_comm")
     return Zero(
         stage,
         devices,
         ELEMENT_BYTES[dtype],
-        overlap_comm=stage == 3 if overlap is None else bool(overlap),
+        overlap_comm=stage == 3 if overlap is None else overlap,
         fused_adam=kind == "cuda",
         **more,
     )
+
+
+def _mapping(whole: _Raw, key: str) -> _Raw:
+    """A sub-section of DeepSpeed's; nothing where it is left out."""
+    value = whole.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise RingConfigError(f"--config: {key}: {sentence('an object {...}', shown(value), 'correct it')}")
+    return value or {}
+
+
+def _number(section: _Raw, prefix: str, key: str, *, least: int, most: int) -> float | None:
+    """A number of DeepSpeed's, None where it is left out or "auto"."""
+    value = section.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        what = sentence(f"a number from {least} to {most:,}", shown(value), "correct it")
+        raise RingConfigError(f"--config: {prefix}{key}: {what}")
+    return value
+
+
+def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
+    """A switch of DeepSpeed's, None where it is left out or "auto"."""
+    value = section.get(key)
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, bool):
+        what = sentence("true or false", shown(value), "write it without quotes")
+        raise RingConfigError(f"--config: {prefix}.{key}: {what}")
+    return value
 
 
 def _fewest(setting: Setting) -> Setting:

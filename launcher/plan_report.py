@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_ring.schedule.advice import Advice
 from ds_ring.schedule.estimate import Estimate
+from ds_ring.tables import console as make_console
+from ds_ring.tables import print_table
 
 GIB = 2**30
 
@@ -67,14 +68,25 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "ranks_looked_at": found.ranks,
         "longest_tokens": advice.longest_tokens,
         "fewest_devices": advice.fewest_devices,
-        "hiding_tokens_per_rank": advice.hiding_tokens,
+        "hiding_tokens_per_rank": advice.hiding.tokens,
+        "never_hides": advice.hiding.never,
+        "remedies": [
+            {
+                "change": remedy.change,
+                "peak_bytes": remedy.peak_bytes,
+                "step_s": remedy.step_s,
+                "devices": remedy.setting.devices,
+                "tokens": remedy.setting.tokens,
+            }
+            for remedy in advice.remedies
+        ],
         "warnings": list(advice.warnings),
     }
 
 
 def print_report(found: Estimate, advice: Advice) -> None:
     """The tables, then the warnings, on stdout."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console()
     setting = found.setting
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
     data = setting.devices // (setting.ring_size * setting.ulysses_size)
@@ -83,16 +95,21 @@ def print_report(found: Estimate, advice: Advice) -> None:
         f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
         f" ZeRO {setting.zero.stage}, {setting.dtype}"
     )
-    console.print(_memory_table(found))
-    console.print(_cost_table(found))
+    print_table(_memory_table(found))
+    print_table(_cost_table(found))
     console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
     fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
     console.print(f"fewest devices for these tokens (one ring): {fewest}")
-    if setting.ring_size > 1:
-        hides = "no shard looked at" if advice.hiding_tokens is None else f"T/P >= {advice.hiding_tokens:,}"
-        console.print(f"transfers hide behind compute: {hides} (here {found.layout.local_tokens:,})")
+    tokens, never = advice.hiding
+    hides = f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {found.layout.local_tokens:,})"
+    console.print(f"transfers hide behind compute: {hides}")
     for warning in advice.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
+    for remedy in advice.remedies:
+        needs = f"{remedy.peak_bytes / GIB:.1f} GiB, a step of {remedy.step_s:.3g} s"
+        console.print(f"would fit with {remedy.change}: {needs}", markup=False)
+    if not (found.fits or advice.remedies):
+        console.print("no change that ds-ring knows makes it fit")
 
 
 def _memory_table(found: Estimate) -> Table:

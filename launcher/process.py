@@ -1,11 +1,13 @@
 """Runs an invocation: streams its output, forwards signals and exit status, leaves no process behind.
 
 Knows nothing of engines. The engine's own care for its children is not enough: DeepSpeed's local runner dies
-of SIGTERM without passing it on, and calls it success when its helper is killed by a signal.
+of SIGTERM without passing it on, and calls it success when its helper is killed by a signal. What outlives
+the launcher itself is ended by guardian.py.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,106 +17,73 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-import psutil
+from .guardian import Guardian
+from .invocation import Invocation
+from .marked import GRACE_SECONDS, MARK, POLL_SECONDS, command_line, end_all, marked, wait_until_gone
 
-from .job import Invocation
-
-# Every process of a run inherits this variable, however it is reparented and whatever session it is put in.
-_MARK = "DS_RING_LAUNCH_ID"
-_GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
+_GRACE_SECONDS = GRACE_SECONDS
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
-_POLL_SECONDS = 0.1
 _FAILURE = 1
 
 _Handler = Callable[[int, FrameType | None], object]
 
 
-def run(invocation: Invocation, caller_environment: Mapping[str, str], script: str) -> int:
+def run(
+    invocation: Invocation, caller_environment: Mapping[str, str], script: str, stdin: int | None = None
+) -> int:
     """Run to the end and return the exit status; 128 + n where signal n ended it."""
     mark = uuid.uuid4().hex
-    environment = {**caller_environment, **invocation.environment, _MARK: mark}
+    environment = {**caller_environment, **invocation.environment, MARK: mark}
     for path, text in invocation.files.items():
         path.write_text(text)
-    with _signals_noted() as signals:
+    with signals_noted() as signals:
+        guardian = Guardian(mark)
         # A session of its own, so that the terminal's Ctrl-C comes through us alone, once.
-        engine = subprocess.Popen(invocation.argv, env=environment, start_new_session=True)
+        engine = subprocess.Popen(invocation.argv, env=environment, stdin=stdin, start_new_session=True)
         try:
             while engine.poll() is None and not signals:
-                time.sleep(_POLL_SECONDS)
+                guardian.keep()
+                time.sleep(POLL_SECONDS)
             if not signals:
                 return _status(engine.returncode, mark, script, signals)
-            _say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
+            say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
+            _let_end(engine, invocation.end_signal, signals)
             return 128 + signals[0]
         finally:
-            _end(mark, signals)
+            before = len(signals)
+            end_all(mark, _GRACE_SECONDS, hurry=lambda: len(signals) != before)
             engine.wait()
+            guardian.done()
 
 
 def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
     """The engine's status, unless it says 0 while ranks of the run are still at work."""
     if returncode != 0:
         return returncode if returncode > 0 else 128 - returncode
-    _wait_until_gone(mark, _SETTLE_SECONDS, signals)
-    ranks = [process.pid for process in _marked(mark) if script in _command_line(process)]
+    before = len(signals)
+    wait_until_gone(mark, _SETTLE_SECONDS, hurry=lambda: len(signals) != before)
+    ranks = [process.pid for process in marked(mark) if script in command_line(process)]
     if ranks:
-        _say(f"error: the engine ended with status 0 but left ranks running (pids {ranks}); ending them")
+        say(f"error: the engine ended with status 0 but left ranks running (pids {ranks}); ending them")
         return _FAILURE
     return 0
 
 
-def _end(mark: str, signals: list[int]) -> None:
-    """SIGTERM to every process of the run; SIGKILL to what is left after the grace or at a second signal."""
-    for process in _marked(mark):
-        _send(process, signal.SIGTERM)
-    before = len(signals)
-    _wait_until_gone(mark, _GRACE_SECONDS, signals, before)
-    for _ in range(3):  # again, for what was started while we looked
-        for process in _marked(mark):
-            _send(process, signal.SIGKILL)
-            _reap(process)
-
-
-def _wait_until_gone(mark: str, seconds: float, signals: list[int], noted: int = 0) -> None:
-    deadline = time.monotonic() + seconds
-    while _marked(mark) and time.monotonic() < deadline and len(signals) == noted:
-        time.sleep(_POLL_SECONDS)
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """The live processes of the run. Those of other users cannot be read, and are none of ours."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
-def _command_line(process: psutil.Process) -> list[str]:
+def _let_end(engine: subprocess.Popen[bytes], end_signal: int | None, signals: list[int]) -> None:
+    """Where the engine has a signal that ends all its ranks in their own time, send it and wait a grace."""
+    if end_signal is None:
+        return
+    before, deadline = len(signals), time.monotonic() + _GRACE_SECONDS
     try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        pass
-
-
-def _reap(process: psutil.Process) -> None:
-    try:
-        process.wait(timeout=1)
-    except psutil.Error:
-        pass
+        os.kill(engine.pid, end_signal)  # a child that is not waited for yet: the pid is still its own
+    except ProcessLookupError:
+        return
+    while engine.poll() is None and time.monotonic() < deadline and len(signals) == before:
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def signals_noted() -> Iterator[list[int]]:
     """Note SIGINT, SIGTERM and SIGHUP instead of dying of them; an ignored one (nohup) stays ignored."""
     noted: list[int] = []
     old: dict[signal.Signals, _Handler | int | None] = {}
@@ -128,5 +97,9 @@ def _signals_noted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _say(text: str) -> None:
-    print(f"ds-ring: {text}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """Print a line to stderr, if that is still there."""
+    try:
+        print(f"ds-ring: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        pass

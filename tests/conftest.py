@@ -17,6 +17,14 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from tests.machine import skip_without  # noqa: E402
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that `needs` what this machine lacks, with the reason."""
+    for marker in item.iter_markers("needs"):
+        skip_without(*marker.args)
+
 
 @pytest.fixture(autouse=True)
 def _alone_or_not(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. A module imports from its own floor or a lower one; a package stands for all in it.
 FLOORS = [
     ["errors"],
-    ["config_errors", "config_json", "config_deepspeed", "config", "hardware"],
+    ["config_errors", "config_file", "config_json", "config_deepspeed", "config", "hardware", "tables"],
     ["schedule"],
     ["runtime"],
     ["module", "simulate", "simulation"],
@@ -50,7 +50,10 @@ VISITORS = {
     "tuning.probe": {"runtime.kernels"},  # pairs that a kernel executes
     "tuning.links": {"runtime.exchange"},  # measures it
     "integrations.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched, too
+    "integrations.graph_positions": {"runtime.exchange"},
     "integrations.loss": {"runtime.exchange"},
+    "integrations.monitor": {"runtime.exchange"},  # so that its collective is watched, too
+    "integrations.sequence_sum": {"runtime.exchange"},
     "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
@@ -79,6 +82,7 @@ PUBLIC_NAMES = {
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
+    "RingCheckpointMissingError",
     "RingConfig",
     "RingConfigError",
     "RingError",
@@ -90,6 +94,7 @@ PUBLIC_NAMES = {
     "RingPatternError",
     "RingPeerError",
     "RingShapeError",
+    "RingVerifyError",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",
@@ -99,6 +104,9 @@ PUBLIC_NAMES = {
     "shard_sequence",
     "simulate",
 }
+
+# A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
+READS_THE_ENVIRONMENT = {"integrations.job_secret"}
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
 # Sockets and pipes have these two as well: they count where they are torch.distributed's.
@@ -207,6 +215,8 @@ def test_outside_packages_stay_in_their_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(MODULES))
 def test_nothing_below_the_launcher_reads_the_environment(name: str) -> None:
+    if name in READS_THE_ENVIRONMENT:
+        return
     readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
     for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.Attribute):

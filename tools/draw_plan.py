@@ -2,57 +2,147 @@
 
 Example:
     python tools/draw_plan.py --tokens 4096 --ring-size 4 --layout auto --window 512 --out plan.png
+    python tools/draw_plan.py --segment-lengths 512 4096 --dilation-rates 1 4
+    python tools/draw_plan.py --documents 1000 96 2000 1000
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
+from collections.abc import Iterator
 
 import matplotlib
 import numpy as np
 
-from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
+from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.schedule.blocks import blocks_of_tiles
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.rank_plan import Visit
 from ds_ring.schedule.slots import count_slots
 
 matplotlib.use("Agg")
+from matplotlib import colormaps
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+_MOST_NAMED = 12  # hops in the legend of a large ring
 
 
 def pattern_of(options: argparse.Namespace) -> Pattern:
-    """The pattern that the command line describes."""
+    """Return the pattern that the command line describes."""
+    pattern: Pattern = Full() if options.full else Causal()
     if options.segment_lengths:
-        return Dilated(tuple(options.segment_lengths), tuple(options.dilation_rates), not options.full)
-    if options.window:
-        return SlidingWindow(options.window, not options.full)
-    return Full() if options.full else Causal()
+        pattern = Dilated(tuple(options.segment_lengths), tuple(options.dilation_rates), not options.full)
+    elif options.window:
+        pattern = SlidingWindow(options.window, not options.full)
+    if options.documents:
+        pattern = pattern & Documents(np.repeat(np.arange(len(options.documents)), options.documents))
+    return pattern
 
 
-def hop_of_blocks(plan: Plan, block: int) -> np.ndarray:
-    """For every block of the matrix in slot order (rank after rank) the hop that computes it; -1: none."""
-    local = plan.layout.local_tokens
-    side = -(-local // block)
-    canvas = np.full((side * plan.ring_size,) * 2, -1)
+def visits_of(plan: Plan, rank: int) -> Iterator[tuple[int, Visit]]:
+    """Yield what a rank computes for the first K/V heads: hop (negative where shards go down), data."""
     walk = plan.walks[0]
+    for number, (lane, on_rank) in enumerate(zip(walk.lanes, walk.rank(rank).lanes, strict=True)):
+        for visit in on_rank.visits:
+            if visit is not None and (visit.hop or not number):
+                yield visit.hop * lane.direction, visit
+
+
+def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
+    """Return for every block of the matrix, rank after rank, the signed hop that computes it, or masked."""
+    side = -(-plan.layout.local_tokens // block)
+    canvas = np.ma.masked_all((side * plan.ring_size,) * 2, dtype=int)
     for rank in range(plan.ring_size):
-        for visit in walk.rank(rank).visits:
-            tiles = walk.pattern.tiles(plan.layout.runs(rank), plan.layout.runs(visit.origin))
-            blocks = blocks_of_tiles(tiles, block)
-            canvas[rank * side + blocks[:, 0], visit.origin * side + blocks[:, 1]] = visit.hop
+        for hop, visit in visits_of(plan, rank):
+            queries, keys = plan.layout.runs(rank), plan.layout.runs(visit.origin)
+            blocks = blocks_of_tiles(plan.walks[0].pattern.tiles(queries, keys), block)
+            canvas[rank * side + blocks[:, 0], visit.origin * side + blocks[:, 1]] = hop
     return canvas
 
 
-def payloads(plan: Plan) -> np.ndarray:
-    """Tokens that arrive on every rank at every hop, of the first class of heads; [ring_size, hops]."""
-    arrived = np.zeros((plan.ring_size, plan.ring_size), dtype=np.int64)
+def received(plan: Plan) -> dict[int, np.ndarray]:
+    """Return by signed hop the tokens that arrive on each rank, int64 [ring_size]; hop 0 sends none."""
+    arrived: dict[int, np.ndarray] = {}
     for rank in range(plan.ring_size):
-        for visit in plan.walks[0].rank(rank).visits:
-            if visit.hop:
-                arrived[rank, visit.hop] += count_slots(visit.held)
-    return arrived
+        for hop, visit in visits_of(plan, rank):
+            if hop:
+                arrived.setdefault(hop, np.zeros(plan.ring_size, np.int64))[rank] += count_slots(visit.held)
+    return dict(sorted(arrived.items(), key=lambda item: (abs(item[0]), -item[0])))
+
+
+def color_of(hop: int, most: int) -> tuple[float, float, float, float]:
+    """Return grey for the own shard, blues for shards that go up, oranges for those that go down."""
+    if not hop:
+        return (0.35, 0.35, 0.35, 1.0)
+    shade = 0.35 + 0.6 * (abs(hop) - 1) / max(1, most - 1)
+    red, green, blue, opacity = colormaps["Blues" if hop > 0 else "Oranges"](shade)
+    return red, green, blue, opacity
+
+
+def draw_blocks(axes: Axes, plan: Plan, block: int, most: int) -> None:
+    """Draw the attention matrix in the order of the layout, each block in the colour of its hop."""
+    canvas = hops_of_blocks(plan, block)
+    picture = np.ones((*canvas.shape, 4))
+    for hop in np.unique(canvas.compressed()):
+        picture[(canvas == hop).filled(False)] = color_of(int(hop), most)
+    axes.imshow(picture, interpolation="nearest")
+    side = len(canvas) // plan.ring_size
+    for border in range(side, len(canvas), side):
+        axes.axhline(border - 0.5, color="black", linewidth=0.6)
+        axes.axvline(border - 0.5, color="black", linewidth=0.6)
+    step = -(-plan.ring_size // 16)
+    middles = [rank * side + side / 2 - 0.5 for rank in range(0, plan.ring_size, step)]
+    axes.set_xticks(middles, [str(rank) for rank in range(0, plan.ring_size, step)])
+    axes.set_yticks(middles, [str(rank) for rank in range(0, plan.ring_size, step)])
+    axes.set(
+        title=f"which hop computes which pairs\n(a point: {block} x {block} tokens with any attended pair)",
+        xlabel=f"keys, by the rank that owns them ({plan.layout.local_tokens:,} tokens each)",
+        ylabel="queries, by the rank that owns them",
+    )
+
+
+def draw_received(axes: Axes, plan: Plan, most: int) -> None:
+    """Draw a bar for each rank: the tokens that it receives, hop upon hop."""
+    below = np.zeros(plan.ring_size, np.int64)
+    for hop, tokens in received(plan).items():
+        axes.bar(
+            np.arange(plan.ring_size), tokens, bottom=below, color=color_of(hop, most), edgecolor="white"
+        )
+        below += tokens
+    axes.set(title="what each rank receives in a forward pass", xlabel="rank of the ring")
+    axes.set_ylabel("tokens (K and V of one K/V head)")
+    axes.set_xticks(range(0, plan.ring_size, -(-plan.ring_size // 16)))
+    axes.set_ylim(0, max(1, 1.08 * below.max()))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def draw(plan: Plan, title: str, block: int, path: str) -> None:
+    """Write the picture: blocks on the left, traffic on the right, one legend for both."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 7), width_ratios=[3, 2], layout="constrained")
+    hops = [0, *received(plan)]
+    most = max(map(abs, hops))
+    draw_blocks(left, plan, block, most)
+    draw_received(right, plan, most)
+    named = hops[:: -(-len(hops) // _MOST_NAMED)]
+    labels = [f"hop {abs(hop)} {'up' if hop > 0 else 'down'}" if hop else "hop 0: own shard" for hop in named]
+    figure.legend(
+        handles=[
+            Patch(facecolor=color_of(hop, most), label=label)
+            for hop, label in zip(named, labels, strict=True)
+        ],
+        title="up: a shard came from rank r - 1 to r; down: from r + 1 to r; white: nothing is computed",
+        loc="outside lower center",
+        ncols=min(6, len(named)),
+    )
+    figure.suptitle("\n".join(textwrap.fill(line, 110) for line in title.split("\n")))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,41 +153,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ring-size", type=int, default=4)
     parser.add_argument("--layout", default="auto")
-    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--block", type=int, default=32, help="tokens on a side of a point of the picture")
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--window", type=int)
+    parser.add_argument("--documents", type=int, nargs="+", help="lengths in tokens; --tokens is their sum")
     parser.add_argument("--segment-lengths", type=int, nargs="+")
     parser.add_argument("--dilation-rates", type=int, nargs="+")
     parser.add_argument("--out", default="plan.png")
     options = parser.parse_args(arguments)
+    if options.documents:
+        options.tokens = sum(options.documents)
     pattern = pattern_of(options)
     layout = make_layout(options.layout, tokens=options.tokens, ring_size=options.ring_size, pattern=pattern)
     plan = build_plan(pattern, layout)
     print(plan.summary())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6), width_ratios=[3, 2])
-    canvas = hop_of_blocks(plan, options.block)
-    shown = np.ma.masked_less(canvas, 0)
-    image = left.imshow(shown, cmap="viridis", vmin=0, vmax=plan.ring_size - 1, interpolation="nearest")
-    side = len(canvas) // plan.ring_size
-    for border in range(side, len(canvas), side):
-        left.axhline(border - 0.5, color="grey", linewidth=0.6)
-        left.axvline(border - 0.5, color="grey", linewidth=0.6)
-    left.set(
-        title=f"{layout}\nblocks of {options.block} slots",
-        xlabel="key slots, rank after rank",
-        ylabel="query slots",
-    )
-    figure.colorbar(image, ax=left, label="hop", ticks=range(plan.ring_size))
-    arrived = payloads(plan)
-    for hop in range(1, plan.ring_size):
-        right.bar(
-            np.arange(plan.ring_size), arrived[:, hop], bottom=arrived[:, :hop].sum(1), label=f"hop {hop}"
-        )
-    right.set(title="tokens that arrive", xlabel="ring rank", ylabel="tokens (K and V of one head)")
-    right.set_xticks(range(plan.ring_size))
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(options.out, dpi=110)
+    heads = f"; K/V heads {plan.walks[0].kv_heads}" if len(plan.walks) > 1 else ""
+    shape = f"{layout.name} layout of {layout.tokens:,} tokens over {layout.ring_size} ranks"
+    name = re.sub(r", -?\d+\)$", ")", str(pattern))  # the digest of Documents
+    draw(plan, f"{name}\n{shape}{heads}", options.block, options.out)
     print(f"picture: {options.out}")
     return 0
 

@@ -1,11 +1,15 @@
 """Ranks are killed, stopped, crash, leave, sleep or send the wrong thing: does every survivor say who it was?
 
-Real processes over gloo: attention alone, or a DeepSpeed training step. A round is good if every survivor
-ends with a typed error that names the culprit, in time, and no process hangs.
+Real processes over gloo: attention alone (and the start before it), a DeepSpeed training step, or what is
+outside the ring in a DeepSpeed run: step, backward's collectives, checkpoints, loader, start, at ZeRO 0 to 3
+(one stage a round). A round is good if every survivor ends with a typed error that names the culprit, in
+time, or, where its collective is none of ours, with the culprit first (or last, where it ended itself) in
+its log; and no process hangs.
 
 Example:
     python tools/fault_campaign.py --rounds 10
     python tools/fault_campaign.py --rounds 10 --mode deepspeed --only kill stop
+    python tools/fault_campaign.py --rounds 4 --mode outside
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' campaign
 
 from tests.dist.campaign import Zygote, play
-from tests.dist.faults import KINDS
+from tests.dist.faults import KINDS, OUTSIDE, WHILE_STARTING
+
+KINDS_OF = {"attention": (*KINDS, *WHILE_STARTING), "deepspeed": KINDS, "outside": tuple(OUTSIDE)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,11 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--mode", choices=("attention", "deepspeed"), default="attention")
+    parser.add_argument("--mode", choices=tuple(KINDS_OF), default="attention")
     parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
     parser.add_argument("--json", action="store_true", help="one JSON row per fault")
     options = parser.parse_args(arguments)
-    kinds = [kind for kind in KINDS if not options.only or any(part in kind for part in options.only)]
+    every = KINDS_OF[options.mode]
+    kinds = [kind for kind in every if not options.only or any(part in kind for part in options.only)]
     zygote, bad, started = Zygote(options.mode), 0, time.monotonic()
     for kind in kinds:
         rounds = [play(zygote, kind, options.mode, turn) for turn in range(options.rounds)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from lm_compare import Comparison
 
 MIB = 2**20
 
@@ -28,6 +29,7 @@ class Report:
         tokens_per_second: of the whole world.
         resident_mib: resident memory of every rank after the step.
         peak_mib: the most that every rank has had, and whose memory that is.
+        comparison: the ring against one process, at the end.
     """
 
     title: str
@@ -36,6 +38,7 @@ class Report:
     tokens_per_second: list[float] = field(default_factory=list)
     resident_mib: list[list[float]] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
+    comparison: Comparison | None = None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -52,7 +55,7 @@ class Report:
         return self.losses[0], sum(last) / len(last)
 
     def summary(self) -> str:
-        """The run in one line."""
+        """The run in one line, and the comparison in three."""
         first, last = self.ends()
         held_out = f", held out {self.held_out[-1][1]:.3f}" if self.held_out else ""
         speeds = sorted(self.tokens_per_second)
@@ -60,6 +63,7 @@ class Report:
         return (
             f"loss {first:.3f} -> {last:.3f} ({100 * last / first:.0f} % of the start){held_out};"
             f" {speeds[len(speeds) // 2]:.0f} tokens/s; peak memory per rank {peaks} MiB"
+            + (f"\n{self.comparison.lines()}" if self.comparison else "")
         )
 
     def write(self, folder: Path) -> None:
@@ -78,31 +82,61 @@ def memory_mib() -> tuple[float, float]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Loss above, memory of every rank below, over the steps."""
+    """Loss over the steps above; below tensor memory of each rank against that of one process."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (loss_axes, memory_axes) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    steps = range(1, len(report.losses) + 1)
-    first, last = report.ends()
-    loss_axes.plot(steps, report.losses, color="tab:blue", linewidth=1, label="training")
-    if report.held_out:
-        loss_axes.plot(
-            *zip(*report.held_out, strict=True), "o-", color="tab:orange", label="held-out documents"
-        )
-    loss_axes.axhline(0.6 * first, color="gray", linestyle=":", label="60 % of the start")
-    loss_axes.set_title(f"{report.title}\nloss {first:.2f} to {last:.2f}", fontsize=10)
-    loss_axes.set_ylabel("loss per byte (nats)")
-    loss_axes.set_ylim(bottom=0)
-    loss_axes.legend()
-    for rank, resident in enumerate(zip(*report.resident_mib, strict=True)):
-        peak = report.peak_mib[rank]
-        memory_axes.plot(steps, resident, linewidth=1.2, label=f"rank {rank} (peak {peak:.0f} MiB)")
-    memory_axes.set_ylabel("memory per rank (MiB)")
-    memory_axes.set_ylim(bottom=0)
-    memory_axes.set_xlabel("step")
-    memory_axes.legend()
+    figure, (loss_axes, memory_axes) = plt.subplots(
+        2, 1, figsize=(8, 7), height_ratios=(3, 2), layout="constrained"
+    )
+    _draw_loss(report, loss_axes)
+    if report.comparison is not None:
+        _draw_comparison(report.comparison, memory_axes)
+    else:
+        _draw_resident(report, memory_axes)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_loss(report: Report, axes: Any) -> None:
+    steps, (first, last) = range(1, len(report.losses) + 1), report.ends()
+    axes.plot(steps, report.losses, color="tab:blue", linewidth=1, label="training")
+    if report.held_out:
+        axes.plot(*zip(*report.held_out, strict=True), "o-", color="tab:orange", label="held-out documents")
+    axes.axhline(0.6 * first, color="gray", linestyle=":", label="60 % of the start")
+    axes.set_title(f"{report.title}\nloss {first:.2f} to {last:.2f}", fontsize=10)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per byte (nats)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _draw_comparison(comparison: Comparison, axes: Any) -> None:
+    ranks = comparison.ranks_mib
+    names = ["one process", *(f"rank {rank}" for rank in range(len(ranks)))]
+    bars = axes.barh(names, [comparison.alone_mib, *ranks], color=["tab:gray"] + ["tab:green"] * len(ranks))
+    axes.bar_label(bars, fmt="%.0f MiB", padding=3)
+    share = comparison.alone_mib / len(ranks)
+    axes.axvline(share, color="black", linestyle="--", linewidth=1, label=f"1/{len(ranks)} of one process")
+    axes.set_title(
+        f"same weights, same {comparison.samples} x {comparison.tokens} tokens: loss differs by"
+        f" {abs(comparison.loss_on_ring - comparison.loss_alone):.1e}, gradients by at most"
+        f" {comparison.gradient_difference:.1e}",
+        fontsize=10,
+    )
+    axes.set_xlabel("peak tensor memory of forward + backward (MiB)")
+    axes.set_xlim(0, 1.15 * max(comparison.alone_mib, *ranks))
+    axes.invert_yaxis()
+    axes.legend()
+
+
+def _draw_resident(report: Report, axes: Any) -> None:
+    steps = range(1, len(report.losses) + 1)
+    for rank, resident in enumerate(zip(*report.resident_mib, strict=True)):
+        axes.plot(steps, resident, linewidth=1.2, label=f"rank {rank} (peak {report.peak_mib[rank]:.0f} MiB)")
+    axes.set_ylabel("memory per rank (MiB)")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.legend()

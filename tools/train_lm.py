@@ -1,7 +1,7 @@
 """Train a byte-level language model whose sequences are sharded over a ring: an ordinary DeepSpeed script.
 
-A small Llama with random weights learns Python's standard library. All that is not ordinary: the model's
-attn_implementation, and `ds_ring.initialize` where `deepspeed.initialize` was.
+A small Llama with random weights learns Python's standard library. All that is not ordinary is
+`ds_ring.initialize` where `deepspeed.initialize` was, and the comparison with one process at the end.
 
 Example:
     ds-ring launch configs/quickstart.yaml
@@ -23,14 +23,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from lm_compare import Comparison, compare
 from lm_data import VOCABULARY, PackedBytes
 from lm_report import Report, memory_mib
 from torch import Tensor
+from torch.utils.data import default_collate
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ds_ring
-import ds_ring.integrations.transformers  # registers attn_implementation="ds_ring"
 
 EXAMPLE = "example: ds-ring launch configs/quickstart.yaml -- --steps 300 --sequence_length 4096"
 
@@ -59,6 +60,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest whole checkpoint in --output"
     )
+    parser.add_argument(
+        "--compare_tokens",
+        type=int,
+        default=4096,
+        help="longest samples with which the ring is compared with one process at the end; 0: not at all",
+    )
     parser.add_argument("--verbose", action="store_true", help="DeepSpeed's own log lines, too")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
@@ -75,7 +82,7 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
         max_position_embeddings=options.sequence_length,
     )
     torch.manual_seed(options.seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="ds_ring")
+    return AutoModelForCausalLM.from_config(config)
 
 
 def keeps_documents_apart(deepspeed_config: str | None) -> bool:
@@ -166,6 +173,20 @@ def train(
     bar.close()
 
 
+def compare_with_one_process(
+    options: argparse.Namespace, engine: Any, documents: PackedBytes
+) -> Comparison | None:
+    """The trained weights once more on one process, with the first samples. Collective."""
+    tokens = min(options.compare_tokens, options.sequence_length)
+    if tokens <= 0 or tokens < engine.ring.config.min_sequence_length:
+        return None  # not wanted, or not sharded
+    samples = engine.train_micro_batch_size_per_gpu() * engine.ring.mesh.data_size
+    whole = default_collate([documents[index] for index in range(samples)])
+    whole = {name: tensor[:, :tokens] for name, tensor in whole.items()}
+    plain = build_model(options).to(next(engine.module.parameters()).dtype)
+    return compare(engine, plain, whole, engine.ring.pattern)
+
+
 def main() -> None:
     options = parse_options()
     if not options.verbose:
@@ -187,10 +208,13 @@ def main() -> None:
     if options.resume:
         resume(engine, report, options.output / "checkpoints")
     train(options, engine, loader, held_out, report)
+    report.comparison = compare_with_one_process(options, engine, documents)
     if dist.get_rank() == 0:
         report.write(options.output)
         print(f"{report.title}\n{report.summary()}\npicture: {(options.output / 'training.png').resolve()}")
     dist.destroy_process_group()
+    if report.comparison is not None and not report.comparison.exact:
+        raise SystemExit("the ring and one process differ by more than rounding: see the lines above")
 
 
 if __name__ == "__main__":

@@ -30,20 +30,25 @@ from ds_ring.schedule.pattern import Pattern
 
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
+REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
 
 Batch = dict[str, Tensor]
 
 
-def prepare_batch(batch: Mapping[str, Tensor], pattern: Pattern, documents: bool = False) -> Batch:
+def prepare_batch(
+    batch: Mapping[str, Tensor], pattern: Pattern, documents: bool = False, real_tokens: bool = False
+) -> Batch:
     """The batch with everything that looks across token borders done, so that it may be cut anywhere.
 
-    Labels come out aligned with the logits that predict them, under both names (`shift_labels` is
-    what transformers' loss takes as already shifted). `attention_mask` is checked and gone. Position ids are
-    there. With `documents`, `document_ids` are there as well: see [Note: packing] in packing.py. Every tensor
-    of the result is [B, T, ...] or [1, T, ...].
+    Labels come out aligned with the logits that predict them, under both names (`shift_labels` is what
+    transformers' loss takes as already shifted). `attention_mask` is checked and gone. Position ids are
+    there. With `documents`, `document_ids` are there as well: see [Note: packing] in packing.py. With
+    `real_tokens` so is `REAL_TOKENS`. Every tensor of the result is [B, T, ...] or [1, T, ...], but for
+    labels [B] of whole samples, which stay as they are.
     """
     tensors = _as_tensors(batch)
     shape = token_shape(tensors)
+    of_samples = _labels_of_samples(tensors, shape)
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
     if mask_BT is not None:
@@ -59,11 +64,13 @@ def prepare_batch(batch: Mapping[str, Tensor], pattern: Pattern, documents: bool
     labels_BT = _aligned_labels(tensors, pattern)
     if labels_BT is not None:
         tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
+    if real_tokens:
+        tensors[REAL_TOKENS] = _real_tokens(tensors, mask_BT, shape)
     if not documents:
         _check_positions(tensors["position_ids"], pattern)
         if mask_BT is not None:
             _check_padding(mask_BT, labels_BT, pattern)
-    return tensors
+    return tensors | of_samples
 
 
 def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -86,7 +93,9 @@ def valid_tokens(tensors: Mapping[str, Tensor]) -> int:
 def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) -> Batch:
     """This rank's tokens of every sample: [B, T, ...] -> [B, S, ...]. Padding slots carry no label."""
     return {
-        key: shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=_pad_value(key))
+        key: tensor
+        if tensor.ndim == 1
+        else shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=_pad_value(key))
         for key, tensor in tensors.items()
     }
 
@@ -97,7 +106,14 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
     are zeros without labels.
     """
-    batch_rows, _ = token_shape(tensors)
+    batch_rows, length = token_shape(tensors)
+    if any(tensor.ndim == 1 for tensor in tensors.values()):
+        raise RingShapeError(
+            f"labels: expected one for each token, got one for each sample in a batch of {length} tokens,"
+            " below"
+            " min_sequence_length, which is spread over the ranks by samples; set"
+            ' "min_sequence_length": 0 in the "ring_attention" section'
+        )
     rows = -(-batch_rows // places)
     mine = slice(place * rows, min((place + 1) * rows, batch_rows))
     local: Batch = {}
@@ -109,6 +125,23 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
         missing = part.new_full((rows - part.shape[0], *part.shape[1:]), _pad_value(key))
         local[key] = torch.cat([part, missing])
     return local
+
+
+def _labels_of_samples(tensors: Batch, shape: tuple[int, int]) -> Batch:
+    """Take labels of whole samples, [B], out of `tensors`: a sequence classifier's."""
+    labels = tensors.get("labels")
+    if labels is None or tuple(labels.shape) != shape[:1]:
+        return {}
+    return {"labels": tensors.pop("labels")}
+
+
+def _real_tokens(tensors: Batch, mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    real_BT = torch.ones(shape, dtype=torch.int64, device=_tokens_of(tensors).device)
+    if mask_BT is not None:
+        real_BT = real_BT * mask_BT.bool()
+    if DOCUMENT_IDS in tensors:
+        real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
+    return real_BT
 
 
 def _pad_value(key: str) -> int:

@@ -87,7 +87,7 @@ def agree(mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: to
                     f" each sequence, got {expected} on rank {first} and {got} on rank {rank}; take the"
                     " batches from the loader of ds_ring.initialize or from engine.ring.loader(dataset,"
                     " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
-                    " rank=engine.ring.mesh.data_rank"
+                    " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
                 )
     return sum(report.valid_tokens for report in reports[::sequence_size])
 

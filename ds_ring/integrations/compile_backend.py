@@ -91,6 +91,8 @@ class BackendOptions:
         if own.get("masks", "check") not in MASKS:
             raise RingConfigError(f"options: masks: expected one of {', '.join(MASKS)}, got {own['masks']!r}")
         source = _static_source(given) if session is None else _session_source(session)
+        if own.get("masks") == "replace" and isinstance(source, StaticSource):
+            _refuse_unknown_length(source)
         return cls(source, **own)
 
 
@@ -127,11 +129,21 @@ def _static_source(given: dict[str, Any]) -> StaticSource:
     return StaticSource(mesh, pattern, layout, options)
 
 
+def _refuse_unknown_length(source: StaticSource) -> None:
+    # Masks that are not read leave nothing that tells padding slots from tokens.
+    if isinstance(source.layout, str) and source.mesh.ring_size > 1:
+        raise RingConfigError(
+            "options: layout: expected a layout of known length beside masks='replace', got"
+            f" {source.layout!r}; pass ds_ring.make_layout({source.layout!r}, tokens=T,"
+            f" ring_size={source.mesh.ring_size})"
+        )
+
+
 def _refuse_ulysses(mesh: RingMesh) -> None:
     if mesh.ulysses_size > 1:
         raise RingConfigError(
             f'backend="{NAME}": expected ulysses_size 1, got {mesh.ulysses_size}; use ring_size'
-            f" {mesh.sequence_size}, or a model with attn_implementation='ds_ring'"
+            f" {mesh.sequence_size}, or leave a transformers model uncompiled: its attention is the ring's"
         )
 
 
@@ -147,7 +159,12 @@ def backend(
 
 
 def backend_of(session: RingSession) -> Callable[..., Compiled]:
-    """The backend that knows a session; torch.compile's `options` say the rest."""
+    """The backend that knows a session; torch.compile's `options` say the rest.
+
+    Raises:
+        RingConfigError: the session has Ulysses ranks, which graphs are not rewritten for.
+    """
+    _refuse_ulysses(session.mesh)
 
     def ds_ring(
         module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any

@@ -17,8 +17,13 @@ import torch.distributed as dist
 from ds_ring.config import RingConfig, by_json_key
 from ds_ring.config_deepspeed import SP_KEY
 from ds_ring.errors import RingError, RingMismatchError
+from ds_ring.runtime.guarded_call import call_guarded
+from ds_ring.runtime.joining import leave_on_error
+from ds_ring.runtime.watch import Watch
+from ds_ring.schedule.grid import Grid
 
 _NAMED_KEYS = 5
+_TIMEOUT_S = 1800.0  # of one comparison
 # What a host may have for itself: where it logs and where it swaps to.
 _OF_THE_HOST = ("path", "dir", "folder", "job_name")
 _LOGGING = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -27,24 +32,40 @@ Flat = dict[str, str]
 
 
 def agree_on_config(
-    config: RingConfig | None, deepspeed_config: Mapping[str, Any], fault: RingError | None
+    config: RingConfig | None,
+    deepspeed_config: Mapping[str, Any],
+    fault: RingError | None,
+    watch: Watch | None,
 ) -> None:
     """Collective over the world. `config` is None where this rank could not read one, and `fault` says why.
 
+    Nobody waits for a rank that is dead: `watch` guards the two collectives.
+
     Raises:
+        RingPeerError: another rank failed meanwhile; names it.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: another rank has a fault, or ranks differ in a key; the rank and the key are named.
     """
+    with leave_on_error(watch):
+        _agree(config, deepspeed_config, fault, watch)
+
+
+def _agree(
+    config: RingConfig | None,
+    deepspeed_config: Mapping[str, Any],
+    fault: RingError | None,
+    watch: Watch | None,
+) -> None:
     mine = {} if config is None else by_json_key(config) | _flatten(deepspeed_config)
     flat = {key: json.dumps(value, default=_without_address) for key, value in mine.items()}
-    reports = _gather((None if fault is None else str(fault), _digest(flat)))
+    reports = _gather((None if fault is None else str(fault), _digest(flat)), watch, 0)
     if fault is not None:
         raise fault
     refusing = [rank for rank, (refused, _) in enumerate(reports) if refused is not None]
     if refusing:
         raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
     if len({digest for _, digest in reports}) > 1:
-        raise RingMismatchError(_describe(_gather(flat)))
+        raise RingMismatchError(_describe(_gather(flat, watch, 1)))
 
 
 def _describe(configs: list[Flat]) -> str:
@@ -89,7 +110,13 @@ def _digest(flat: Flat) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
 
 
-def _gather(mine: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
+def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
+    size = dist.get_world_size()
+
+    def gather() -> list[Any]:
+        everyones: list[Any] = [None] * size
+        dist.all_gather_object(everyones, mine)
+        return everyones
+
+    what = "the comparison of configurations"
+    return call_guarded(gather, watch, Grid(size, size), what, step, _TIMEOUT_S)

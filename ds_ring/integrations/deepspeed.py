@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
@@ -26,9 +25,18 @@ from ds_ring.config import RingConfig, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.integrations.checkpoint import guard_checkpoints
 from ds_ring.integrations.config_agreement import agree_on_config
+from ds_ring.integrations.culprits import culprits_named, join_job, name_culprits
+from ds_ring.integrations.deepspeed_auto import resolve_auto
+from ds_ring.integrations.deepspeed_features import refuse_direct_backward, refuse_features
+from ds_ring.integrations.evaluation import has_optimizer, only_evaluates, without_optimizer
+from ds_ring.integrations.first_batch import FirstBatch
 from ds_ring.integrations.loader import RingLoader, check_dataset
+from ds_ring.integrations.monitor import check_monitor, monitor_ring
+from ds_ring.integrations.ring_use import RingUse
 from ds_ring.integrations.session import RingSession
+from ds_ring.runtime.joining import leave_on_error
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.watch import Watch
 from ds_ring.schedule.pattern_config import pattern_from_config
 
 log = logging.getLogger(__name__)
@@ -72,39 +80,29 @@ def initialize(
         RingConfigError: the JSON, an argument or the model does not go with a ring.
         RingMismatchError: another rank refused to start, or has another configuration; names rank and key.
     """
-    ring_config, deepspeed_config, fault = None, {}, None
+    ring_config: RingConfig | None = None
+    deepspeed_config: dict[str, Any] = {}
+    fault: RingError | None = None
     try:
         source = _config_source(args, config, config_params)
         _refuse_arguments(model, mpu, mesh_param, training_data)
-        ring_config = RingConfig.from_deepspeed(source)
-        deepspeed_config = strip_section(source)
-        _refuse_inexact_gradients(deepspeed_config)
-        _refuse_model(model, ring_config)
+        assert model is not None
+        brought = optimizer is not None, lr_scheduler is not None
+        ring_config, deepspeed_config = _configurations(source, model, *brought)
     except RingError as error:
         if not dist.is_initialized():
             raise  # nobody hears of it: the launcher ends the ranks that wait for this one
         fault = error
     device = _init_distributed(distributed_port, dist_init_required)
-    agree_on_config(ring_config, deepspeed_config, fault)
+    watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
+    compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
+    agree_on_config(ring_config, compared, fault, watch)
     assert model is not None and ring_config is not None
-    ring_config.validate_world(dist.get_world_size())
-    session = RingSession(
-        config=ring_config,
-        mesh=RingMesh.from_world(
-            ring_config.ring_size,
-            ring_config.ulysses_size,
-            heartbeat_timeout_s=ring_config.heartbeat_timeout_seconds,
-            exit_after_fault_s=ring_config.hop_timeout_seconds,
-        ),
-        pattern=pattern_from_config(ring_config),
-        device=device,
-        gradient_divisor=_gradient_divisor(deepspeed_config),
-    )
-    if _uses_transformers():
-        from ds_ring.integrations.transformers import attach
-
-        attach(model, session)
-    engine, engine_optimizer, _, scheduler = deepspeed.initialize(
+    trains = has_optimizer(deepspeed_config, optimizer)
+    session = _session(ring_config, watch, device, _gradient_divisor(deepspeed_config))
+    first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
+    attached = _attach(model, session)
+    engine, engine_optimizer, _, scheduler = culprits_named(deepspeed.initialize, session.mesh)(
         args=_without_config(args),
         model=model,
         optimizer=optimizer,
@@ -113,13 +111,52 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=deepspeed_config,
+        config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )
     _equip(engine, session)
-    _teach_compile(engine, session)
-    guard_checkpoints(engine)
+    _teach_compile(engine, session, attached)
+    if first_batch is not None:
+        first_batch.watch(engine)
+    if session.config.monitor:
+        monitor_ring(engine, session)
+    if trains:
+        refuse_direct_backward(engine)
+    else:
+        only_evaluates(engine)
+    if engine.checkpoint_engine is not None:
+        guard_checkpoints(engine)
+    name_culprits(engine, session.mesh)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
+
+
+def _configurations(
+    source: Source, model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
+) -> tuple[RingConfig, dict[str, Any]]:
+    """Our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
+    ring_config = RingConfig.from_deepspeed(source)
+    deepspeed_config = strip_section(source)
+    refuse_features(deepspeed_config, model)
+    deepspeed_config = resolve_auto(deepspeed_config, model, brings_optimizer, brings_scheduler)
+    check_monitor(ring_config.monitor, deepspeed_config)
+    _refuse_model(model, ring_config)
+    return ring_config, deepspeed_config
+
+
+def _session(
+    config: RingConfig, watch: Watch | None, device: torch.device, gradient_divisor: float
+) -> RingSession:
+    """The ring of a configuration, its process groups included. Collective over the world."""
+    with leave_on_error(watch):
+        config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(
+        config.ring_size,
+        config.ulysses_size,
+        heartbeat_timeout_s=config.heartbeat_timeout_seconds,
+        exit_after_fault_s=config.hop_timeout_seconds,
+        watch=watch,
+    )
+    return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
 
 
 def _uses_transformers() -> bool:
@@ -153,6 +190,15 @@ def _without_config(args: Any) -> Any:
     return args
 
 
+def _attach(model: torch.nn.Module, session: RingSession) -> list[Any]:
+    """The transformers models in `model`, on the ring now."""
+    if not _uses_transformers():
+        return []
+    from ds_ring.integrations.transformers import attach
+
+    return list(attach(model, session))
+
+
 def _refuse_model(model: torch.nn.Module | None, ring_config: RingConfig) -> None:
     if model is not None and _uses_transformers():
         from ds_ring.integrations.transformers import check_model
@@ -164,11 +210,6 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
     if not isinstance(model, torch.nn.Module):
         raise RingConfigError(
             f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=..."
-        )
-    if isinstance(model, PipelineModule):
-        raise RingConfigError(
-            "model: expected a plain module, got a PipelineModule; a ring shards the tokens that a pipeline"
-            " would send on, which is not supported: use ZeRO"
         )
     if mesh_param is not None:
         raise RingConfigError(
@@ -183,23 +224,6 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
         )
     if training_data is not None:
         check_dataset(training_data)
-
-
-def _refuse_inexact_gradients(config: dict[str, Any]) -> None:
-    """Settings under which DeepSpeed 0.19.8 scales gradients unequally, or samples by its own rank."""
-    zero = config.get("zero_optimization") or {}
-    factor = config.get("gradient_predivide_factor", 1.0)
-    if zero.get("stage") == 3 and factor != 1.0:
-        raise RingConfigError(
-            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
-            " gradient buckets are scaled otherwise than small ones: remove the key"
-        )
-    for key in ("curriculum_learning", "data_efficiency"):
-        if (config.get(key) or {}).get("enabled"):
-            raise RingConfigError(
-                f"{key}: expected it not to be enabled, got {config[key]}; DeepSpeed's sampler then gives"
-                " every rank of a ring other samples: order the data set yourself"
-            )
 
 
 def _gradient_divisor(config: dict[str, Any]) -> float:
@@ -234,9 +258,11 @@ def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
         session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
     engine.register_forward_pre_hook(find_placement, with_kwargs=True)
+    use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
+    engine.forward = use.wrap(engine.forward)
 
 
-def _teach_compile(engine: DeepSpeedEngine, session: RingSession) -> None:
+def _teach_compile(engine: DeepSpeedEngine, session: RingSession, attached: list[Any]) -> None:
     """Let `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
     compile_as_before = engine.compile
 
@@ -248,9 +274,16 @@ def _teach_compile(engine: DeepSpeedEngine, session: RingSession) -> None:
                     'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has'
                     " a backend of its own; set it to false"
                 )
+            if engine.is_compiled:
+                raise RingConfigError(
+                    'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that'
+                    " is: DeepSpeed would keep its first backend; say it once, before the first batch"
+                )
             from ds_ring.integrations.compile_backend import backend_of
 
             backend = backend_of(session)
+            for one in attached:
+                one.rewritten = True
         compile_as_before(backend, *args, **kwargs)
 
     engine.compile = compile_with_session

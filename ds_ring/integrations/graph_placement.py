@@ -125,6 +125,13 @@ class Places:
 _places: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
 
 
+def places_of(source: int) -> Places:
+    """The `Places` of a number in a graph."""
+    places = _places.get(source)
+    assert places is not None, f"source {source} of placements is gone: its compiled model was dropped"
+    return places
+
+
 @torch.library.custom_op("ds_ring::place_attention", mutates_args=())
 def place_op(
     positions: Tensor,
@@ -150,8 +157,7 @@ def place_op(
         window: tokens that the mask lets a token see, itself included; None: no window.
         mixed_window: the shortest window in the graph if not all of its masks have the same one.
     """
-    places = _places.get(source)
-    assert places is not None, f"source {source} of placements is gone: its compiled model was dropped"
+    places = places_of(source)
     mesh = places.source.mesh
     try:
         place = places.source.place(int(positions.shape[-1]) if checked else None, scale)
@@ -252,8 +258,8 @@ def needs_backend_op(position_ids: Tensor) -> Tensor:
     """
     raise RingConfigError(
         "the model's own attention would attend to this rank's tokens only, and this call does not go through"
-        ' the backend; say engine.compile(backend="ds_ring") before the first batch, or build the model with'
-        " attn_implementation='ds_ring'"
+        ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'
+        ' "ring" and do not compile'
     )
 
 

@@ -29,6 +29,7 @@ from ds_ring.integrations.graph_attention import (
 )
 from ds_ring.integrations.graph_masks import Facts, Scope, name_of, where
 from ds_ring.integrations.graph_placement import needs_backend_op
+from ds_ring.integrations.graph_positions import ask_for_greatest_positions
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Rewriting:
         """
         for scope in scopes_of(module):
             _take_marks_away(scope.module)
+            ask_for_greatest_positions(scope.module, self.source)
         scopes = list(scopes_of(module))
         found = [one for scope in scopes for one in self._attentions(scope)]
         windows = {None if one.facts is None else one.facts.window for one in found}

@@ -13,39 +13,44 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from ds_ring.errors import RingCheckpointError
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
 from ds_ring.integrations.atomic_file import write_at_once
+from ds_ring.integrations.checkpoint_paths import (
+    entries_of,
+    is_folder,
+    is_plain_path,
+    kind_of,
+    read_small,
+    require_plain_tag,
+)
+from ds_ring.integrations.file_record import (
+    HASHING_THREADS,
+    FileRecord,
+    Strict,
+    fault_of_content,
+    fault_of_size,
+    record_files,
+)
 
 MANIFEST = "ds_ring_manifest.json"
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 NO_TAG = "(unreadable)"  # what a torn `latest` names
-_HASHING_THREADS = 4  # hashlib lets other threads run; more would only fight over the disk
-
-_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+_MOST_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
+_MOST_LATEST_BYTES = 4096
+_FAULTS_NAMED = 20
 
 
-class FileRecord(_Strict):
-    """One file of a checkpoint; `path` is relative to the tag's folder, with forward slashes."""
-
-    path: str
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: _Sha256
-
-
-class Manifest(_Strict):
+class Manifest(Strict):
     """All files of a checkpoint.
 
     Attributes:
@@ -66,25 +71,19 @@ class Manifest(_Strict):
         return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
 
-def record_file(folder: Path, path: str) -> FileRecord:
-    """Size and sha256 of a file just written, which is brought to the disk on the way. May raise OSError."""
-    with open(folder / path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return FileRecord(path=path, bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
-
-
-def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
-    """`record_file` of several, in their order."""
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        return list(threads.map(lambda path: record_file(folder, path), paths))
-
-
 def files_in(folder: Path) -> Iterator[str]:
-    """Relative paths of all files below `folder`, the manifest and its unfinished copies left out."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.startswith((MANIFEST, f".{MANIFEST}")):
-            yield path.relative_to(folder).as_posix()
+    """Relative paths of all files below `folder`, the manifest and its unfinished copies left out.
+
+    Raises:
+        RingCheckpointError: something there is neither a folder nor a regular file.
+    """
+    for path, status in entries_of(folder):
+        if not stat.S_ISREG(status.st_mode):
+            raise RingCheckpointError(
+                f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
+            )
+        if not _is_ours_or_nfs(path):
+            yield path
 
 
 def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int) -> Manifest:
@@ -98,10 +97,9 @@ def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int)
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in `folder`; RingCheckpointError where there is none to trust."""
-    if not folder.is_dir():
-        raise RingCheckpointError(f"{folder}: expected the folder of a checkpoint, got none; check the tag")
+    require_folder(folder)
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MOST_MANIFEST_BYTES))
     except FileNotFoundError:
         raise RingCheckpointError(
             f"{folder}: expected {MANIFEST}, got none: saving was cut short, or the checkpoint was not"
@@ -109,11 +107,69 @@ def read_manifest(folder: Path) -> Manifest:
             f" `ds-ring verify-checkpoint {folder.parent} --tag {folder.name} --accept`"
         ) from None
     except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
         raise RingCheckpointError(f"{folder / MANIFEST}: damaged, cannot be read: {reason}") from None
     if manifest.digest != manifest.digest_of_the_rest():
         raise RingCheckpointError(f"{folder / MANIFEST}: damaged, its own digest does not match")
     return manifest
+
+
+def require_folder(folder: Path) -> None:
+    """Raise RingCheckpointMissingError, with the tags that are there, unless `folder` is one.
+
+    RingCheckpointError where a link or a file has that name.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise RingCheckpointError(
+            f"{folder}: expected the folder of a checkpoint, got {kind_of(folder.lstat().st_mode)}; name the"
+            " folder itself"
+        )
+    if not folder.is_dir():
+        there = [tag for tag in earlier_tags(folder.parent, "") if not tag.startswith(".")]
+        hint = f": {', '.join(there[:5])} {'are' if there[1:] else 'is'} there" if there else ""
+        raise RingCheckpointMissingError(
+            f"{folder}: expected the folder of a checkpoint, got none; check the tag{hint}"
+        )
+
+
+def strangers_in(folder: Path) -> list[str]:
+    """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths.
+
+    One sentence each; nothing is opened but a manifest that is a regular file. Somebody has changed such a
+    folder, so that a person has to look: going back one checkpoint would not help against it.
+    """
+    if not is_folder(folder):
+        return [f"{folder}: expected a folder, got {kind_of(folder.lstat().st_mode)}; name the folder itself"]
+    names = dict(entries_of(folder))
+    faults = [
+        f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
+        for path, status in names.items()
+        if not stat.S_ISREG(status.st_mode)
+    ]
+    if faults or MANIFEST not in names:
+        return _few(faults)
+    try:
+        manifest = read_manifest(folder)
+    except RingCheckpointError:
+        return []  # damaged: faults_of says so
+    known = {record.path for record in manifest.files}
+    disk = os.statvfs(folder)
+    faults = [
+        f"{folder / MANIFEST}: expected paths below its folder, got {path!r}; do not use this checkpoint"
+        for path in sorted(known)
+        if not is_plain_path(path)
+    ]
+    faults += [
+        f"{folder / path}: expected only the files that {MANIFEST} names, got one more; move it elsewhere"
+        for path in names
+        if path not in known and not _is_ours_or_nfs(path)
+    ]
+    faults += [
+        f"{folder / path}: expected a file that its disk can hold, got {status.st_size} bytes; remove it"
+        for path, status in names.items()
+        if status.st_size > disk.f_blocks * disk.f_frsize > 0
+    ]
+    return _few(faults)
 
 
 def faults_of(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
@@ -125,12 +181,15 @@ def faults_of(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         manifest = read_manifest(folder)
     except RingCheckpointError as error:
         return [str(error)]
-    wrong_sizes = [text for record in manifest.files if (text := _fault_of_size(folder, record))]
+    sizes = {path: status.st_size for path, status in entries_of(folder)}
+    wrong_sizes = [
+        text for one in manifest.files if (text := fault_of_size(folder, one, sizes.get(one.path)))
+    ]
     if wrong_sizes:
-        return wrong_sizes  # no need to read gigabytes any more
+        return _few(wrong_sizes)  # no need to read gigabytes any more
     by_size = sorted(manifest.files, key=lambda record: -record.bytes)
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        found = threads.map(lambda record: _fault_of_content(folder, record), by_size[share::shares])
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        found = threads.map(lambda record: fault_of_content(folder, record), by_size[share::shares])
     return [text for text in found if text]
 
 
@@ -142,13 +201,18 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
         tag: which checkpoint; None for the one that `latest` names.
 
     Raises:
+        RingCheckpointMissingError: there is no such tag, or no file `latest`.
         RingCheckpointError: it is not whole; the message names each file, what was expected and was got.
     """
     root = Path(directory)
-    tag = read_latest(root) if tag is None else tag
+    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
     if tag is None:
-        raise RingCheckpointError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
-    faults = faults_of(root / tag)
+        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
+    require_folder(root / tag)
+    try:
+        faults = strangers_in(root / tag) or faults_of(root / tag)
+    except OSError as error:
+        raise RingCheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
     if faults:
         raise RingCheckpointError("\n".join([f"checkpoint {tag} in {root} is damaged:", *faults]))
     return read_manifest(root / tag)
@@ -160,12 +224,15 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
     Its place in the order of checkpoints follows from the number at the end of the tag (global_step120).
 
     Raises:
-        RingCheckpointError: there is no such checkpoint, or it has a manifest.
+        RingCheckpointMissingError: there is no such checkpoint.
+        RingCheckpointError: it has a manifest.
     """
-    folder = Path(directory, tag)
+    folder = Path(directory, require_plain_tag(tag, "tag"))
     files = list(files_in(folder)) if folder.is_dir() else []
     if not files:
-        raise RingCheckpointError(f"{folder}: expected the folder of a checkpoint, got none; check the tag")
+        raise RingCheckpointMissingError(
+            f"{folder}: expected the folder of a checkpoint, got none; check the tag"
+        )
     if (folder / MANIFEST).exists():
         raise RingCheckpointError(f"{folder}: expected no {MANIFEST} yet, got one; it says what was saved")
     number = re.search(r"\d+$", tag)
@@ -173,12 +240,20 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
 
 
 def read_latest(root: Path, name: str = LATEST) -> str | None:
-    """The tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file."""
+    """The tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file.
+
+    Raises:
+        RingCheckpointError: what it holds is text and no plain name, or it is no small regular file.
+    """
     try:
-        tag = (root / name).read_text(encoding="utf-8", errors="replace").strip()
+        data = read_small(root / name, _MOST_LATEST_BYTES)
     except FileNotFoundError:
         return None
-    return tag if tag.isprintable() and tag else NO_TAG
+    except OSError as error:
+        raise RingCheckpointError(f"{root / name}: cannot be read: {error.strerror}") from None
+    tag = data.decode("utf-8", errors="replace").strip()
+    torn = not tag or not tag.isprintable()  # by a crash; a path is nothing that a crash leaves
+    return NO_TAG if torn else require_plain_tag(tag, str(root / name))
 
 
 def earlier_tags(root: Path, tag: str) -> list[str]:
@@ -199,7 +274,7 @@ def unfinished_tags(root: Path) -> list[str]:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    return sorted(path for path in root.iterdir() if is_folder(path)) if root.is_dir() else []
 
 
 def _age(folder: Path) -> tuple[int, float] | None:
@@ -210,23 +285,12 @@ def _age(folder: Path) -> tuple[int, float] | None:
     return manifest.global_steps, manifest.saved_unix_seconds
 
 
-def _fault_of_size(folder: Path, record: FileRecord) -> str:
-    try:
-        size = (folder / record.path).stat().st_size
-    except OSError as error:
-        return f"{folder / record.path}: expected {record.bytes} bytes, got no file ({error.strerror})"
-    if size == record.bytes:
-        return ""
-    how = "truncated" if size < record.bytes else "too long"
-    return f"{folder / record.path}: expected {record.bytes} bytes, got {size}: {how}"
+def _is_ours_or_nfs(path: str) -> bool:
+    """The manifest, its unfinished copies, and what NFS keeps of a file that was removed while open."""
+    return path.startswith((MANIFEST, f".{MANIFEST}")) or path.rpartition("/")[2].startswith(".nfs")
 
 
-def _fault_of_content(folder: Path, record: FileRecord) -> str:
-    try:
-        with open(folder / record.path, "rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"{folder / record.path}: expected to read {record.bytes} bytes, got {error.strerror}"
-    if got == record.sha256:
-        return ""
-    return f"{folder / record.path}: expected sha256 {record.sha256}, got {got}: its contents changed"
+def _few(faults: list[str]) -> list[str]:
+    """Enough of them to act on."""
+    left = len(faults) - _FAULTS_NAMED
+    return faults if left <= 0 else [*faults[:_FAULTS_NAMED], f"and {left} more of this kind"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Placement:
         mesh: the ranks they are spread over: one rank for a batch that is not cut.
         pattern: who attends to whom in every sample; packed documents narrow it further.
         groups: rows by their documents; none if all rows have `pattern`.
+        longest: the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
+        slots: position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks.
+        real_tokens: 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none.
     """
 
     config: RingConfig
@@ -45,12 +48,22 @@ class Placement:
     mesh: RingMesh
     pattern: Pattern
     groups: tuple[RowGroup, ...] = ()
+    longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
+    slots: Tensor | None = field(default=None, repr=False)
+    real_tokens: Tensor | None = field(default=None, repr=False)
     _by_scale: dict[float | None, RowsAttention] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
         """Slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
+
+    def with_slots(self, device: torch.device) -> Placement:
+        """The same, with `slots`."""
+        whole = self.layout.positions(self.mesh.ring_rank)
+        first = self.mesh.ulysses_rank * self.local_tokens
+        mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
+        return replace(self, slots=mine.to(device))
 
     def attention(self, scale: float | None = None) -> RowsAttention:
         """The attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""

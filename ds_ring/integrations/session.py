@@ -8,7 +8,7 @@ placements found stands in the files it imports. Knows neither DeepSpeed nor tra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,18 @@ from torch.utils.data import Dataset
 
 from ds_ring.config import RingConfig
 from ds_ring.errors import RingError
-from ds_ring.integrations.batch import Batch, prepare_batch, split_samples, split_tokens, token_shape
+from ds_ring.integrations.batch import (
+    REAL_TOKENS,
+    Batch,
+    prepare_batch,
+    split_samples,
+    split_tokens,
+    token_shape,
+)
 from ds_ring.integrations.batch_agreement import REFUSED, BatchReport, agree, report_of
 from ds_ring.integrations.loader import RingLoader, make_loader
 from ds_ring.integrations.loss import RingLoss, items_per_batch, local_loss, world_mean
+from ds_ring.integrations.model_needs import ModelNeeds
 from ds_ring.integrations.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.placement import Placement, PlacementBook, RowsAttention
 from ds_ring.runtime.mesh import RingMesh
@@ -40,6 +48,7 @@ class RingSession:
         device: where sharded batches go.
         gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
         placements: where the latest batches lie.
+        needs: what the model must know of whole batches.
     """
 
     config: RingConfig
@@ -48,7 +57,8 @@ class RingSession:
     device: torch.device
     gradient_divisor: float
     placements: PlacementBook = field(default_factory=PlacementBook, repr=False)
-    _by_length: dict[int, Placement] = field(default_factory=dict, repr=False)
+    needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
+    _by_length: dict[tuple[int, int], Placement] = field(default_factory=dict, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -82,7 +92,7 @@ class RingSession:
         local, placement = self._cut(prepared)
         local = {key: tensor.to(self.device) for key, tensor in local.items()}
         self.placements.record(local.values(), placement)
-        if "labels" in local:
+        if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         return local
 
@@ -134,7 +144,10 @@ class RingSession:
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
         """A fault is kept until the ranks have compared notes, so that all of them stop together."""
         try:
-            prepared = prepare_batch(batch, self.pattern, self.config.pattern.documents)
+            documents, needs = self.config.pattern.documents, self.needs
+            prepared = prepare_batch(batch, self.pattern, documents, needs.real_tokens)
+            if needs.number_tokens is not None and "position_ids" not in batch:
+                prepared["position_ids"] = needs.number_tokens(prepared)
         except RingError as fault:
             return {}, REFUSED, fault
         return prepared, report_of(prepared), None
@@ -142,22 +155,31 @@ class RingSession:
     def _cut(self, prepared: Batch) -> tuple[Batch, Placement]:
         """This rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
         _, tokens = token_shape(prepared)
+        longest = int(prepared["position_ids"].max())  # before the cut: see rotary.py
         short = self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        placement = self._placement(prepared, tokens, RingMesh.single() if short else self.mesh)
+        placement = self._placement(prepared, tokens, longest, RingMesh.single() if short else self.mesh)
         rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
-        return (rest if short else split_tokens(rest, placement.layout, self.mesh)), placement
+        local = rest if short else split_tokens(rest, placement.layout, self.mesh)
+        real_tokens = local.pop(REAL_TOKENS, None)
+        if padded and real_tokens is not None:
+            placement = replace(placement, real_tokens=real_tokens.to(self.device))
+        return local, placement
 
-    def _placement(self, prepared: Batch, tokens: int, mesh: RingMesh) -> Placement:
+    def _placement(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> Placement:
         if DOCUMENT_IDS in prepared:
             batch_rows, _ = token_shape(prepared)
-            return self._place(tokens, mesh, group_rows(self.pattern, prepared[DOCUMENT_IDS], batch_rows))
-        if tokens not in self._by_length:
-            self._by_length[tokens] = self._place(tokens, mesh)
-        return self._by_length[tokens]
+            groups = group_rows(self.pattern, prepared[DOCUMENT_IDS], batch_rows)
+            return self._place(tokens, longest, mesh, groups)
+        if (tokens, longest) not in self._by_length:
+            self._by_length[tokens, longest] = self._place(tokens, longest, mesh)
+        return self._by_length[tokens, longest]
 
-    def _place(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Placement:
+    def _place(
+        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
+    ) -> Placement:
         """All rows of a batch share one layout: with documents that of the rows that are most work."""
         layout = make_layout(
             self.config.layout if mesh is self.mesh else "contiguous",
@@ -166,4 +188,6 @@ class RingSession:
             pattern=groups[0].pattern if groups else self.pattern,
             multiple_of=mesh.ulysses_size,
         )
-        return Placement(self.config, layout, mesh, self.pattern, groups)
+        greatest = torch.tensor(longest, device=self.device)
+        placement = Placement(self.config, layout, mesh, self.pattern, groups, greatest)
+        return placement.with_slots(self.device) if self.needs.slots else placement

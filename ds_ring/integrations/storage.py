@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ds_ring.errors import RingCheckpointError
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
 
 T = TypeVar("T")
 
@@ -48,16 +48,19 @@ def together(act: Callable[[], T]) -> list[T]:
     """What `act` gives on every rank, by rank. Collective, so a barrier; an error of one is raised on all.
 
     Raises:
+        RingCheckpointMissingError: so did `act`, on every rank on which it failed.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
-    mine: tuple[T | None, str] = (None, "")
+    mine: tuple[T | None, str, bool] = (None, "", False)
     try:
-        mine = (act(), "")
+        mine = (act(), "", False)
     except (OSError, RingCheckpointError) as error:
-        mine = (None, str(error))
+        mine = (None, str(error), isinstance(error, RingCheckpointMissingError))
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
+    failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
     if failed:
-        raise RingCheckpointError("checkpoint: expected every rank to succeed, got " + "; ".join(failed))
-    return [value for value, _ in everyones]
+        kind = RingCheckpointMissingError if all(missing for *_, missing in failed) else RingCheckpointError
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
+        raise kind(f"checkpoint: expected every rank to succeed, got {texts}")
+    return [value for value, *_ in everyones]

@@ -49,6 +49,13 @@ def agree(
         RingMismatchError: on every other rank, and on all where fields differ; names ranks and fields.
         RingPeerError: another rank did not take part before the deadline.
     """
+    with exchange.mesh.in_call():
+        _agree(exchange, operation, fields, refused)
+
+
+def _agree(
+    exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None
+) -> None:
     mesh = exchange.mesh
     exchange.call = next(mesh.calls)
     mine = {_OPERATION: operation, "number of the call": str(exchange.call)}

@@ -10,11 +10,12 @@ Saved for backward: local q, k, v, out, lse. Nothing else.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ds_ring.errors import RingConfigError
 from ds_ring.runtime.context import context_of
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.merge import accumulator_dtype
@@ -53,9 +54,10 @@ def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextMan
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
 def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
-    walk = _walk(q, k, v, handle)
-    with _guarded(walk):
-        return walk.forward(q, k, v)
+    with context_of(handle).mesh.in_call():
+        walk = _walk(q, k, v, handle)
+        with _guarded(walk):
+            return walk.forward(q, k, v)
 
 
 @ring_attention_op.register_fake
@@ -68,9 +70,10 @@ def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `RingPass.backward`."""
-    walk = _walk(q, k, v, handle, grad_out)
-    with _guarded(walk):
-        return walk.backward(grad_out, q, k, v, out, lse)
+    with context_of(handle).mesh.in_call():
+        walk = _walk(q, k, v, handle, grad_out)
+        with _guarded(walk):
+            return walk.backward(grad_out, q, k, v, out, lse)
 
 
 @ring_attention_backward_op.register_fake
@@ -100,6 +103,20 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 ring_attention_op.register_autograd(_backward, setup_context=_setup)
 
 
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep nothing: there is no second derivative."""
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
+    raise RingConfigError(
+        "ring attention: expected a first derivative, got a request for the second one (create_graph=True,"
+        " then a gradient of that gradient); differentiate once, or use a model with plain attention for it"
+    )
+
+
+ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_context=_setup_nothing)
+
+
 def _replicated(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None
 ) -> ReplicatedPass:
@@ -117,9 +134,10 @@ def replicated_attention_op(
 
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
-    walk = _replicated(q, k, v, positions, handle)
-    with _guarded(walk):
-        return walk.forward(q, k, v)
+    with context_of(handle).mesh.in_call():
+        walk = _replicated(q, k, v, positions, handle)
+        with _guarded(walk):
+            return walk.forward(q, k, v)
 
 
 @replicated_attention_op.register_fake
@@ -139,9 +157,10 @@ def replicated_attention_backward_op(
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `ReplicatedPass.backward`."""
-    walk = _replicated(q, k, v, positions, handle, grad_out)
-    with _guarded(walk):
-        return walk.backward(grad_out, q, k, v, out, lse)
+    with context_of(handle).mesh.in_call():
+        walk = _replicated(q, k, v, positions, handle, grad_out)
+        with _guarded(walk):
+            return walk.backward(grad_out, q, k, v, out, lse)
 
 
 @replicated_attention_backward_op.register_fake
@@ -181,3 +200,4 @@ def _backward_replicated(
 
 
 replicated_attention_op.register_autograd(_backward_replicated, setup_context=_setup_replicated)
+replicated_attention_backward_op.register_autograd(_refuse_second_derivative, setup_context=_setup_nothing)

@@ -55,6 +55,7 @@ class HopTensors(NamedTuple):
         least, most: of query position - key position; int32, 0-d.
         partial_rows, full_rows: key blocks of each query block, with a mask inside and without.
         partial_columns, full_columns: query blocks of each key block.
+        head_numbers: of the query heads of a group, for masks that differ by head; int64 [members], else [0].
         functions: masks of single pairs; Python, the same object for every hop.
     """
 
@@ -66,6 +67,7 @@ class HopTensors(NamedTuple):
     full_rows: Table
     partial_columns: Table
     full_columns: Table
+    head_numbers: Tensor
     functions: tuple[MaskFunction, ...]
 
     @property
@@ -157,8 +159,12 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
     )
     at_least, at_most = (torch.tensor(x, dtype=torch.int32, device=device) for x in (least, most))
     rows, full_rows, columns, full_columns = tables
+    numbers = next((mask.heads for mask in rule.masks if mask.heads), (0,))
+    head_numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
+    tables_of_blocks = (rows, full_rows, columns, full_columns)
+    functions = tuple(mask.function for mask in rule.masks)
     tensors = HopTensors(
-        q.on(device), k.on(device), at_least, at_most, rows, full_rows, columns, full_columns, rule.masks
+        q.on(device), k.on(device), at_least, at_most, *tables_of_blocks, head_numbers, functions
     )
     return HopMask((q.first, q.length), (k.first, k.length), tensors)
 

@@ -5,11 +5,18 @@ Owns the limits on q, k and v and the messages about them. Telling the other ran
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingShapeError, shown
+from ds_ring.runtime.mesh import RingMesh
 
+QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -20,7 +27,19 @@ def why_not_an_operand(name: str, x: object) -> str | None:
     answered by the fake implementation, without a word to the ranks that hold real ones.
     """
     if not isinstance(x, Tensor):
-        return f"{name}: expected a tensor, got {type(x).__name__}"
+        return f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+    if hasattr(x, "to_local") and hasattr(x, "placements"):
+        return (
+            f"{name}: expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its"
+            " placement is that of the layout, else .full_tensor() and ds_ring.shard_sequence"
+        )
+    if x.is_nested:
+        return (
+            f"{name}: expected a dense tensor, got a nested one; pack its sequences into one and pass"
+            " ds_ring.Documents, or use torch.nested.to_padded_tensor"
+        )
+    if x.is_quantized:
+        return f"{name}: expected a floating dtype, got quantized {x.dtype}; call .dequantize()"
     if x.is_meta:
         return (
             f"{name}: expected a tensor with values, got one on the meta device, shape {tuple(x.shape)};"
@@ -29,6 +48,74 @@ def why_not_an_operand(name: str, x: object) -> str | None:
     if x.layout != torch.strided:
         return f"{name}: expected a dense tensor, got layout {x.layout}; call .to_dense() or pad it"
     return None
+
+
+def why_not_this_derivative() -> str | None:
+    """Why attention cannot be called under the torch.func transform or dual level of now; else None.
+
+    A custom operator drops tangents and has no rule for torch.func.grad; torch.func.vmap is right (one sample
+    after the other), and backward() is what it has a gradient for.
+    """
+    active = {level.key() for level in retrieve_all_functorch_interpreters()}
+    if forward_ad._current_level >= 0 or TransformType.Jvp in active:
+        return (
+            "ring attention: expected reverse-mode differentiation, got forward mode (torch.func.jvp, jacfwd,"
+            " hessian or torch.autograd.forward_ad); use backward() or torch.autograd.grad"
+        )
+    if TransformType.Grad in active:
+        return (
+            "ring attention: expected backward() or torch.autograd.grad, got a torch.func transform (grad,"
+            " vjp, jacrev); use those, or torch.func.vmap alone"
+        )
+    return None
+
+
+def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
+    """Why the `queries` argument cannot be honoured beside the others; None if it can."""
+    if not isinstance(queries, str) or queries not in QUERIES:
+        return f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}"
+    if queries == "sharded" and placed:
+        return (
+            "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
+            " leave it out, or set"
+            ' queries="replicated"'
+        )
+    if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
+        return (
+            f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
+            " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
+            f" {mesh.sequence_size} for this call"
+        )
+    if queries == "replicated" and transport != "ring":
+        return (
+            f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
+            " cannot"
+            " be honoured; leave it out"
+        )
+    return None
+
+
+def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+    if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
+        return (
+            f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
+            f" got {shown(batch_dim_idx)}"
+        )
+    for name in ("dropout", "dropout_p"):
+        value = kwargs.pop(name, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            got = shown(value)
+            return f"{name}: expected 0, got {got}: there is none here; set it to 0 in the model's config"
+    given = [repr(type(a).__name__) for a in args if a is not None]
+    given += [name for name, value in kwargs.items() if value is not None]
+    if not given:
+        return None
+    return (
+        f"RingAttention: expected q, k and v alone, got what it cannot honour, the argument(s)"
+        f" {', '.join(given)}; express masks as a pattern"
+        ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+    )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -49,19 +136,23 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if 0 in x.shape:
             raise RingShapeError(
-                f"{name}: empty tensor of shape {tuple(x.shape)}; every rank needs at least a slot"
+                f"{name}: expected at least a slot on every rank, got an empty tensor of shape"
+                f" {tuple(x.shape)}"
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise RingShapeError(
-                f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; cast or move them to agree"
+                f"{name}: expected q's dtype and device, got others: {name} is {x.dtype} on {x.device}, q is"
+                f" {q.dtype} on {q.device}; cast or move them to agree"
             )
     if k.shape != v.shape:
         raise RingShapeError(
-            f"k and v must have one shape: got {tuple(k.shape)} and {tuple(v.shape)}; pad the shorter one"
+            f"k and v: expected tensors of one shape, got {tuple(k.shape)} and {tuple(v.shape)}; pad the"
+            " shorter one"
         )
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise RingShapeError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch (dim 0) and head_dim (dim 3)"
+            f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
+            f" {tuple(k.shape)}; slice or expand one of them"
         )
 
 
@@ -73,7 +164,7 @@ def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
     """
     if query_heads % kv_heads:
         raise RingShapeError(
-            f"query heads must be a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
+            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
             " grouped-query attention pass k and v with their own, smaller number of heads"
         )
     if kv_heads % ulysses_size:
@@ -97,7 +188,8 @@ def check_tokens(q_tokens: int, k_tokens: int, local_tokens: int, parts: int) ->
         )
     if q_tokens != slots or k_tokens != slots:
         raise RingShapeError(
-            f"the layout has {slots} slots per rank, got q with {q_tokens} and k with {k_tokens} local"
+            f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
+            f" {k_tokens} local"
             " tokens; shard with ds_ring.shard_sequence and the layout that is passed here (queries"
             ' that every rank has whole take queries="replicated")'
         )
@@ -111,7 +203,8 @@ def check_keys(k_tokens: int, local_tokens: int) -> None:
     """
     if k_tokens != local_tokens:
         raise RingShapeError(
-            f"the layout has {local_tokens} slots per rank, got k with {k_tokens} local tokens; with"
+            f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
+            " tokens; with"
             ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
             " layout that is passed here"
         )

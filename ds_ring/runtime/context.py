@@ -17,17 +17,18 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
+from ds_ring.errors import RingError, RingLayoutError, RingPatternError, shown
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Kernel, get_kernel
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.groups import chunk_bytes_on
 from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 from ds_ring.schedule.pattern import Causal, Pattern
@@ -35,59 +36,6 @@ from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.queries import HeadTiles, query_positions, replicated_tiles
 
 KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
-TRANSPORTS = ("ring", "all_gather")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a pass is carried out; none of them changes its result.
-
-    Attributes:
-        scale: of the scores; None is 1 / sqrt(head_dim).
-        kernel: "auto", "cpu", "flex" or "reference".
-        transport: "ring", or the yardstick "all_gather".
-        overlap: compute a hop while the next one travels.
-        prune: send only what the receiver or a rank after it reads.
-        hop_timeout_s: seconds that a hop may take.
-        check_finite: raise on NaN and infinities, naming rank, tensor and hop.
-        kernel_options: for the kernel, as sorted pairs.
-        block_size: side of a block of the flex kernel, slots.
-        chunk_bytes: see [Note: heads in groups]; None takes what `schedule/groups.py` says for the device:
-            a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
-    """
-
-    scale: float | None = None
-    kernel: str = "auto"
-    transport: str = "ring"
-    overlap: bool = True
-    prune: bool = True
-    hop_timeout_s: float = 60.0
-    check_finite: bool = False
-    kernel_options: tuple[tuple[str, Any], ...] = ()
-    chunk_bytes: int | None = None
-    block_size: int = 128
-
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise RingConfigError(
-                f"transport: expected one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
-            )
-        if not _is_number(self.hop_timeout_s) or not self.hop_timeout_s > 0:
-            raise RingConfigError(
-                f"hop_timeout_s: expected seconds > 0, got {self.hop_timeout_s!r}; use 60, say"
-            )
-        if self.scale is not None and not _is_number(self.scale):
-            raise RingConfigError(
-                f"scale: expected a finite number, got {self.scale}; use None for 1 / sqrt(head_dim)"
-            )
-
-    def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
-        """The smallest K or V message worth a walk of its own, bytes."""
-        return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(eq=False)
@@ -157,6 +105,8 @@ class RingContext:
         layout = self.layout_for(q.shape[2] * parts)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
+        all_heads = q.shape[1] * self.mesh.ulysses_size // parts
+        self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
         return layout, self._kernel(q)
 
     def _kernel(self, q: Tensor) -> Kernel:
@@ -227,6 +177,7 @@ class RingContext:
         except RingError as error:
             refused = error
         self.agree("attention forward" if grad_out is None else "attention backward", q, k, refused)
+        _note_forward_pass(grad_out)
         plan = build_plan(
             self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
         )
@@ -254,22 +205,52 @@ class RingContext:
             check_heads(q.shape[1], k.shape[1], 1)
             layout = self.layout_for(k.shape[2])
             check_keys(k.shape[2], layout.local_tokens)
+            self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
             kernel = self._kernel(q)
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",
                 "local keys": k.shape[2],
+                **self._values(q=q, grad_out=grad_out),
             }
         except RingError as error:
             refused = error
         direction = "forward" if grad_out is None else "backward"
         self.agree(f"replicated attention {direction}", q, k, refused, fields)
+        _note_forward_pass(grad_out)
         tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
         return tiles, kernel, self._scale(q)
 
+    def _values(self, **tensors: Tensor | None) -> dict[str, object]:
+        """Checksums of what must be equal on all ranks: it is small, and nothing else would show it."""
+        if self.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
+            return {}
+        given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+        sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
+        return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
+
     def _scale(self, q: Tensor) -> float:
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
+
+
+_forward_passes_so_far = 0
+
+
+def forward_passes() -> int:
+    """Return how many forward passes of ring attention this process has begun, on all of its meshes.
+
+    A number of the process and not of a mesh: a model may attend on a mesh of its own, and what is asked with
+    it (`integrations/ring_use.py`) is whether any pass has run in between. Counted inside the operators, so
+    that a compiled graph's passes count when they run and not when they are traced.
+    """
+    return _forward_passes_so_far
+
+
+def _note_forward_pass(grad_out: Tensor | None) -> None:
+    global _forward_passes_so_far
+    if grad_out is None:
+        _forward_passes_so_far += 1
 
 
 def _as_array(positions: Tensor | None) -> np.ndarray | None:
@@ -297,20 +278,21 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
     Raises:
         RingPatternError, RingLayoutError: no pattern or layout at all, or a layout for another ring.
     """
+    check_mesh(mesh)
     if not isinstance(pattern, Pattern):
         raise RingPatternError(
-            f"pattern: expected a pattern, got {pattern!r}; use ds_ring.Causal() or ds_ring.Full()"
+            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
         )
     if not isinstance(layout, (Layout, str)):
         raise RingLayoutError(
-            f'layout: expected a layout or its name, got {layout!r}; use make_layout(...), or "zigzag"'
+            f'layout: expected a layout or its name, got {shown(layout)}; use make_layout(...), or "zigzag"'
         )
     if isinstance(layout, str):
         check_layout_name(layout)
     elif layout.ring_size != mesh.ring_size:
         raise RingLayoutError(
-            f"the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
-            f" build it with make_layout(..., ring_size={mesh.ring_size})"
+            f"layout: expected one for the mesh's ring, got one that is for {layout.ring_size} ranks, the"
+            f" mesh's ring has {mesh.ring_size}; build it with make_layout(..., ring_size={mesh.ring_size})"
         )
     return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
 

@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingMeshError
+from ds_ring.errors import RingMeshError, shown
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.guarded_call import call_guarded
+from ds_ring.runtime.joining import join_monitor, leave_on_error
+from ds_ring.runtime.mesh_use import MeshUse
 from ds_ring.runtime.trace import Trace
-from ds_ring.runtime.watch import Watch, meet
+from ds_ring.runtime.watch import Watch
 from ds_ring.schedule.grid import Grid
 
 _serial = itertools.count()
@@ -46,6 +50,7 @@ class RingMesh:
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
         traces: those that `runtime/trace.py` is making, the innermost last. Here and not in a variable of the
             thread, since autograd runs the backward pass in a thread of its own.
+        use: refuses calls on a closed mesh, in a forked child, and of two threads at once.
     """
 
     grid: Grid
@@ -61,6 +66,7 @@ class RingMesh:
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
     traces: list[Trace] = field(default_factory=list, repr=False)
+    use: MeshUse = field(default_factory=MeshUse, repr=False)
 
     @classmethod
     def single(cls) -> RingMesh:
@@ -76,6 +82,8 @@ class RingMesh:
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 10.0,
         exit_after_fault_s: float | None = None,
+        secret: str | None = None,
+        watch: Watch | None = None,
     ) -> RingMesh:
         """Cut the initialised world into data x ring x ulysses; every rank must call it, in the same order.
 
@@ -84,49 +92,62 @@ class RingMesh:
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
             timeout_s: seconds until torch gives up on a collective of these groups. (Deadlines of hops
                 are the exchange's and shorter.)
-            heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `watch_board.py`.
+            heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `monitor/`.
             exit_after_fault_s: end this process, with its stacks, if a rank has failed and no error was
                 raised here for so long (it is stuck in a collective outside ds_ring); None leaves it alone.
+            secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
+                characters; None lets rank 0 publish one in the store (see `rendezvous.py`).
+            watch: a failure detector that this process has joined already; the mesh takes it over.
 
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
-                ranks' watch cannot be reached.
+                monitor process cannot be reached.
+            RingPeerError: another rank failed meanwhile; names it.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RingMeshError(
-                "RingMesh.from_world: torch.distributed is not initialised; start with the deepspeed launcher"
-                " or torchrun, and call torch.distributed.init_process_group (or ds_ring.initialize) first"
+                "RingMesh.from_world: expected a process group, got none: torch.distributed is not"
+                " initialised; start with the deepspeed launcher or torchrun, and call"
+                " torch.distributed.init_process_group (or ds_ring.initialize) first"
             )
         grid = Grid(dist.get_world_size(), ring_size, ulysses_size)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        sequence = _my_group(grid.sequence_groups(), timeout, None)
-        fake = sequence is not None and dist.get_backend(sequence) == "fake"
-        speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-        watch = None
-        if sequence is not None and not fake:
-            store = dist.distributed_c10d._get_default_store()
-            size = grid.world_size
-            watch = meet(store, dist.get_rank(), size, heartbeat_timeout_s, exit_after_fault_s)
-        mesh = cls(
-            grid,
-            dist.get_rank(),
-            watch=watch,
-            ring_group=_my_group(grid.ring_groups(), timeout, None),
-            ulysses_group=_my_group(grid.ulysses_groups(), timeout, None),
-            sequence_group=sequence,
-            data_group=_my_group(grid.data_groups(), timeout, None),
-            cpu_group=sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo"),
-        )
-        _warm_up(mesh.ring_group)
+        for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
+            _check_seconds(value, name)
+        if exit_after_fault_s is not None:
+            _check_seconds(exit_after_fault_s, "exit_after_fault_s")
+        if watch is None and grid.sequence_size > 1:
+            watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
+        with leave_on_error(watch):
+            timeout = datetime.timedelta(seconds=timeout_s)
+            what = "the making of the mesh's process groups"
+            ring, ulysses, sequence, data, cpu = call_guarded(
+                lambda: _make_groups(grid, timeout), watch, grid, what, 2, timeout_s
+            )
+        mesh = cls(grid, dist.get_rank(), ring, ulysses, sequence, data, cpu, watch)
         if watch is not None:
             weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
         return mesh
 
     def close(self) -> None:
-        """Leave the watch and free buffers; happens by itself when the mesh is garbage, or at exit."""
+        """Leave the watch and free buffers; happens by itself when the mesh is garbage, or at exit.
+
+        Every later use raises a RingMeshError.
+        """
+        self.use.closed = True
         if self.watch is not None:
             self.watch.leave()
         self.buffers.release()
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Around whatever ranks do together on this mesh.
+
+        Raises:
+            RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
+                case messages may be mixed up already, so the other ranks are told and the mesh is broken.
+        """
+        with self.use.one_call(self.watch.failed if self.watch is not None else None):
+            yield
 
     @property
     def trace(self) -> Trace | None:
@@ -192,6 +213,26 @@ class RingMesh:
         return f"{place} (rank {self.global_rank_in_sequence(sequence_rank)} of the world)"
 
 
+def check_mesh(mesh: object) -> None:
+    """Refuse what is no mesh, or one that cannot be used any more.
+
+    Raises:
+        RingMeshError: with what to pass instead.
+    """
+    if not isinstance(mesh, RingMesh):
+        raise RingMeshError(
+            f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"
+            " rank, or RingMesh.single()"
+        )
+    mesh.use.check()
+
+
+def _check_seconds(value: object, name: str) -> None:
+    """Refuse what is no number of seconds that a timer takes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e8:
+        raise RingMeshError(f"{name}: expected seconds above 0, at most 1e8, got {shown(value)}")
+
+
 def _warm_up(group: ProcessGroup | None) -> None:
     """NCCL connects at a group's first call, which all its ranks must make; a hop may have messages of a few.
 
@@ -199,6 +240,18 @@ def _warm_up(group: ProcessGroup | None) -> None:
     """
     if group is not None and dist.get_backend(group) == "nccl":
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+
+
+def _make_groups(grid: Grid, timeout: datetime.timedelta) -> list[ProcessGroup | None]:
+    """This rank's groups, in the order of the mesh's attributes. Collective over the world."""
+    sequence = _my_group(grid.sequence_groups(), timeout, None)
+    speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
+    ring = _my_group(grid.ring_groups(), timeout, None)
+    ulysses = _my_group(grid.ulysses_groups(), timeout, None)
+    data = _my_group(grid.data_groups(), timeout, None)
+    cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
+    _warm_up(ring)
+    return [ring, ulysses, sequence, data, cpu]
 
 
 def _my_group(

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingError, RingLayoutError, RingShapeError
+from ds_ring.errors import RingError, RingLayoutError, RingShapeError, shown
 from ds_ring.runtime.agreement import agree
+from ds_ring.runtime.checks import why_not_an_operand
 from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout
 
@@ -44,20 +45,32 @@ def shard_sequence(
         RingLayoutError: the layout is for another ring than the mesh's.
     """
     if (ring_rank is None) == (mesh is None):
-        raise RingShapeError("shard_sequence: give exactly one of ring_rank=... and mesh=...")
+        got = "neither" if mesh is None else "both"
+        raise RingShapeError(
+            f"shard_sequence: expected one of the two, got {got}: give exactly one of ring_rank=... and"
+            " mesh=..."
+        )
+    if mesh is not None:
+        check_mesh(mesh)
+    _check("shard_sequence", x_global, layout, dim)
+    if isinstance(pad_value, bool) or not isinstance(pad_value, (int, float)):
+        raise RingShapeError(f"shard_sequence: pad_value: expected a number, got {shown(pad_value)}")
     if mesh is not None and mesh.ring_size != layout.ring_size:
         raise _another_ring("shard_sequence", layout, mesh)
     if _entries(x_global, dim) != layout.tokens:
         raise RingShapeError(
-            f"shard_sequence: the layout is for {layout.tokens} tokens, dim {dim} of shape"
+            f"shard_sequence: expected all tokens, got another number: the layout is for {layout.tokens}"
+            f" tokens, dim {dim} of shape"
             f" {tuple(x_global.shape)} has {_entries(x_global, dim)}; pass the tensor of all tokens, or build"
             " the layout for this length"
         )
     rank = mesh.ring_rank if mesh is not None else ring_rank
-    assert rank is not None
-    if not 0 <= rank < layout.ring_size:
-        raise RingShapeError(f"shard_sequence: ring_rank {rank} is not in 0..{layout.ring_size - 1}")
-    positions = _positions(layout, rank, *_cut(layout, mesh))
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < layout.ring_size:
+        raise RingShapeError(
+            f"shard_sequence: expected a rank of the layout, got another: ring_rank {shown(rank)} is not in"
+            f" 0..{layout.ring_size - 1}"
+        )
+    positions = _positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)
     local = x_global.index_select(dim, index)
     if bool((positions < 0).any()):
@@ -67,6 +80,24 @@ def shard_sequence(
     return local
 
 
+def _check(function: str, x: object, layout: object, dim: object) -> None:
+    """Refuse what is no tensor, layout or dimension.
+
+    Raises:
+        RingShapeError, RingLayoutError: with what was expected and got.
+    """
+    why = why_not_an_operand(f"{function}: the tensor", x)
+    if why is not None:
+        raise RingShapeError(why)
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"{function}: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
+            " ring_size=P)"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise RingShapeError(f"{function}: dim: expected the number of a dimension, got {shown(dim)}")
+
+
 def _entries(x: Tensor, dim: int) -> int:
     """Length of a dimension; 0 where there is none of that number."""
     return x.shape[dim] if -x.dim() <= dim < x.dim() else 0
@@ -74,7 +105,8 @@ def _entries(x: Tensor, dim: int) -> int:
 
 def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
     return RingLayoutError(
-        f"{function}: the layout is for {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
+        f"{function}: expected a layout for the mesh's ring, got another one: the layout is for"
+        f" {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
         f" build it with make_layout(..., ring_size={mesh.ring_size})"
     )
 
@@ -108,15 +140,17 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: RingMesh) -> Tensor:
         ctx.mesh = mesh
-        parts = Exchange(mesh).all_gather(local, mesh.sequence_group, mesh.sequence_size)
+        with mesh.in_call():
+            parts = Exchange(mesh).all_gather(local, mesh.sequence_group, mesh.sequence_size)
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         mesh = ctx.mesh
-        _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], None)
-        parts = grads[0].chunk(mesh.sequence_size)
-        return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
+        with mesh.in_call():
+            _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], None)
+            parts = grads[0].chunk(mesh.sequence_size)
+            return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
 
 
 def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
@@ -130,9 +164,13 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         RingLayoutError: the layout is for another ring than the mesh's.
         RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
     """
-    shape = tuple(x_local.shape)
-    fields = {"layout": layout, "shape": shape, "dim": dim % max(len(shape), 1), "dtype": x_local.dtype}
-    _agree(mesh, "gather_sequence", fields, x_local, _refusal(x_local, layout, mesh, dim))
+    check_mesh(mesh)
+    refused = _refusal(x_local, layout, mesh, dim)
+    fields: dict[str, object] = {}
+    if refused is None:
+        shape = tuple(x_local.shape)
+        fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
+    _agree(mesh, "gather_sequence", fields, x_local, refused)
     rows = x_local.movedim(dim, 0).contiguous()
     whole = _AllGather.apply(rows, mesh)
     return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
@@ -140,6 +178,10 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
 
 def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingError | None:
     """Why this rank cannot gather; None if it can."""
+    try:
+        _check("gather_sequence", x_local, layout, dim)
+    except (RingShapeError, RingLayoutError) as error:
+        return error
     if mesh.ring_size != layout.ring_size:
         return _another_ring("gather_sequence", layout, mesh)
     try:
@@ -148,7 +190,8 @@ def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingE
         return error
     if _entries(x_local, dim) != end - first:
         return RingShapeError(
-            f"gather_sequence: the layout has {end - first} slots per rank, dim {dim} of shape"
+            f"gather_sequence: expected a shard, got another length: the layout has {end - first} slots per"
+            f" rank, dim {dim} of shape"
             f" {tuple(x_local.shape)} has {_entries(x_local, dim)}; pass this rank's shard and its layout"
         )
     return None

@@ -47,14 +47,15 @@ _SWAPS = {
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """The all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
-    context.agree(name, tensors[0], tensors[-1], _refusal(context, name, tensors))
-    swap, mesh = _SWAPS[name], context.mesh
-    exchange = context.exchange or Exchange(mesh)
-    swapped = []
-    for x in tensors:
-        parts = x.chunk(mesh.ulysses_size, dim=swap.split_dim)
-        swapped.append(torch.cat(exchange.all_to_all(parts, mesh.ulysses_group), dim=swap.join_dim))
-    return swapped
+    with context.mesh.in_call():
+        context.agree(name, tensors[0], tensors[-1], _refusal(context, name, tensors))
+        swap, mesh = _SWAPS[name], context.mesh
+        exchange = context.exchange or Exchange(mesh)
+        swapped = []
+        for x in tensors:
+            parts = x.chunk(mesh.ulysses_size, dim=swap.split_dim)
+            swapped.append(torch.cat(exchange.all_to_all(parts, mesh.ulysses_group), dim=swap.join_dim))
+        return swapped
 
 
 def _refusal(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:

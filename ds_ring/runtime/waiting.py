@@ -22,19 +22,18 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from ds_ring.errors import RingPeerError
+from ds_ring.runtime.guarded_call import PATIENCE_S, peer_error, verdict
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.monitor.failure_detector import Fault
 from ds_ring.runtime.watch import Watch, keep_for_ever
-from ds_ring.runtime.watch_board import GRACE_S, Fault
 
-PATIENCE_S = 0.25  # a wait that lasts longer is told to the board, and gets so long to end after a fault
-VERDICT_S = GRACE_S + 1.5  # for the board's answer; without one this rank names whom it waited for
 FOR_EVER_S = 365 * 86400.0
 ASK_S = 20e-6  # between two looks at an event
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the program a wait is, for the board and for messages: the number of the call, and the hop."""
+    """Where in the program a wait is: the number of the call, and the hop."""
 
     call: int
     hop: int | None
@@ -147,7 +146,7 @@ def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
 def _wait_watched(
     job: _Job, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float, on_device: bool
 ) -> None:
-    """Tell the board, and wait until the works are done, a fault is known or the deadline passes."""
+    """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
     while not job.finished and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
         if told is not _of(peers, job):
@@ -200,24 +199,16 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
-    """The error for a wait that failed: the board's verdict, or this rank's own view where there is none."""
-    watch = mesh.watch
-    if watch is not None:
-        _until(lambda: watch.fault is not None, VERDICT_S)
-        if watch.fault is not None:
-            return error_of(mesh, hop, watch.fault)
+    """The error for a wait that failed: the verdict, or this rank's own view where there is none."""
+    fault = None if mesh.watch is None else verdict(mesh.watch)
+    if fault is not None:
+        return error_of(mesh, hop, fault)
     peer = mesh.ring_rank_of(peers[0]) if len(peers) == 1 else None
     return RingPeerError(mesh.ring_rank, hop, peer, cause)
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
-    """The board's verdict, as this rank's error."""
+    """The monitor's verdict, as this rank's error."""
     if mesh.watch is not None:
         mesh.watch.noticed = True
-    peer = mesh.ring_rank_of(fault.rank)
-    who = (
-        ""
-        if peer is not None and mesh.grid.world_size == mesh.ring_size
-        else f"rank {fault.rank} of the world: "
-    )
-    return RingPeerError(mesh.ring_rank, hop, peer, who + fault.cause)
+    return peer_error(mesh.grid, mesh.global_rank, hop, fault)

@@ -1,11 +1,12 @@
-"""A rank's side of the watch: it sends heartbeats, says what it waits for, and hears who failed.
+"""A rank's side of the failure detector: it sends heartbeats, says what it waits for, and hears who failed.
 
-Owns the connection to the board (`watch_board.py`, where the verdict is made), the thread that keeps it, and
-what has to happen when a process ends. Knows nothing of tensors or of rings: ranks here are world ranks.
+Owns the connection to the monitor process (`monitor/`, where the verdict is made), the thread that keeps it,
+and what has to happen when a process ends. How a rank finds the monitor is `rendezvous.py`'s. Knows nothing
+of tensors or of rings: ranks here are world ranks.
 
 [Note: the end of a process]
 An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing, and
-the end of its connection tells the board. After a fault a process lingers for a moment before it ends, so
+the end of its connection tells the monitor. After a fault a process lingers for a moment before it ends, so
 that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as one is gone. A
 thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter from shutting down:
 then the process ends without that, with exit code 1.
@@ -18,10 +19,8 @@ import faulthandler
 import json
 import logging
 import os
-import secrets
 import selectors
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,111 +28,25 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import util
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import psutil
-from torch.distributed.distributed_c10d import Store
+from ds_ring.runtime.monitor.failure_detector import Fault
+from ds_ring.runtime.monitor.waits import ranges_of
 
-from ds_ring.errors import RingMeshError
-from ds_ring.runtime import watch_board
-from ds_ring.runtime.watch_board import Fault
-
-CONNECT_S = 2.0  # for one address of the board
-START_S = 60.0  # until the address of the board is known
 LINGER_S = 1.5
 BEATS_PER_TIMEOUT = 5
 log = logging.getLogger(__name__)
 
 
-class Address(NamedTuple):
-    """Where the board listens: a port, the hosts it may be reached by, a secret, and who started it."""
-
-    port: int
-    hosts: list[str]
-    token: str
-    started_by: int
-
-
-def start_board(world_size: int, heartbeat_timeout_s: float, rank: int) -> Address:
-    """Start a board on this machine, as a process of its own that ends by itself."""
-    token = secrets.token_hex(8)
-    command = [sys.executable, "-I", "-S", str(Path(watch_board.__file__)), str(world_size)]
-    command.append(str(heartbeat_timeout_s))
-    done = subprocess.run(command, input=token + "\n", capture_output=True, text=True, timeout=START_S)
-    if done.returncode or not done.stdout.strip():
-        raise RingMeshError(
-            f"the watch board did not start: expected a port, got exit code {done.returncode}"
-            f" and {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host"
-            f" of rank {rank}"
-        )
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
-    outside = [a for a in found if not a.startswith(("127.", "::1", "fe80"))]  # fe80: of one cable only
-    hosts = ["127.0.0.1", *outside, socket.gethostname()]
-    return Address(int(done.stdout), hosts, token, rank)
-
-
-def meet(
-    store: Store, rank: int, world_size: int, heartbeat_timeout_s: float, exit_after_s: float | None = None
-) -> Watch:
-    """Start the board on rank 0 and join it on every rank. All ranks must call it in the same order.
+class Watch:
+    """This rank's connection to the monitor process, kept by a thread.
 
     Args:
-        store: of the process group; used for the address alone.
-        rank, world_size: of the world.
-        heartbeat_timeout_s: a rank that is silent for so long has failed.
-        exit_after_s: of `Watch`.
-
-    Raises:
-        RingMeshError: the board did not start, or cannot be reached from here.
-    """
-    name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
-    if rank == 0:
-        address = start_board(world_size, heartbeat_timeout_s, rank)
-        store.set(name, json.dumps(address))
-    else:
-        address = Address(*json.loads(store.get(name)))
-    return Watch(rank, address, heartbeat_timeout_s, exit_after_s)
-
-
-def _connect(address: Address, hello: bytes) -> socket.socket:
-    """The first host that answers with our token."""
-    tried = []
-    for host in dict.fromkeys(address.hosts):
-        try:
-            connection = socket.create_connection((host, address.port), timeout=CONNECT_S)
-        except OSError as error:
-            tried.append(f"{host} ({error})")
-            continue
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(hello)
-            if json.loads(_line(connection)).get("token") == address.token:
-                return connection
-            tried.append(f"{host} (another service)")
-        except (OSError, ValueError) as error:
-            tried.append(f"{host} ({error})")
-        connection.close()
-    raise RingMeshError(
-        f"the watch board of rank {address.started_by} cannot be reached at port {address.port}: expected an"
-        f" answer from one of its addresses, got {'; '.join(tried)}. Let the hosts of this job reach each"
-        " other on all ports, as gloo and NCCL need it too"
-    )
-
-
-def _line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            raise OSError("closed without an answer")
-        data += byte
-    return data
-
-
-class Watch:
-    """This rank's connection to the board, kept by a thread.
+        rank: of the world.
+        connection: to the monitor, authenticated.
+        monitor_rank: the rank on whose host the monitor is.
+        heartbeat_timeout_s: the monitor's: a rank that is silent for so long has failed.
+        exit_after_s: see below.
 
     Attributes:
         fault: who failed first, once that is known; it stays.
@@ -143,23 +56,32 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, address: Address, heartbeat_timeout_s: float, exit_after_s: float | None = None
+        self,
+        rank: int,
+        connection: socket.socket,
+        monitor_rank: int,
+        heartbeat_timeout_s: float,
+        exit_after_s: float | None = None,
     ) -> None:
         self.rank, self.heartbeat_timeout_s = rank, heartbeat_timeout_s
         self.fault: Fault | None = None
         self.noticed, self.exit_after_s = False, exit_after_s
-        self._host = address.started_by
+        self._host = monitor_rank
         self._since = 0.0  # when the fault was known here
         # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
         self._lock, self._sending = threading.RLock(), threading.RLock()
         self._waiting: set[threading.Event] = set()
-        hello = json.dumps({"token": address.token, "rank": rank}).encode() + b"\n"
-        self._connection = _connect(address, hello)
+        self._connection = connection
         self._connection.settimeout(heartbeat_timeout_s)
         self._open = True
         _prepare_the_end()
         threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
         _living.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False once this rank has left, or the monitor is lost."""
+        return self._open
 
     def expect(self, wake: threading.Event) -> None:
         """Set this event when a fault becomes known."""
@@ -174,15 +96,19 @@ class Watch:
 
     def waits(self, on: Sequence[int], place: tuple[int, int], what: str) -> None:
         """This rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
-        self._send({"kind": "wait", "on": on, "place": place, "what": what})
+        self._send({"kind": "wait", "on": ranges_of(on), "place": place, "what": what})
 
     def goes_on(self) -> None:
         """That wait is over."""
         self._send({"kind": "go"})
 
     def accuse(self, on: Sequence[int], cause: str) -> None:
-        """The world ranks `on` are late, or a connection failed: the board decides who is to blame."""
-        self._send({"kind": "accuse", "on": on, "cause": cause})
+        """The world ranks `on` are late, or a connection failed: the monitor decides who is to blame."""
+        self._send({"kind": "accuse", "on": ranges_of(on), "cause": cause})
+
+    def broken(self, cause: str) -> None:
+        """A collective that is not ours has failed here: the monitor decides who is to blame, if anybody."""
+        self._send({"kind": "broken", "cause": cause[:300]})
 
     def failed(self, cause: str) -> None:
         """This rank has failed in a way that leaves the others waiting."""
@@ -195,6 +121,13 @@ class Watch:
             self._send({"kind": "bye"})
             self._close()
         _living.discard(self)
+
+    def say_unnoticed(self) -> None:
+        """Name who failed where this process ends for another reason, or for one that it did not see."""
+        if self.fault is not None and not self.noticed and self.fault.rank != self.rank:
+            log.error(
+                "rank %d ends; rank %d had failed before: %s", self.rank, self.fault.rank, self.fault.cause
+            )
 
     def linger(self) -> None:
         """Wait until others had time to say what they saw; see [Note: the end of a process]."""
@@ -219,12 +152,13 @@ class Watch:
     def _last_resort(self) -> None:
         """End a process that is stuck where no error can be raised: in a collective of somebody else."""
         if self._open and not self.noticed and self.fault is not None:
+            faulthandler.dump_traceback(all_threads=True)
+            # The last line of all, so that it is what is read first: who failed, not where this rank stood.
             log.critical(
                 "rank %d ends: rank %d has failed (%s), and this rank has not noticed for %.0f s, in a"
-                " collective outside ds_ring perhaps; its stacks follow",
+                " collective outside ds_ring perhaps; its stacks stand above",
                 self.rank, self.fault.rank, self.fault.cause, self.exit_after_s,
             )  # fmt: skip
-            faulthandler.dump_traceback(all_threads=True)
             logging.shutdown()
             os._exit(1)
 
@@ -244,28 +178,28 @@ class Watch:
         self._connection.close()
 
     def _run(self) -> None:
-        """Beat, and listen. The board answers every beat: silence there means that its host is lost."""
+        """Beat, and listen. The monitor answers every beat: silence there means that its host is lost."""
         interval = self.heartbeat_timeout_s / BEATS_PER_TIMEOUT
-        unread, beat = b"", 0
+        unread = b""
         answered = before = next_beat = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         while self._open:
             now = time.monotonic()
-            if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the board's
+            if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the monitor's
                 answered += now - before
             before = now
             if now >= next_beat:
-                beat, next_beat = beat + 1, now + interval
-                self._send({"kind": "beat", "number": beat})
+                next_beat = now + interval
+                self._send({"kind": "beat"})
             if now - answered > self.heartbeat_timeout_s:
-                self._lose_the_board(f"no answer for {now - answered:.1f} s")
+                self._lose_the_monitor(f"no answer for {now - answered:.1f} s")
                 return
             if not selector.select(max(0.0, next_beat - now)):
                 continue
             data = self._read()
             if not data:
-                self._lose_the_board("the connection ended")
+                self._lose_the_monitor("the connection ended")
                 return
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
@@ -281,10 +215,10 @@ class Watch:
         except OSError:  # reset, or closed by this process
             return b""
 
-    def _lose_the_board(self, how: str) -> None:
+    def _lose_the_monitor(self, how: str) -> None:
         if self._open and self.fault is None:
             host = f"the host of rank {self._host}"
-            self._know(Fault(self._host, f"{host}, where the watch board is, is lost: {how}"))
+            self._know(Fault(self._host, f"{host}, where the monitor process is, is lost: {how}"))
         self._close()
 
 
@@ -305,6 +239,7 @@ def _say_goodbye() -> None:
         if error is not None and watch.fault is None:
             watch.failed(f"it ended with {type(error).__name__}: {str(error)[:300]}")
     for watch in watches:
+        watch.say_unnoticed()
         watch.linger()
         watch.leave()
     if _stuck:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from ds_ring.schedule.cost import EXPOSED
 from ds_ring.schedule.estimate import Estimate
-from ds_ring.schedule.search import fewest_devices, hiding_shard, longest_sequence
+from ds_ring.schedule.hiding import Hiding, hiding_shard, waiting
+from ds_ring.schedule.remedies import Remedy, remedies
+from ds_ring.schedule.search import fewest_devices, longest_sequence
 
 GIB = 2**30
 MOSTLY = 0.5  # of the peak: what takes more is named
@@ -19,14 +21,16 @@ class Advice(NamedTuple):
     Attributes:
         longest_tokens: the most that fit these devices, to 1 / 64; 0 if none.
         fewest_devices: that fit these tokens, a power of two; None if none do.
-        hiding_tokens: per ring rank, from which on transfers hide; None if none was found.
+        hiding: the shard from which on transfers hide, or why there is none.
         warnings: sentences.
+        remedies: what would make it fit, cheapest first; none where it fits.
     """
 
     longest_tokens: int
     fewest_devices: int | None
-    hiding_tokens: int | None
+    hiding: Hiding
     warnings: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
 
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
@@ -37,9 +41,12 @@ def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> A
     smallest = fewest_devices(found.setting)
     devices = None if smallest is None else smallest.devices
     say("the shard whose transfers hide")
-    hiding = hiding_shard(found.setting) if found.setting.ring_size > 1 else None
+    hiding = hiding_shard(found.setting)
     warnings = [*_memory(found, longest, devices), *_exposed(found, hiding), *_state_of_things(found)]
-    return Advice(longest, devices, hiding, tuple(warnings))
+    if found.fits:
+        return Advice(longest, devices, hiding, tuple(warnings), ())
+    say("what would make it fit")
+    return Advice(longest, devices, hiding, tuple(warnings), remedies(found.setting))
 
 
 def _memory(found: Estimate, longest: int, devices: int | None) -> list[str]:
@@ -54,20 +61,18 @@ def _memory(found: Estimate, longest: int, devices: int | None) -> list[str]:
     )
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
-    if not setting.checkpointing and most in ("activations", "attention"):
-        ways.append("try --activation-checkpointing")
-    if most == "logits and loss":
-        ways.append("a loss in chunks (--loss-chunk 8192) keeps few logits at once")
     return ["; ".join([text, *ways])]
 
 
-def _exposed(found: Estimate, hiding: int | None) -> list[str]:
+def _exposed(found: Estimate, hiding: Hiding) -> list[str]:
     cost, setting = found.attention, found.setting
-    share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
+    share = waiting(cost)
     if setting.ring_size == 1 or share <= EXPOSED:
         return []
     here = found.layout.local_tokens
-    advice = f"from T/P = {hiding:,} on it hides" if hiding else "no shard up to 1024 times as long hides it"
+    advice = (
+        f"never: {hiding.never}" if hiding.tokens is None else f"from T/P = {hiding.tokens:,} on it hides"
+    )
     return [
         f"transfers do not hide behind compute: {share:.0%} of each pass waits ({cost.exposed_hops} of"
         f" {cost.hops} hops) at T/P = {here:,}; {advice}, or take a smaller ring and more Ulysses ranks"

@@ -67,6 +67,7 @@ class PassCost:
         compute_s: of these, both together, seconds in the kernel.
         hops: of all groups of heads, forward and backward.
         exposed_hops: of these, where the transfer takes longer than the arithmetic that should hide it.
+        late_hops: of these, where there is arithmetic; the others wait when nothing is left to compute.
     """
 
     pairs: int
@@ -78,6 +79,7 @@ class PassCost:
     compute_s: float
     hops: int
     exposed_hops: int
+    late_hops: int
 
     @property
     def seconds(self) -> float:
@@ -168,12 +170,12 @@ def pass_cost(
                 shape.batch * sum(p.times * _heads(p.walk) * c[i] for p in parts for c in costs[id(p.walk)])
                 for i in (0, 1)
             )
-    forward_s, backward_s = (float((np.maximum(c, x) if overlap else c + x).sum()) for c, x in found)
-    compute, transfer = (np.concatenate(side) for side in zip(*found, strict=True))
-    exposed = int((transfer > (compute if overlap else 0)).sum())
-    computing = float(compute.sum())
+    forward_s, backward_s = (float((np.maximum(c, x) if overlap else c + x).sum()) for c, x, _ in found)
+    compute, transfer, kernel = np.concatenate(found, axis=1)
+    exposed = transfer > (compute if overlap else 0)
+    hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
     sent = bytes_sent(parts, shape)
-    return PassCost(pairs, executed, *sent, forward_s, backward_s, computing, len(compute), exposed)
+    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
 
 
 def _direction(
@@ -184,8 +186,8 @@ def _direction(
     dtype: str,
     bytes_per_s: float,
     backward: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of compute and of transfer, hop by hop, all groups of heads on one time line."""
+) -> np.ndarray:
+    """What `_seconds` returns, all groups of heads on one time line."""
     efficiency = hardware.attention_efficiency
     per_pair = (BACKWARD_FLOPS if backward else FORWARD_FLOPS) * shape.head_dim
     fraction = efficiency.backward if backward else efficiency.forward
@@ -196,7 +198,7 @@ def _direction(
         [
             (
                 max(part.walk.limit + later, 1),
-                *_seconds(costs[id(part.walk)], shape, heads, flop_s, bytes_per_s, hardware),
+                _seconds(costs[id(part.walk)], shape, heads, flop_s, bytes_per_s, hardware),
             )
             for part, heads in chunks
         ]
@@ -217,26 +219,24 @@ def _seconds(
     flop_s: float,
     bytes_per_s: float,
     hardware: Hardware,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of compute and of transfer of every hop, for one group of heads."""
+) -> np.ndarray:
+    """Seconds of compute, of transfer, and of compute in the kernel, of one group of heads; [3, hops]."""
     _, executed, calls, received, returned = np.array(costs, dtype=np.float64).T
     rows = shape.batch * heads
     calls = calls if shape.kernel == "cpu" else np.minimum(calls, 1)  # flex: one call for the whole hop
     token = 2 * rows * shape.head_dim
     size = token * (received * shape.element_bytes + returned * FLOAT)
     posting = np.where(size > 0, hardware.hop_overhead_s, 0.0)  # this rank's own time: nothing hides it
-    compute = executed * rows * flop_s + calls * hardware.call_overhead_s + posting
-    return compute, size / bytes_per_s + np.where(size > 0, hardware.link_latency_s, 0.0)
+    kernel = executed * rows * flop_s
+    compute = kernel + calls * hardware.call_overhead_s + posting
+    return np.stack([compute, size / bytes_per_s + np.where(size > 0, hardware.link_latency_s, 0.0), kernel])
 
 
-def _one_after_another(
-    groups: list[tuple[int, np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """All groups' hops on one time line: each sets out `wait` hops after the one before it."""
-    starts = np.cumsum([0, *(wait for wait, _, _ in groups[:-1])])
-    length = max(start + len(compute) for start, (_, compute, _) in zip(starts, groups, strict=True))
-    compute, transfer = np.zeros(length), np.zeros(length)
-    for start, (_, mine, coming) in zip(starts, groups, strict=True):
-        compute[start : start + len(mine)] += mine
-        transfer[start : start + len(coming)] += coming
-    return compute, transfer
+def _one_after_another(groups: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """All groups' hops on one time line: each sets out `wait` hops after the one before it; [3, hops]."""
+    starts = np.cumsum([0, *(wait for wait, _ in groups[:-1])])
+    length = max(start + mine.shape[1] for start, (_, mine) in zip(starts, groups, strict=True))
+    line = np.zeros((3, length))
+    for start, (_, mine) in zip(starts, groups, strict=True):
+        line[:, start : start + mine.shape[1]] += mine
+    return line

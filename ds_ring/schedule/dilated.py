@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError
+from ds_ring.errors import RingPatternError, shown
+from ds_ring.schedule.numbers import true_or_false, whole_number
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.rule import NO_CLASS
 from ds_ring.schedule.slots import IntArray
@@ -84,22 +85,23 @@ class Dilated(Pattern):
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            values = tuple(getattr(self, name))
+            values = _whole_numbers(getattr(self, name), name)
             object.__setattr__(self, name, values)
-            if not values or any(not isinstance(x, int) or isinstance(x, bool) or x < 1 for x in values):
-                raise RingPatternError(f"Dilated: {name}: expected positive integers, got {list(values)}")
             if any(b <= a for a, b in itertools.pairwise(values)):
                 raise RingPatternError(
                     f"Dilated: {name}: expected strictly increasing numbers, got {list(values)}"
                 )
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise RingPatternError(
-                f"Dilated: one dilation rate for each segment length: got {len(self.segment_lengths)} lengths"
+                "Dilated: expected one dilation rate for each segment length: got"
+                f" {len(self.segment_lengths)} lengths"
                 f" and {len(self.dilation_rates)} rates"
             )
-        if self.head_offsets not in HEAD_OFFSETS:
+        true_or_false(self.causal, "Dilated: causal", RingPatternError)
+        if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
             raise RingPatternError(
-                f"Dilated: head_offsets: expected one of {', '.join(HEAD_OFFSETS)}, got {self.head_offsets!r}"
+                f"Dilated: head_offsets: expected one of {', '.join(HEAD_OFFSETS)}, got"
+                f" {shown(self.head_offsets)}"
             )
 
     @property
@@ -131,6 +133,21 @@ class Dilated(Pattern):
             same = (q // w == k // w) & ((q % w) % r == o) & ((k % w) % r == o)
             count += same & (k <= q) if self.causal else same
         return count
+
+
+def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
+    """The numbers of a list.
+
+    Raises:
+        RingPatternError: no list, an empty one, or one of anything but positive integers.
+    """
+    if not isinstance(given, (list, tuple)) or not given:
+        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
+    try:
+        return tuple(whole_number(x, name, RingPatternError) for x in given)
+    except RingPatternError:
+        text = shown(list(given)).removeprefix("list ")
+        raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None
 
 
 @dataclass(frozen=True)

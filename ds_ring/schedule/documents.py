@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError
+from ds_ring.errors import RingPatternError, shown
 from ds_ring.schedule.pattern import IntArray, Pattern
 from ds_ring.schedule.rule import NO_CLASS
 from ds_ring.schedule.tiles import Tiles, repeat_rows
@@ -39,7 +39,11 @@ class Documents(Pattern):
             RingPatternError: neither or both given, or not one sequence of integers.
         """
         if (document_ids is None) == (position_ids is None):
-            raise RingPatternError("Documents: give exactly one of document_ids and position_ids")
+            got = "neither" if document_ids is None else "both"
+            raise RingPatternError(
+                f"Documents: expected one of the two, got {got}: give exactly one of document_ids and"
+                " position_ids"
+            )
         values = _one_sequence(document_ids if position_ids is None else position_ids)
         if position_ids is not None:
             values = np.cumsum(np.diff(values, prepend=-1) != 1)
@@ -97,7 +101,13 @@ def _keep(tiles: Tiles, q: Any, stretch: IntArray) -> tuple[Tiles, IntArray]:
 
 
 def _one_sequence(values: Any) -> IntArray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise RingPatternError(
+            f"Documents: expected integers of shape [T] or [1, T], got {shown(values)}"
+            f" ({type(error).__name__} in numpy); pass a list, a numpy array or a tensor on the CPU"
+        ) from error
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or not len(array):
@@ -105,4 +115,6 @@ def _one_sequence(values: Any) -> IntArray:
             f"Documents: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
             " for a batch of several packed sequences make one Documents for each"
         )
+    if array.dtype == np.uint64 and int(array.max()) >= 1 << 63:
+        raise RingPatternError(f"Documents: expected integers below 2**63, got {int(array.max())}")
     return array.astype(np.int64)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_ring.errors import RingMeshError
+from ds_ring.schedule.numbers import MOST_RANKS, whole_number
 
 
 class Coordinates(NamedTuple):
@@ -46,8 +47,7 @@ class Grid:
     def __post_init__(self) -> None:
         for name in ("world_size", "ring_size", "ulysses_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RingMeshError(f"{name}: expected a positive integer, got {value!r}")
+            object.__setattr__(self, name, whole_number(value, name, RingMeshError, MOST_RANKS))
         if self.world_size % self.sequence_size:
             raise RingMeshError(
                 f"sequence parallel size {self.sequence_size} (ring {self.ring_size} x ulysses"

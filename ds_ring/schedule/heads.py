@@ -33,6 +33,9 @@ class HeadsOfPart(Pattern):
         numbers = tuple(self.part * query_heads + head for head in heads)
         return self.whole.bind(numbers, self.parts * query_heads, self.parts * kv_heads)
 
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        self.whole.check(tokens, samples, query_heads, device)
+
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         number = self.part * query_heads + head
         return self.whole.multiplicity(number, self.parts * query_heads, self.parts * kv_heads, q, k)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError
+from ds_ring.errors import RingLayoutError, shown
+from ds_ring.schedule.numbers import MOST_RANKS, whole_number
 
 if TYPE_CHECKING:
     from ds_ring.schedule.pattern import Pattern
@@ -259,11 +260,12 @@ def check_layout_name(name: str) -> None:
     Raises:
         RingLayoutError: with the names that there are.
     """
-    if name not in LAYOUT_NAMES:
-        raise RingLayoutError(f"unknown layout {name!r}: expected one of {', '.join(LAYOUT_NAMES)}")
+    if not isinstance(name, str) or name not in LAYOUT_NAMES:
+        raise RingLayoutError(
+            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUT_NAMES)}, got another name"
+        )
 
 
-@lru_cache(maxsize=256)
 def make_layout(
     name: str = "auto",
     *,
@@ -286,12 +288,24 @@ def make_layout(
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
             layout is not made for.
     """
-    for label, value in (("tokens", tokens), ("ring_size", ring_size), ("multiple_of", multiple_of)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RingLayoutError(f"make_layout: {label}: expected a positive integer, got {value!r}")
+    from ds_ring.schedule.pattern import Pattern  # made from nothing here
+
+    tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
+    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
+    multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise RingLayoutError(
+            f"make_layout: pattern: expected a pattern or None, got {shown(pattern)}; use"
+            " ds_ring.Causal(), say"
+        )
+    return _made(name, tokens, ring_size, pattern, multiple_of)
+
+
+@lru_cache(maxsize=256)
+def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
     if name in _BUILDERS:
         return _BUILDERS[name](tokens, ring_size, multiple_of)
-    from ds_ring.schedule import choose  # made from patterns, which are made from nothing here
+    from ds_ring.schedule import choose
 
     return choose.BUILDERS[name](tokens, ring_size, multiple_of, pattern)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from ds_ring.errors import RingConfigError
 
+MOST = 2**31  # of any size: products of three of them are still exact
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -40,9 +42,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value <= MOST:
+                bound = "of at least 1" if type(value) is not int or value < 1 else f"of at most {MOST:,}"
+                got = f"{value!r:.40}"
                 raise RingConfigError(
-                    f"model: {name}: expected a whole number of at least 1, got {value!r}; correct it"
+                    f"model: {name}: expected a whole number {bound}, got {got}; correct it"
                 )
         if self.heads % self.kv_heads:
             raise RingConfigError(

@@ -3,7 +3,8 @@
 A pattern answers these questions and nothing else: the tiles of two shards (for the plan), how often a
 pair is attended (for masks and references), and which heads share an answer. All are tested against each
 other.
-A pattern knows no layout, no rank and no tensor library. Dilated and documents have rooms of their own.
+A pattern knows no layout, no rank and no tensor library. Dilated and documents have rooms of their own, and
+`MaskMod`, which needs tensors, is in `runtime/mask_mod.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError
 from ds_ring.schedule.cuts import cut_by_distance
-from ds_ring.schedule.rule import MaskFunction, meet, one_class
+from ds_ring.schedule.numbers import true_or_false, whole_number
+from ds_ring.schedule.rule import PairMask, meet, one_class
 from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles
 
 IntArray = np.ndarray
@@ -41,7 +43,7 @@ class Pattern:
         return self.distance[0] >= 0
 
     @property
-    def masks(self) -> tuple[MaskFunction, ...]:
+    def masks(self) -> tuple[PairMask, ...]:
         """Functions of single pairs, which only a kernel can evaluate."""
         return ()
 
@@ -69,6 +71,19 @@ class Pattern:
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
         """The pattern of the query heads that share one K/V head; equal patterns mean equal needs."""
         return self
+
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        """Refuse a pattern that cannot be evaluated for such a call, before anything is sent.
+
+        Args:
+            tokens: of the sequence.
+            samples: size of the batch.
+            query_heads: number of all query heads.
+            device: of the tensors.
+
+        Raises:
+            RingPatternError: a mask function that fails there, or is no longer what it was.
+        """
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         """How often query position q attends to key position k (0: not); int arrays, broadcast."""
@@ -117,71 +132,24 @@ def _may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
 
 @dataclass(frozen=True)
 class MaskInside:
-    """The mask of PARTIAL tiles: functions of single pairs, within a band of distances."""
+    """The mask of PARTIAL tiles: masks of single pairs, within a band of distances."""
 
-    functions: tuple[MaskFunction, ...]
+    masks: tuple[PairMask, ...]
     distance: tuple[int, int]
 
-    def __call__(self, q: Any, k: Any) -> Any:
-        """Bool, broadcast over query positions q and key positions k (tensors or arrays of int64)."""
+    def __call__(self, samples: int, q: Any, k: Any) -> Any:
+        """Bool [len(q), len(k)], with batch and heads before it where they differ; see `PairMask`.
+
+        Args:
+            samples: size of the batch.
+            q, k: int64 tensors of one dimension, positions.
+        """
         least, most = self.distance
-        visible = (q - k >= least) & (q - k <= most)
-        for function in self.functions:
-            visible = visible & _evaluate(function, q, k)
+        gap = q[:, None] - k[None, :]
+        visible = (gap >= least) & (gap <= most)
+        for mask in self.masks:
+            visible = visible & mask(samples, q, k)
         return visible
-
-
-def _evaluate(function: MaskFunction, q: Any, k: Any) -> Any:
-    try:
-        return function(None, None, q, k)
-    except (TypeError, IndexError, KeyError, AttributeError) as error:
-        raise RingPatternError(
-            f"MaskMod: {getattr(function, '__name__', function)} failed: {error}. It is called with tensors"
-            " of global query and key positions, and with None for batch and head: expected a mask that is"
-            " the same for every sample and head; compose one pattern for each instead"
-        ) from error
-
-
-@dataclass(frozen=True)
-class MaskMod(Pattern):
-    """Any FlexAttention `mask_mod` in global positions.
-
-    What the function hides inside a block is not known to the plan: every pair counts as work, and every key
-    travels, unless another pattern composed with `&` says otherwise (`MaskMod(f) & SlidingWindow(1024)`).
-
-    Attributes:
-        function: `mask_mod(batch, head, q_position, k_position) -> bool`, with tensors of positions. Batch
-            and head are None: a mask that depends on them raises.
-        is_known_causal: set it if the function never shows a key after its query; with `&` Causal() it
-            need not be.
-    """
-
-    function: MaskFunction
-    is_known_causal: bool = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise RingPatternError(
-                f"MaskMod: expected a mask_mod(batch, head, q_position, k_position), got {self.function!r};"
-                " pass a function"
-            )
-
-    @property
-    def is_causal(self) -> bool:
-        return self.is_known_causal
-
-    @property
-    def masks(self) -> tuple[MaskFunction, ...]:
-        return (self.function,)
-
-    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        q, k = np.broadcast_arrays(q, k)
-        return np.asarray(_evaluate(self.function, q, k)).astype(np.int64)
-
-    def __str__(self) -> str:
-        """The function by name: what it captured is not compared between ranks."""
-        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
-        return f"MaskMod({named.__module__}.{named.__qualname__})"
 
 
 @dataclass(frozen=True)
@@ -221,8 +189,9 @@ class SlidingWindow(Pattern):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-            raise RingPatternError(f"SlidingWindow: window: expected a positive integer, got {self.window!r}")
+        window = whole_number(self.window, "SlidingWindow: window", RingPatternError)
+        object.__setattr__(self, "window", window)
+        true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
 
     @property
     def distance(self) -> tuple[int, int]:
@@ -249,7 +218,7 @@ class Both(Pattern):
         return self.first.is_causal or self.second.is_causal
 
     @property
-    def masks(self) -> tuple[MaskFunction, ...]:
+    def masks(self) -> tuple[PairMask, ...]:
         return self.first.masks + self.second.masks
 
     @property
@@ -268,6 +237,10 @@ class Both(Pattern):
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
         return Both(*(part.bind(heads, query_heads, kv_heads) for part in (self.first, self.second)))
+
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        for part in (self.first, self.second):
+            part.check(tokens, samples, query_heads, device)
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         first, second = (p.multiplicity(head, query_heads, kv_heads, q, k) for p in (self.first, self.second))

@@ -17,8 +17,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.errors import RingLayoutError, RingPatternError, shown
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.rank_plan import Lane, RankPlan
 from ds_ring.schedule.slots import count_slots
@@ -161,7 +162,6 @@ def check_length(pattern: Pattern, layout: Layout) -> None:
             )
 
 
-@lru_cache(maxsize=64)
 def build_plan(
     pattern: Pattern,
     layout: Layout,
@@ -184,10 +184,36 @@ def build_plan(
         RingLayoutError: H is not a multiple of G.
         RingPatternError: the pattern is for sequences of another length.
     """
-    check_length(pattern, layout)
-    if kv_heads < 1 or query_heads % kv_heads:
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"build_plan: pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal(), say"
+        )
+    if not isinstance(layout, Layout):
         raise RingLayoutError(
-            f"query heads must be a multiple of K/V heads: got {query_heads} and {kv_heads};"
+            f"build_plan: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
+            " ring_size=P)"
+        )
+    check_length(pattern, layout)
+    query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MOST_HEADS)
+    kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MOST_HEADS)
+    prune = true_or_false(prune, "build_plan: prune", RingLayoutError)
+    if lanes is not None and not (isinstance(lanes, tuple) and all(isinstance(x, Lane) for x in lanes)):
+        raise RingLayoutError(f"build_plan: lanes: expected a tuple of Lane or None, got {shown(lanes)}")
+    return _built(pattern, layout, query_heads, kv_heads, prune, lanes)
+
+
+@lru_cache(maxsize=64)
+def _built(
+    pattern: Pattern,
+    layout: Layout,
+    query_heads: int,
+    kv_heads: int,
+    prune: bool,
+    lanes: tuple[Lane, ...] | None,
+) -> Plan:
+    if query_heads % kv_heads:
+        raise RingLayoutError(
+            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads};"
             " use a number of query heads that K/V heads divide (GQA)"
         )
     classes = [

@@ -21,6 +21,30 @@ NO_CLASS = -1  # the label of a token that a branch does not hold
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
 
 
+class PairMask(Protocol):
+    """A function of single pairs, which only tensors can evaluate (`runtime/mask_mod.py`).
+
+    Attributes:
+        function: of one batch number, head number, query position and key position.
+        heads: numbers of the query heads for which it is asked; empty where all are alike.
+    """
+
+    @property
+    def function(self) -> MaskFunction: ...
+
+    @property
+    def heads(self) -> tuple[int, ...]: ...
+
+    def __call__(self, samples: int, q: Any, k: Any) -> Any:
+        """Bool [len(q), len(k)] of positions q and k; with batch and heads before it where they differ.
+
+        Args:
+            samples: size of the batch.
+            q, k: int64 tensors of one dimension.
+        """
+        ...
+
+
 class Rule(Protocol):
     """m(q, k) = [least <= q - k <= most] * #{branches with label(q) == label(k) >= 0}, where `masks` show it.
 
@@ -33,7 +57,7 @@ class Rule(Protocol):
     def distance(self) -> tuple[int, int]: ...
 
     @property
-    def masks(self) -> tuple[MaskFunction, ...]: ...
+    def masks(self) -> tuple[PairMask, ...]: ...
 
     def labels(self, positions: IntArray) -> IntArray:
         """Labels of tokens, int64 [members, branches, n]; one member where all heads of a group are alike.

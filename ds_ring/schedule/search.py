@@ -1,6 +1,6 @@
-"""Searches over settings: the longest sequence, the fewest devices, the shard that hides its transfers.
+"""Searches over settings: the longest sequence, the fewest devices.
 
-Each asks `estimate.py` again and again, on rings of at most four or eight ranks with the tokens per rank
+Each asks `estimate.py` again and again, on rings of at most four ranks with the tokens per rank
 that are asked about, so that a search over a thousand devices takes a second.
 """
 
@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_ring.schedule.cost import EXPOSED, pass_cost
-from ds_ring.schedule.estimate import (
-    least_memory,
-    parts_of,
-    pass_shape,
-    plan_of,
-    rough_memory,
-)
+from ds_ring.schedule.estimate import least_memory, rough_memory
 from ds_ring.schedule.setting import Setting, smaller_ring
 
 MOST_TOKENS = 1 << 40
@@ -61,30 +54,3 @@ def fewest_devices(setting: Setting) -> Setting | None:
             break
         size *= 2
     return None
-
-
-def hiding_shard(setting: Setting) -> int | None:
-    """The fewest tokens per rank (times a power of two) whose transfers hide behind the arithmetic.
-
-    They hide where less than 5 % of a pass is spent waiting. None if even a thousandfold shard does not.
-    """
-    local = -(-setting.tokens // setting.ring_size)
-    for doubling in range(11):
-        tried = smaller_ring(setting, local << doubling)
-        if exposed_share(tried, setting.bytes_per_s) <= EXPOSED:
-            return local << doubling
-    return None
-
-
-def exposed_share(setting: Setting, bytes_per_s: float) -> float:
-    """Share of a pass that its middle rank waits, between 0 and 1, over links of that speed."""
-    plan = plan_of(setting)
-    cost = pass_cost(
-        parts_of(plan, setting.ring_size // 2),
-        pass_shape(setting, plan.layout),
-        setting.hardware,
-        setting.dtype,
-        bytes_per_s,
-        setting.overlap,
-    )
-    return cost.exposed_s / cost.seconds if cost.seconds else 0.0

@@ -106,7 +106,8 @@ class Tiles:
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
-        mask: what is attended inside PARTIAL tiles, a function of query and key positions; None without.
+        mask: what is attended inside PARTIAL tiles, a function of the size of the batch, query and key
+            positions; None without.
         rule: what the tiles were cut from; the same pairs, with the same m. None where nobody said.
     """
 
@@ -117,7 +118,7 @@ class Tiles:
     multiplicity: IntArray
     weight: IntArray
     weights: tuple[Weights, ...] = ()
-    mask: Callable[[Any, Any], Any] | None = None
+    mask: Callable[[int, Any, Any], Any] | None = None
     rule: Rule | None = None
 
     def __len__(self) -> int:

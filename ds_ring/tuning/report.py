@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from ds_ring.tables import console, print_table
 from ds_ring.tuning.result import Finalist, Result
 
 
 def print_tables(result: Result) -> None:
     """On stdout."""
-    console = Console(width=None if Console().is_terminal else 140, highlight=False)
-    console.print(_machine(result))
-    console.print(_finals(result))
+    here = console()
+    print_table(_machine(result))
+    here.print(_finals(result))  # names of candidates are broken between words, figures are not
     for line in _words(result):
-        console.print(line, soft_wrap=True)
+        here.print(line)
 
 
 def _machine(result: Result) -> Table:
@@ -47,8 +47,8 @@ def _finals(result: Result) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("", "candidate"):
         table.add_column(name)
-    for name in ("expected", "measured", "fastest to slowest"):
-        table.add_column(name, justify="right")
+    for name in ("expected", "measured", "fastest\nto slowest"):
+        table.add_column(name, justify="right", no_wrap=True)
     for finalist in result.finalists:
         table.add_row(_mark(finalist, result), str(finalist.candidate), *_times(finalist))
     return table

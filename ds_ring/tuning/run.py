@@ -10,8 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from ds_ring.config_deepspeed import SECTION
-from ds_ring.config_json import Json, read_object
-from ds_ring.errors import RingConfigError
+from ds_ring.config_json import Json, parse_object, read_object
 from ds_ring.tuning.description import describe_hardware
 from ds_ring.tuning.report import print_tables
 from ds_ring.tuning.request import Request, request_from
@@ -31,7 +30,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
     whole = read_object(options.config) if options.config is not None else {}
     if options.pattern is not None:
         section = whole.get(SECTION, {})
-        whole = whole | {SECTION: dict(section) | {"pattern": _pattern(options.pattern)}}
+        whole = whole | {SECTION: dict(section) | {"pattern": parse_object(options.pattern, "--pattern")}}
     request = request_from(
         whole,
         tokens=options.tokens,
@@ -44,16 +43,6 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
         world_size=world_size,
     )
     return whole, request
-
-
-def _pattern(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RingConfigError(
-            f"--pattern: expected JSON like '{{\"causal\": true}}', got {text!r} ({error}); quote it for the"
-            " shell"
-        ) from None
 
 
 def run(options: argparse.Namespace) -> Result:

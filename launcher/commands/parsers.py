@@ -1,11 +1,81 @@
-"""What the subcommands' parsers have in common."""
+"""What the subcommands' parsers have in common: how numbers are read, how a wrong line is answered."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NoReturn
 
 Commands = Any  # argparse's own name for it is private
+
+MOST_SECONDS = 10**7
+MOST = 2**53  # sizes are multiplied in 64 bits
+_MOST_LETTERS = 400
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with sentences that say what was expected, and no line that fills the screen."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
+        self.register("type", None, _word)
+        self.register("type", Path, _path)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and leave with status 2; `--help` has the usage."""
+        choice = re.fullmatch(r"(.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
+        if message.startswith("unrecognized arguments:"):
+            message = f"expected no other arguments, got {message.partition(': ')[2]}"
+        elif "the following arguments are required" in message:
+            message = f"expected {message.partition(': ')[2]}, got none"
+        elif choice is not None:
+            message = f"{choice[1]}: expected one of {choice[3]}, got {choice[2]}"
+        self.exit(2, f"{self.prog}: error: {_short(message)}; see {self.prog} --help\n")
+
+
+def readable(text: str) -> str:
+    """An error's text, whatever a user's input made of it: each line is cut, and the number of lines."""
+    return "\n".join(_short(line, 800) for line in text.splitlines()[:30])
+
+
+def _short(text: str, most: int = _MOST_LETTERS) -> str:
+    text = text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
+def _word(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"expected a word, got {text[:40]!r}")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_word(text))
+
+
+def _whole_number(text: str) -> int:
+    try:
+        value = int(text) if len(text) < 40 and text.isascii() else None
+    except ValueError:
+        value = None
+    if value is None or abs(value) > MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most {MOST:,}, got {text[:40]!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text) if len(text) < 40 and text.isascii() else math.nan
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text[:40]!r}")
+    return value
 
 
 def add_command(commands: Commands, name: str, **texts: str) -> argparse.ArgumentParser:
@@ -18,7 +88,12 @@ def add_command(commands: Commands, name: str, **texts: str) -> argparse.Argumen
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`: for machines."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+
+
+def print_json(value: object) -> None:
+    """The one JSON document of a command, on stdout."""
+    print(json.dumps(value, indent=2))
 
 
 def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
@@ -26,4 +101,42 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
     from ds_ring.errors import RingConfigError
 
     if extra_args:
-        raise RingConfigError(f"{command}: expected nothing after --, got {' '.join(extra_args)}")
+        got = _short(" ".join(extra_args), 100)
+        raise RingConfigError(f"{command}: expected nothing after --, got {got}; leave it out")
+
+
+def require_sizes(options: argparse.Namespace, most: dict[str, int]) -> None:
+    """Raise RingConfigError for an option that is below 1 or above what can be meant; None is left out."""
+    from ds_ring.errors import RingConfigError
+
+    for name, limit in most.items():
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 1 <= value <= limit:
+                bound = "at least 1" if value < 1 else f"at most {limit:,}"
+                option = f"--{name.replace('_', '-')}"
+                raise RingConfigError(f"{option}: expected a number of {bound}, got {value}; correct it")
+
+
+def require_memory(tokens: int, heads: int, head_dim: int, element_bytes: int) -> None:
+    """Raise RingConfigError where q, k, v and out of one pass are more than this machine has."""
+    import psutil
+
+    from ds_ring.errors import RingConfigError
+
+    needed, has = 4 * tokens * heads * head_dim * element_bytes, psutil.virtual_memory().total
+    if needed > has:
+        raise RingConfigError(
+            f"--tokens x --heads x --head-dim: expected at most the {has / 2**30:.0f} GiB of this machine,"
+            f" got {needed / 2**30:,.0f} GiB of q, k, v and out; take fewer heads or tokens: memory and bytes"
+            " grow evenly with both"
+        )
+
+
+def require_deadline(seconds: float) -> None:
+    """Raise RingConfigError for a --deadline-seconds that is none."""
+    from ds_ring.errors import RingConfigError
+
+    if not 0 < seconds <= MOST_SECONDS:
+        bound = "above 0" if seconds <= 0 else f"of at most {MOST_SECONDS:,}"
+        raise RingConfigError(f"--deadline-seconds: expected a number {bound}, got {seconds:g}; leave it out")

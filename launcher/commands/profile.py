@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .parsers import Commands, add_command, add_json, refuse_extra
+from .parsers import Commands, add_command, add_json, print_json, refuse_extra, require_sizes
 from .profile_report import print_memory, print_times, row_of, times_of
 from .shapes import add_shapes, config_of, pattern_of, source_of
 
@@ -73,6 +73,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Measure, print, draw; RingError for what cannot be."""
     refuse_extra("profile", extra_args)
+    require_sizes(options, {"threads": 1024})
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     job = _job(options)
     sizes = sorted(set(options.ring_sizes))
@@ -81,8 +82,13 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     timelines = _timelines(options, [one for one in runs if one.ring_size == sizes[-1]])
     written = _write(options, job, runs, timelines)
     if options.json:
-        for row in [*map(row_of, runs), *map(times_of, timelines)]:
-            print(json.dumps(row))
+        print_json(
+            {
+                "rings": [row_of(one) for one in runs],
+                "timelines": [times_of(one) for one in timelines],
+                "files": [str(path) for path in written],
+            }
+        )
     else:
         print_memory(job, runs)
         print_times(timelines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .shapes import MIB, print_table
+from .shapes import MIB
 
 if TYPE_CHECKING:
     from ds_ring.profiling.job import Job
@@ -46,6 +46,7 @@ def print_memory(job: Job, runs: list[RingRun]) -> None:
     from rich.table import Table
 
     from ds_ring.profiling.bars import LABELS, bars_of, one_over_p, shown_parts
+    from ds_ring.tables import print_table
 
     bars = bars_of(runs)
     parts, line = shown_parts(bars), one_over_p(bars)
@@ -66,9 +67,11 @@ def print_times(timelines: list[Timeline]) -> None:
     from rich.table import Table
 
     from ds_ring.profiling.timeline import WHATS
+    from ds_ring.tables import console, print_table
 
     for timeline in timelines:
-        print(f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}")
+        said = f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}"
+        console().print(said, markup=False)
         table = Table(caption=f"ms of {timeline.end_us / 1e3:.1f}")
         for name in ("rank", *WHATS):
             table.add_column(name, justify="right")

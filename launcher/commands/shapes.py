@@ -6,18 +6,24 @@ Owns these options and how they become a source of numbers, a section of the JSO
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from .parsers import require_memory, require_sizes
 
+if TYPE_CHECKING:
     from ds_ring.config import RingConfig
     from ds_ring.schedule.pattern import Pattern
     from ds_ring.simulate import GeneratedSource
 
+_MOST = {
+    "tokens": 2**40,
+    "heads": 4096,
+    "kv_heads": 4096,
+    "head_dim": 4096,
+    "ring_sizes": 4096,
+    "chunk_bytes": 2**53,
+}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MIB = 2**20
 
@@ -61,6 +67,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
         RingConfigError: both, JSON that cannot be read, or keys that there are not.
     """
     from ds_ring.config import RingConfig
+    from ds_ring.config_json import parse_object
     from ds_ring.errors import RingConfigError
 
     if options.config is not None and options.pattern is not None:
@@ -69,12 +76,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
         )
     if options.config is not None:
         return RingConfig.from_deepspeed(options.config)
-    try:
-        pattern = json.loads(options.pattern or "{}")
-    except json.JSONDecodeError as error:
-        raise RingConfigError(
-            f"--pattern: expected JSON like '{{\"window\": 4096}}', got {options.pattern!r}: {error}"
-        ) from None
+    pattern = parse_object("{}" if options.pattern is None else options.pattern, "--pattern")
     return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
 
 
@@ -105,6 +107,9 @@ def source_of(options: argparse.Namespace) -> GeneratedSource:
 
     from ds_ring.simulate import GeneratedSource
 
+    require_sizes(options, _MOST)
+    element_bytes = {"float64": 8, "float32": 4}.get(options.dtype, 2)
+    require_memory(options.tokens, options.heads, options.head_dim, element_bytes)
     return GeneratedSource(
         options.tokens,
         options.heads,
@@ -113,11 +118,3 @@ def source_of(options: argparse.Namespace) -> GeneratedSource:
         dtype=getattr(torch, options.dtype),
         seed=options.seed,
     )
-
-
-def print_table(table: Table) -> None:
-    """To stdout, as wide as the terminal."""
-    from rich.console import Console
-
-    # a file or a pipe has no width: lines are not to be broken there
-    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from .parsers import Commands, add_command, add_json, refuse_extra
-from .shapes import MIB, add_shapes, config_of, pattern_of, print_table, source_of
+from .parsers import Commands, add_command, add_json, print_json, refuse_extra
+from .shapes import MIB, add_shapes, config_of, pattern_of, source_of
 
 if TYPE_CHECKING:
     from ds_ring.config import RingConfig
@@ -65,9 +65,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         first = rows[0]
         if first["ring_size"] == 1:
             rows[-1]["less_percent"] = round(100 * (1 - rows[-1]["peak_bytes"] / first["peak_bytes"]), 2)
-        if options.json:
-            print(json.dumps(rows[-1]), flush=True)
-    if not options.json:
+        if options.json:  # one document at the end; meanwhile who waits is told
+            print(f"ds-ring simulate: ring {ring_size} done", file=sys.stderr, flush=True)
+    if options.json:
+        print_json({"rings": rows})
+    else:
         _print_table(rows, options)
     return 0
 
@@ -143,6 +145,8 @@ class _Exact:
 
 def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     from rich.table import Table
+
+    from ds_ring.tables import print_table
 
     parts = [name for name in rows[0]["at_peak"] if any(row["at_peak"][name] for row in rows)]
     passes = "forward + backward" if options.backward else "forward"

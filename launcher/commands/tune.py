@@ -8,7 +8,17 @@ import os
 import runpy
 from pathlib import Path
 
-from .parsers import Commands, add_command, refuse_extra
+from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
+
+_MOST = {
+    "tokens": 2**30,
+    "heads": 4096,
+    "kv_heads": 4096,
+    "head_dim": 4096,
+    "batch": 2**20,
+    "processes": 1024,
+    "threads": 1024,
+}
 
 _EXAMPLE = """\
 examples:
@@ -48,17 +58,16 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the ranks and wait for them; RingError for wrong input, before any is started."""
-    from ds_ring.errors import RingConfigError
     from ds_ring.tuning.run import read
     from ds_ring_launcher.local_ranks import run_ranks
 
     refuse_extra("tune", extra_args)
-    read(options, options.processes)
+    require_sizes(options, _MOST)
+    _, request = read(options, options.processes)
+    require_memory(request.batch * request.tokens, request.heads, request.head_dim, request.item_bytes)
     cores = len(os.sched_getaffinity(0))
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
-    for name, value in (("threads", threads), ("deadline-seconds", options.deadline_seconds)):
-        if not value > 0:
-            raise RingConfigError(f"--{name}: expected a number above 0, got {value}; leave it out")
+    require_deadline(options.deadline_seconds)
     _require_devices(options)
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
     from ds_ring.tuning.run import run as work

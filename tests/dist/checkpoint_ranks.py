@@ -9,14 +9,18 @@ from __future__ import annotations
 import io
 import logging
 import os
+import random
+import resource
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from tests.clock import unqueued_seconds
 from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
@@ -107,11 +111,70 @@ def load_and_train(
 
 
 def load_refused(
-    rank: int, world_size: int, config: dict[str, Any], folder: str, tags: list[str | None]
+    rank: int,
+    world_size: int,
+    config: dict[str, Any],
+    folder: str,
+    tags: list[str | None],
+    options: dict[str, Any] | None = None,
 ) -> Refused:
     """Load `tags[rank]`, which must fail."""
     engine = start_engine(config)
-    return _refused(lambda: engine.load_checkpoint(folder, tags[rank]))
+    return _refused(lambda: engine.load_checkpoint(folder, tags[rank], **(options or {})))
+
+
+class Planted:
+    """Pickles to a call of a shell command that leaves the file `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch '{self.path}'",)
+
+
+def save_on(
+    rank: int, world_size: int, config: dict[str, Any], folder: str, tag: str, most_bytes: int = 0
+) -> Refused:
+    """Save at step 0; with `most_bytes` no file of rank 1 may become longer."""
+    engine, limits = start_engine(config), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most_bytes and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        return _refused(lambda: engine.save_checkpoint(folder, tag))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+HELD: list[Any] = []
+
+
+def hold_the_folder(rank: int, world_size: int, config: dict[str, Any], folder: str) -> tuple[int, int]:
+    """Save, and keep the engine when the call has ended; the pids of this rank and of a child that it forks."""
+    HELD.append(start_engine(config))
+    HELD[-1].save_checkpoint(folder, "first")
+    child = os.fork() if len(HELD) == 1 and rank == 0 else -1
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    return os.getpid(), child
+
+
+def save_with_state(rank: int, world_size: int, config: dict[str, Any], folder: str, state: str) -> Refused:
+    """Save with a client state, and if that was no error, load it again."""
+    states = {
+        "a path": Path("data"),
+        "a lambda": lambda: None,
+        "random states": [np.random.get_state(), random.getstate(), torch.get_rng_state(), np.float32(1.5)],
+    }
+    engine = start_engine(config)
+
+    def save_and_load() -> None:
+        engine.save_checkpoint(folder, client_state={"mine": states[state]})
+        loaded = start_engine(config).load_checkpoint(folder)[1]["mine"]
+        assert len(loaded[0][1]) == 624 and loaded[1][0] == 3 and loaded[3] == 1.5  # those of rank 0
+
+    return _refused(save_and_load)
 
 
 def save_refused(rank: int, world_size: int, config: dict[str, Any], folders: list[str]) -> Refused:
@@ -121,12 +184,12 @@ def save_refused(rank: int, world_size: int, config: dict[str, Any], folders: li
 
 
 def _refused(act: Callable[[], object]) -> Refused:
-    started = time.perf_counter()
+    started = unqueued_seconds()
     try:
         act()
     except Exception as error:
-        return Refused(type(error).__name__, str(error), time.perf_counter() - started)
-    return Refused("", "", time.perf_counter() - started)
+        return Refused(type(error).__name__, str(error), unqueued_seconds() - started)
+    return Refused("", "", unqueued_seconds() - started)
 
 
 def die_in_mid_save(

@@ -68,6 +68,40 @@ IN_THE_CALL = (
     "oversize call", "wrong dtype in a call", "swapped order of calls", "different hop counts", "different config",
 )  # fmt: skip
 KINDS = (*IN_A_HOP, *IN_THE_MESSAGES, *IN_THE_CALL)
+# Where in RingMesh.from_world the culprit acts, and what it does.
+WHILE_STARTING: dict[str, tuple[str, Callable[[], object]]] = {
+    "kill before it is announced": ("entry", _die),
+    "kill rank 0 before it is announced": ("entry", _die),
+    "kill once it is announced": ("announced", _die),
+    "kill rank 0 once all are announced": ("monitor", _die),
+    "kill rank 0 before it publishes the monitor": ("publish", _die),
+    "kill before it connects": ("connect", _die),
+    "kill in the handshake": ("handshake", _die),
+    "kill once it has joined": ("joined", _die),
+    "kill rank 0 once it has joined": ("joined", _die),
+    "kill in the first group": ("first group", _die),
+    "kill in the last group": ("last group", _die),
+    "stop in the first group": ("first group", _stop),
+    "exception in the first group": ("first group", _raise),
+    "exit(0) in the first group": ("first group", _leave),
+}
+# Where in a DeepSpeed run, outside the ring, and what. All of torch's own collectives.
+OUTSIDE: dict[str, tuple[str, Callable[[], object]]] = {
+    "kill in step": ("step", _die),
+    "stop in step": ("step", _stop),
+    "exception in step": ("step", _raise),
+    "exit(0) in step": ("step", _leave),
+    "kill in backward's collectives": ("backward", _die),
+    "stop in backward's collectives": ("backward", _stop),
+    "kill in save_checkpoint": ("save", _die),
+    "stop in save_checkpoint": ("save", _stop),
+    "kill in the loader": ("loader", _die),
+    "exception in the loader": ("loader", _raise),
+    "kill in a collective of the script": ("script", _die),
+    "kill while configurations are compared": ("configs", _die),
+    "kill while the mesh is made": ("first group", _die),
+    "stop while the mesh is made": ("first group", _stop),
+}
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor:
@@ -76,13 +110,14 @@ def _strided(x: torch.Tensor) -> torch.Tensor:
 
 def culprit_of(kind: str) -> int:
     """The rank that does it."""
-    return 0 if kind == "kill rank 0" else CULPRIT
+    return 0 if kind.startswith("kill rank 0") else CULPRIT
 
 
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
-    if "deepspeed" in modes:
+    if "deepspeed" in modes or "outside" in modes:
         import deepspeed  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
         import transformers.models.llama.modeling_llama  # noqa: F401
 
         import ds_ring.integrations.deepspeed
@@ -96,7 +131,9 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=job["world_size"])
     armed = rank == culprit_of(kind)
-    work = train if job["mode"] == "deepspeed" else attend
+    if armed and kind in WHILE_STARTING | OUTSIDE:
+        arm_the_start(*(WHILE_STARTING | OUTSIDE)[kind], folder)
+    work = {"deepspeed": train, "attention": attend, "outside": train_and_save}[job["mode"]]
     try:
         work(rank, job, kind if armed else None)
     except RingError as error:
@@ -135,6 +172,45 @@ def arm(kind: str, folder: Path, batch_number: int) -> None:
         return post(self, change(sends), receives, hop)
 
     Exchange.post = faulty  # type: ignore[method-assign]
+
+
+def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -> None:
+    """Let `act` happen at the n-th call of a function, before anything else there."""
+    real, count = getattr(owner, name), iter(range(1, 1 << 30))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == number:
+            act()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
+    """Let this process act at one point of what comes before the first pass."""
+    from ds_ring.integrations import config_agreement
+    from ds_ring.runtime import joining, rendezvous
+    from ds_ring.runtime.arrival import Arrival
+    from ds_ring.runtime.monitor import handshake
+
+    def fault() -> None:
+        happens_now(folder)
+        act()
+
+    places: dict[str, tuple[Any, str, int]] = {
+        "entry": (joining, "join", 1),
+        "announced": (Arrival, "wait_for", 1),
+        "monitor": (rendezvous, "start_monitor", 1),
+        "publish": (rendezvous, "Address", 1),
+        "connect": (rendezvous, "_connect", 1),
+        "handshake": (handshake.RankHandshake, "check_welcome", 1),
+        "joined": (Arrival, "end", 1),
+        "first group": (dist, "new_group", 1),
+        "last group": (dist, "new_group", 2),
+        "configs": (config_agreement, "_gather", 1),
+    }
+    if where in places:
+        before_call(*places[where], fault)
 
 
 def attend(rank: int, job: dict[str, Any], fault: str | None) -> None:
@@ -204,6 +280,56 @@ def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
         loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
         engine.backward(loss)
         engine.step()
+        engine.ring.mean_loss(loss)
+
+
+def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
+    """Training with a loader, collectives of the script and checkpoints, at any ZeRO stage; small sequences."""
+    import ds_ring
+    from tests.dist.deepspeed_ranks import json_config
+
+    folder = Path(job["folder"])
+    where, act = OUTSIDE.get(fault or "", ("", lambda: None))
+
+    def fails(place: str, step: int = 2) -> None:
+        if where == place and step == 2:
+            happens_now(folder)
+            act()
+
+    class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+            fails("loader", number)
+            ids = torch.randint(1, 61, (SMALL,), generator=torch.Generator().manual_seed(number))
+            return {"input_ids": ids, "labels": ids.clone()}
+
+    section = {"heartbeat_timeout_seconds": job["heartbeat_timeout_s"]}
+    section |= {"hop_timeout_seconds": job["hop_timeout_s"]}
+    model = _model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(job["world_size"], 1, job["stage"]) | {"ring_attention": section}
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    take_step, steps = engine._take_model_step, iter(range(STEPS))
+
+    def take_step_or_fail(*args: Any, **kwargs: Any) -> Any:
+        fails("step", next(steps))
+        return take_step(*args, **kwargs)
+
+    engine._take_model_step = take_step_or_fail
+    for step, batch in enumerate(engine.ring.loader(Samples(), 1)):
+        loss = engine(**batch).loss
+        if where == "backward" and step == 2:  # this one gets its gradient last, behind the ring's
+            engine.module.get_input_embeddings().weight.register_hook(lambda _: fails("backward"))
+        engine.backward(loss)
+        engine.step()
+        fails("script", step)
+        dist.all_reduce(torch.ones(1000))
+        if step == 2:
+            if where == "save":
+                before_call(type(engine), "save_checkpoint", 1, lambda: fails("save"))
+            engine.save_checkpoint(str(folder / "checkpoints"))
         engine.ring.mean_loss(loss)
 
 

@@ -12,9 +12,11 @@ Owns the processes: start, deadline, stack dump, end. What a rank does in its pr
     rank_pool(4).collect(shard_sum, 2.0)[3].error_type       # "" or "RingShapeError": for tests of errors
 
 Ranks are forked from one server process that has imported torch already: a rank costs milliseconds. A pool
-is replaced after any call in which a rank did not return, and when its ranks have many threads. What a call leaves behind in the process (caches,
-defaults, patched modules) stays for the next call on that pool; process groups are removed and the seed is
-set to 0. The output of ranks goes to a file, and into the report when something fails.
+is replaced after any call in which a rank did not return, after a test that failed (conftest.py), and when its
+ranks have many threads. What a call leaves behind in the process (caches, defaults, patched modules) stays for
+the next call on that pool; process groups are removed and the seed is set to 0. A test is skipped where every
+rank says that its machine lacks something. The output of ranks goes to a file, and into the report when
+something fails.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import pytest
 
 from tests.dist.rank_process import (
     DUMP_SIGNAL,
@@ -55,6 +59,7 @@ _GRACE_SECONDS = 3.0
 _LOG_LINES = 40
 # gloo's threads wake a hundred times a second. Those of groups that DeepSpeed still refers to never end.
 _MOST_THREADS = 40
+_SKIPPED = pytest.skip.Exception.__name__
 
 
 class RanksFailed(AssertionError):
@@ -124,8 +129,13 @@ class RankPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
-        """The results by rank. RanksFailed soon after a rank fails, or at the deadline with every stack."""
+        """The results by rank. RanksFailed soon after a rank fails, or at the deadline with every stack.
+
+        Skips the test where every rank calls `pytest.skip`.
+        """
         outcomes = self._call(fn, args, kwargs, timeout_s, grace_s=_GRACE_SECONDS)
+        if all(outcome.error_type == _SKIPPED for outcome in outcomes):
+            pytest.skip(outcomes[0].message)
         if any(outcome.status != "returned" for outcome in outcomes):
             raise RanksFailed(f"{fn.__qualname__} on {self.world_size} ranks, {timeout_s:g} s", outcomes)
         return [outcome.value for outcome in outcomes]
@@ -148,6 +158,10 @@ class RankPool:
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def discard(self) -> None:
+        """Kill the ranks at once, whatever they do: the next call starts new ones."""
         self._kill()
 
     def _call(

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-NeoX": ("GPTNeoXConfig", COMMON),
 }
 CASES = [
-    ("Llama", "zigzag", "inductor"),
+    pytest.param("Llama", "zigzag", "inductor", marks=pytest.mark.needs("compiler")),
     ("Qwen2", "striped", "aot_eager"),
     ("Qwen3", "contiguous", "aot_eager"),
     ("Mistral", "zigzag", "aot_eager"),
@@ -220,11 +220,13 @@ def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, ca
 SIZE = Size(hidden=32, layers=2, tokens=TOKENS, samples=2)
 
 
-def start_engine(world_size: int, stage: int, **changes: Any) -> tuple[Any, Any]:
+def start_engine(
+    world_size: int, stage: int, implementation: str = "sdpa", **changes: Any
+) -> tuple[Any, Any]:
     deepspeed = start_deepspeed()
     import ds_ring
 
-    model = build_model(SIZE, "sdpa")
+    model = build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine, _, _, _ = ds_ring.initialize(
         model=model, optimizer=sgd, config=json_config(world_size, 2, stage, **changes)
@@ -232,9 +234,11 @@ def start_engine(world_size: int, stage: int, **changes: Any) -> tuple[Any, Any]
     return deepspeed, engine
 
 
-def train_compiled(rank: int, world_size: int, stage: int, masks: str) -> tuple[Run, list[int]]:
+def train_compiled(
+    rank: int, world_size: int, stage: int, masks: str, implementation: str, section: dict[str, Any]
+) -> tuple[Run, list[int]]:
     counted = start_counting()
-    deepspeed, engine = start_engine(world_size, stage)
+    deepspeed, engine = start_engine(world_size, stage, implementation, ring_attention=section)
     options = {"inner": "aot_eager", "masks": masks}
     engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": stage < 3, "options": options})
     losses, gradients = [], {}
@@ -248,10 +252,21 @@ def train_compiled(rank: int, world_size: int, stage: int, masks: str) -> tuple[
     return Run(losses, gradients), counted
 
 
-@pytest.mark.parametrize(("stage", "masks"), [(1, "check"), (3, "replace")])
-def test_a_compiled_engine_trains_like_one_process(rank_pool: Pool, stage: int, masks: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "masks", "implementation", "section"),
+    [
+        (0, "check", "eager", {}),
+        (1, "check", "sdpa", {"attention": "as_is"}),
+        (2, "check", "ds_ring", {}),
+        (3, "replace", "sdpa", {}),
+    ],
+)
+def test_a_compiled_engine_trains_like_one_process(
+    rank_pool: Pool, stage: int, masks: str, implementation: str, section: dict[str, Any]
+) -> None:
     expected = train_alone(SIZE, 2)
-    for run, attentions in rank_pool(2).run(train_compiled, stage, masks, timeout_s=280):
+    arguments = (stage, masks, implementation, section)
+    for run, attentions in rank_pool(2).run(train_compiled, *arguments, timeout_s=280):
         assert sum(attentions) >= 1  # ZeRO 3 breaks the graph around layers, which share one
         assert stage == 3 or [n for n in attentions if n] == [SIZE.layers]  # one graph for the model
         assert run.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -305,14 +320,14 @@ def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> N
 
 def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> None:
     start_counting()
-    _, engine = start_engine(world_size, 0)
+    _, engine = start_engine(world_size, 0, ring_attention={"attention": "as_is"})
     if backend is not None:
         engine.compile(backend=backend)
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_an_unmodified_model_runs_through_the_backend_only(rank_pool: Pool, backend: str | None) -> None:
+def test_a_model_as_it_is_runs_through_the_backend_only(rank_pool: Pool, backend: str | None) -> None:
     for one in rank_pool(2).collect(not_through_the_backend, backend, timeout_s=120):
         assert one.error_type == "RingConfigError", one.report
         assert 'engine.compile(backend="ds_ring")' in one.message

@@ -32,6 +32,8 @@ from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool, run_ranks
 from tests.reference import dense_attention, relative_error
 
+pytestmark = pytest.mark.needs("compiler")
+
 Pool = Callable[[int], RankPool]
 HEADS, HEAD_DIM, TOKENS = 4, 8, 96  # 96: shards of 2 and of 3 ranks
 WIDTH = HEADS * HEAD_DIM

@@ -11,6 +11,7 @@ from functools import lru_cache
 import pytest
 
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
+from tests.machine import skip_without
 
 STEPS = 10
 EVEN = Size(hidden=32, layers=2, tokens=64, samples=2)
@@ -99,6 +100,22 @@ def test_low_precision_keeps_the_scale(rank_pool, precision):
     runs = rank_pool(2).run(train_on_ring, EVEN, config, 3)
     expected = alone(EVEN)
     check_parity(runs, expected._replace(losses=expected.losses[:3]), loss_error=1e-2, gradient_error=5e-2)
+
+
+def train_without_fp16(rank, world_size, *arguments):
+    """As on a processor with avx512_bf16 and without avx512_fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: None  # its very answer there
+    return train_on_ring(rank, world_size, *arguments)
+
+
+def test_a_processor_without_fp16_skips_with_the_reason(rank_pool):
+    config = json_config(2, EVEN.samples, 1, fp16={"enabled": True, "loss_scale": 256})
+    with pytest.raises(pytest.skip.Exception, match="this processor has no fp16"):
+        rank_pool(2).run(train_without_fp16, EVEN, config, 3)
+    skip_without("fp16")
+    rank_pool(2).run(train_on_ring, EVEN, config, 1)  # not on the same ranks
 
 
 def test_gradient_checkpointing_recomputes_on_the_ring(rank_pool):

@@ -7,10 +7,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.dist.campaign import Zygote, play
-from tests.dist.faults import KINDS
+from tests.dist.faults import KINDS, WHILE_STARTING
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
+# With its ZeRO stage; `tools/fault_campaign.py --mode outside` has all kinds at all stages.
+OUTSIDE_THE_RING = (
+    ("kill in step", 1),
+    ("exit(0) in step", 3),
+    ("stop in backward's collectives", 2),
+    ("kill in save_checkpoint", 3),
+    ("kill in a collective of the script", 0),
+    ("kill while configurations are compared", 1),
+)
 IN_TRAINING = ("kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config")
 
 
@@ -37,4 +46,22 @@ def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zyg
 @pytest.mark.parametrize("kind", IN_TRAINING)
 def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("deepspeed"), kind, "deepspeed", 0)
+    assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.parametrize("kind", list(WHILE_STARTING)[::2])  # the campaign has all
+def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
+    zygote_of: Callable[[str], Zygote], kind: str
+) -> None:
+    """The others waited there for half an hour."""
+    verdict = play(zygote_of("attention"), kind, "attention", 0)
+    assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.parametrize(("kind", "stage"), OUTSIDE_THE_RING)
+def test_a_rank_that_fails_outside_the_ring_is_named(
+    zygote_of: Callable[[str], Zygote], kind: str, stage: int
+) -> None:
+    """gloo's RuntimeError named nobody."""
+    verdict = play(zygote_of("outside"), kind, "outside", stage)
     assert not verdict.wrong, verdict.wrong

@@ -281,6 +281,58 @@ def test_a_pool_that_does_not_start_says_so_and_leaves_nobody(monkeypatch: pytes
     pool.close()
 
 
+def spoil(rank: int, world_size: int) -> None:
+    os.environ["SPOILT"] = "yes"
+
+
+def is_spoilt(rank: int, world_size: int) -> bool:
+    return "SPOILT" in os.environ
+
+
+def lacks(rank: int, world_size: int, ranks: tuple[int, ...]) -> int:
+    if rank in ranks:
+        pytest.skip(f"rank {rank} has no fp16")
+    return rank
+
+
+THREE_TESTS = """
+from tests.dist.test_harness import is_spoilt, lacks, spoil
+
+def test_leaves_its_ranks_spoilt_and_passes(rank_pool):
+    rank_pool(2).run(spoil)
+    assert rank_pool(2).run(is_spoilt) == [True, True]
+
+def test_fails_by_its_own_assertion(rank_pool):
+    assert rank_pool(2).run(is_spoilt) == [False, False]
+
+def test_passes_alone_and_here(rank_pool):
+    assert rank_pool(2).run(is_spoilt) == [False, False]
+
+def test_lacks_something(rank_pool):
+    rank_pool(2).run(lacks, (0, 1))
+"""
+
+
+def test_ranks_of_a_failed_test_are_not_used_again(tmp_path: Path) -> None:
+    (tmp_path / "test_three.py").write_text(THREE_TESTS)
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "tests.dist.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "SKIPPED [1]" in done.stdout and "rank 0 has no fp16" in done.stdout
+
+
+def test_one_rank_that_lacks_something_is_a_failure(rank_pool: Pools) -> None:
+    with pytest.raises(RanksFailed, match="raised Skipped"):
+        rank_pool(2).run(lacks, (1,))
+
+
 def test_what_does_not_pickle_is_an_error_and_no_hang(rank_pool: Pools) -> None:
     with pytest.raises(TypeError, match="top level of a module"):
         rank_pool(2).run(lambda rank, world_size: rank)

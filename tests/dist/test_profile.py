@@ -61,7 +61,8 @@ def test_a_real_ring_beside_the_virtual_one(tmp_path: Path, capsys: pytest.Captu
     assert cli.main([*arguments, "--output", str(tmp_path), "--json"]) == 0
     wait_until_gone(before)
     printed = capsys.readouterr().out
-    real, virtual, *times = [json.loads(line) for line in printed.splitlines()]
+    document = json.loads(printed)
+    (real, virtual), times = document["rings"], document["timelines"]
     assert (real["run"], virtual["run"]) == ("real", "simulated")
     for one, other in zip(real["peak_bytes_by_rank"], virtual["peak_bytes_by_rank"], strict=True):
         assert other == pytest.approx(one, rel=0.03)

@@ -349,7 +349,7 @@ def words_of(value: object) -> str:
 WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
     ({"queries": "foo"}, RingConfigError, "expected one of sharded, replicated, got 'foo'"),
     ({"queries": "sharded", "q_positions": [1, 2, 3]}, RingConfigError, "leave it out"),
-    ({"transport": "all_gather"}, RingConfigError, "'all_gather' cannot be honoured"),
+    ({"transport": "all_gather"}, RingConfigError, "got 'all_gather', which cannot be honoured"),
     ({"q_positions": [1, 2]}, RingShapeError, "expected 3 positions.*got 2"),
     ({"q_positions": [1, 2, 40]}, RingShapeError, "positions 0 to 39.*got 40"),
     ({"q_positions": [1, -1, 2]}, RingShapeError, "positions 0 to 39.*got -1"),

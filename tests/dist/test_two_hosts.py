@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.namespaces import Hosts, two_hosts, why_not
+from tests.dist.namespaces import Hosts, two_hosts
 
-pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "allowed"), pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.alone]
 
 TOKENS = 1 << 14  # K and V of 4 MiB each: 0.7 s a hop at 100 Mbit/s
 PASSES = 3

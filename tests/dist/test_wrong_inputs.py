@@ -6,7 +6,6 @@ must leave nothing behind, neither in the process nor on the wire.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from tests.clock import unqueued_seconds
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool, first_in_time
 from tests.reference import dense_attention, relative_error
@@ -94,13 +94,13 @@ def error_of_a_correct_pass(mesh: RingMesh) -> float:
 
 def refusal(act: Callable[[], object], mesh: RingMesh) -> Refusal:
     """What `act` raises here, and how a correct pass fares after it."""
-    started = time.perf_counter()
+    started = unqueued_seconds()
     error: Exception | None = None
     try:
         act()
     except Exception as raised:
         error = raised
-    seconds = time.perf_counter() - started
+    seconds = unqueued_seconds() - started
     families = tuple(cls.__name__ for cls in type(error).__mro__)
     name = "" if error is None else type(error).__name__
     return Refusal(name, families, str(error), seconds, error_of_a_correct_pass(mesh))
@@ -180,6 +180,14 @@ def layout(name: str = "zigzag", **sizes: int) -> Callable[[Arguments], Any]:
         )
 
     return change
+
+
+def as_dtensor(x: Tensor) -> Tensor:
+    """This rank's tensor as one of a mesh of the world."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    devices = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return DTensor.from_local(x, devices, [Replicate()], run_check=False)
 
 
 ALL, QKV = None, ("q", "k", "v")
@@ -288,7 +296,7 @@ WRONG = {
     ),
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ("'fast'",), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got nan", "1 / sqrt(head_dim)")),
-    "scale a text": Wrong(put(scale="big"), "RingConfigError", ("a finite number, got big",)),
+    "scale a text": Wrong(put(scale="big"), "RingConfigError", ("a finite number, got 'big'",)),
     "queries unknown": Wrong(
         put(queries="all"), "RingConfigError", ("queries: expected one of sharded, replicated, got 'all'",)
     ),
@@ -299,6 +307,19 @@ WRONG = {
     ),
     "replicated queries, positions no numbers": Wrong(
         put(queries="replicated", q_positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
+    ),
+    "replicated queries that differ": Wrong(
+        lambda arguments: arguments.update(queries="replicated", q=arguments["q"] + arguments["mesh"].ring_rank),
+        MISMATCH,
+        ("values of q: ring rank 0 has checksum", "ring rank 1 has checksum"),
+        ALL,
+    ),
+    "DTensor": Wrong(
+        on("q", do=as_dtensor), TYPED, ("got a DTensor", ".to_local()", "shard_sequence"), ALL
+    ),
+    "nested": Wrong(on("k", do=lambda x: torch.nested.nested_tensor(list(x))), TYPED, ("nested", "Documents")),
+    "quantized": Wrong(
+        on("v", do=lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TYPED, ("dequantize",)
     ),
     "no time at all": Wrong(put(hop_timeout_s=0.0), "RingConfigError", ("seconds > 0, got 0.0", "use 60")),
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -22,19 +21,21 @@ import psutil
 import pytest
 
 from ds_ring_launcher.ports import choose_free_port
+from tests.machine import skip_without
 
 DEADLINE_SECONDS = 120
 DS_RING = [sys.executable, "-m", "ds_ring_launcher.cli", "launch"]
 
 # Writes what it sees to rank-N.json beside itself; then does what its arguments say.
 REPORT = """
-import argparse, json, os, pathlib, sys, time
+import argparse, json, os, pathlib, signal, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 parser.add_argument("--deepspeed", action="store_true")
 parser.add_argument("--deepspeed_config")
 parser.add_argument("--fail-on", type=int, default=-1)
 parser.add_argument("--sleep", action="store_true")
+parser.add_argument("--handler-seconds", type=float)
 options = parser.parse_args()
 rank = int(os.environ["RANK"])
 seen = {"pid": os.getpid(), "options": vars(options), "environment": dict(os.environ)}
@@ -46,6 +47,14 @@ if rank == options.fail_on:
     while len(list(path.parent.glob("rank-*.json"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.05)
     sys.exit(17)
+if options.handler_seconds:
+    def handle(number, frame):
+        time.sleep(options.handler_seconds * (1 + rank))
+        path.with_suffix(".handled").write_text("")
+        print(f"rank {rank} handled", flush=True)
+        sys.exit(5)
+    signal.signal(signal.SIGTERM, handle)
+    path.with_suffix(".ready").write_text("")
 if options.sleep:
     time.sleep(600)
 """
@@ -136,9 +145,8 @@ def unused_port() -> int:
 
 
 def require_engine(engine: str) -> None:
-    own = Path(sys.executable).parent
-    if engine == "mpirun" and shutil.which("mpirun", path=f"{own}{os.pathsep}{os.environ['PATH']}") is None:
-        pytest.skip("no mpirun here: pip install 'ds_ring[mpi]' brings it")
+    if engine == "mpirun":
+        skip_without("mpirun")
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
@@ -193,13 +201,17 @@ def test_two_nodes_without_ssh(workplace: Workplace, engine: str, unused_port: i
 
 def test_dry_run_is_the_run(workplace: Workplace) -> None:
     path = workplace.write(LOCAL + "environment: {GREETING: it's 2 words}\n")
+    greeting = {"GREETING": "it's 2 words"}  # a script holds no values of environment
     planned = workplace.start([*DS_RING, str(path), "--dry-run"], TMPDIR=str(workplace.folder))
     status, script = workplace.finish(planned)
     assert status == 0, script
     assert not list(workplace.folder.glob("rank-*.json"))
-    status, output = workplace.finish(workplace.start(["bash", "-c", script]))
+    status, output = workplace.finish(workplace.start(["bash", "-c", script], **greeting))
     assert status == 0, output
     assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"
+    assert len(workplace.report(1)["environment"]["DS_RING_SECRET"]) == 64
+    status, output = workplace.finish(workplace.start(["bash", "-c", script]))
+    assert status != 0 and "GREETING: export it first" in output
 
 
 def test_visible_devices_reach_the_ranks(workplace: Workplace) -> None:
@@ -215,45 +227,10 @@ def test_visible_devices_reach_the_ranks(workplace: Workplace) -> None:
     ]
 
 
-# Stands in for pdsh: runs the command once for each host, here, in an environment that holds nothing else.
-FAKE_PDSH = """#!{python}
-import os, subprocess, sys
-arguments = sys.argv[1:]
-hosts = arguments[arguments.index("-w") + 1].split(",")
-command = " ".join(arguments[arguments.index("-w") + 2 :])
-kept = ("PATH", "HOME", "PYTHONPATH", "DS_RING_TEST_MARK")
-clean = {{name: os.environ[name] for name in kept if name in os.environ}}
-runs = [
-    subprocess.Popen(["bash", "-c", command.replace("%n", str(index)).replace("%h", host)], env=clean)
-    for index, host in enumerate(hosts)
-]
-sys.exit(max(run.wait() for run in runs))
-"""
-FAKE_SSH = "#!/bin/sh\necho 127.0.0.1\n"
-
-
-def test_environment_crosses_to_other_hosts(workplace: Workplace) -> None:
-    programs = workplace.folder / "programs"
-    programs.mkdir()
-    for name, text in {"pdsh": FAKE_PDSH.format(python=sys.executable), "ssh": FAKE_SSH}.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(stat.S_IRWXU)
-    hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\n"
-    path = workplace.write(hosts + "environment: {GREETING: 'eth0,=lo:1'}\n", MEET)
-    started = workplace.start([*DS_RING, str(path)], PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
-    status, output = workplace.finish(started)
-    assert status == 0, output
-    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
-    for rank in (0, 1):
-        environment = workplace.report(rank)["environment"]
-        assert environment["GREETING"] == "eth0,=lo:1"
-        assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cpu", "1")
-        assert "DS_ENV_FILE" not in environment  # it really went the way of the file
-
-
-# Stands in for ssh under mpirun: drops the options and the host, and runs the rest here.
-FAKE_AGENT = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -p ]] && shift; shift; done
+# Stands in for ssh, ours and mpirun's: drops the options and the host, and runs the rest here, in an
+# environment that holds nothing else.
+FAKE_SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -[po] ]] && shift; shift; done
 shift
 kept=(PATH="$PATH" HOME="$HOME" PYTHONPATH="$PYTHONPATH" DS_RING_TEST_MARK="$DS_RING_TEST_MARK")
 exec env -i "${kept[@]}" bash -c "$*"
@@ -263,7 +240,7 @@ exec env -i "${kept[@]}" bash -c "$*"
 def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
     require_engine("mpirun")
     agent = workplace.folder / "agent"
-    agent.write_text(FAKE_AGENT)
+    agent.write_text(FAKE_SSH)
     agent.chmod(stat.S_IRWXU)
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh_port: 2222\n"
     master = f"master_address: 127.0.0.1\nengine_args: [--prtemca, plm_ssh_agent, {agent}]\n"
@@ -272,3 +249,105 @@ def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
     assert status == 0, output
     assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
     assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"
+
+
+def by_ssh(workplace: Workplace, engine: str) -> tuple[str, dict[str, str]]:
+    """The part of a YAML that names two hosts, and the environment in which a fake ssh reaches them."""
+    programs = workplace.folder / "programs"
+    programs.mkdir()
+    (programs / "ssh").write_text(FAKE_SSH)
+    (programs / "ssh").chmod(stat.S_IRWXU)
+    hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
+    return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+
+ENGINES = ["deepspeed", "torchrun", "mpirun"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
+    require_engine(engine)
+    hosts, caller = by_ssh(workplace, engine)
+    path = workplace.write(hosts + "environment: {GREETING: it's 2 words}\n", MEET)
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
+    assert status == 0, output
+    assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
+    seen = [workplace.report(rank)["environment"] for rank in (0, 1)]
+    for environment in seen:
+        assert environment["GREETING"] == "it's 2 words"
+        assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cpu", "1")
+    assert seen[0]["DS_RING_SECRET"] == seen[1]["DS_RING_SECRET"] and len(seen[0]["DS_RING_SECRET"]) == 64
+
+
+def command_lines() -> str:
+    """All that stands on command lines of this machine now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("reach", ["local", "ssh"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, reach: str) -> None:
+    """On other hosts too; meanwhile no value of environment stands on a command line or in the output."""
+    require_engine(engine)
+    hosts, caller = by_ssh(workplace, engine) if reach == "ssh" else (f"engine: {engine}\n{LOCAL}", {})
+    value = f"token-{workplace.mark}"
+    names = "TOKEN", "NCCL_TOKEN"  # DeepSpeed logs every variable of NCCL's at its usual level
+    variables = ", ".join(f"{name}: {value}" for name in names)
+    path = workplace.write(f"{hosts}environment: {{{variables}}}\n")
+    started = workplace.start([*DS_RING, str(path), "--", "--sleep"], **caller)
+    workplace.wait_for_reports(2)
+    lines = command_lines()
+    seen = [workplace.report(rank)["environment"] for rank in (0, 1)]
+    assert str(workplace.folder / "train.py") in lines
+    assert not [name for name in names if any(one[name] != value for one in seen)]
+    assert value not in lines and seen[0]["DS_RING_SECRET"] not in lines
+    started.kill()
+    status, output = workplace.finish(started)  # its output ends when the last process that holds it does
+    assert status == -signal.SIGKILL and value not in output and seen[0]["DS_RING_SECRET"] not in output
+    deadline = time.monotonic() + 25
+    while workplace.left_behind() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not workplace.left_behind()
+
+
+@pytest.mark.parametrize("reach", ["local", "ssh"])
+def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, reach: str) -> None:
+    """mpirun's own SIGKILL comes after a second, and at once where the first rank's handler ends."""
+    require_engine("mpirun")
+    hosts, caller = by_ssh(workplace, "mpirun") if reach == "ssh" else (f"engine: mpirun\n{LOCAL}", {})
+    path = workplace.write(hosts)
+    started = workplace.start([*DS_RING, str(path), "--", "--handler-seconds", "4", "--sleep"], **caller)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(list(workplace.folder.glob("rank-*.ready"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    status, output = workplace.finish(started)
+    assert status == 128 + signal.SIGTERM, output
+    assert "rank 0 handled" in output and "rank 1 handled" in output  # after 4 s and after 8 s
+    assert len(list(workplace.folder.glob("rank-*.handled"))) == 2
+
+
+def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
+    hosts, caller = by_ssh(workplace, "torchrun")
+    started = workplace.start([*DS_RING, str(workplace.write(hosts)), "--", "--sleep"], **caller)
+    workplace.wait_for_reports(2)
+    agents = [
+        process
+        for process in psutil.Process(started.pid).children(recursive=True)
+        if process.cmdline()[-1:] == ["ds_ring_launcher.agent"]
+    ]
+    assert len(agents) == 2
+    agents[1].kill()
+    status, output = workplace.finish(started)
+    assert status == 128 + signal.SIGKILL, output
+    assert "error: node-1: ssh ended with status -9" in output
+    deadline = time.monotonic() + 25
+    while workplace.left_behind() and time.monotonic() < deadline:
+        time.sleep(0.1)

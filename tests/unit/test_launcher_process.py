@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ds_ring_launcher import process
-from ds_ring_launcher.job import Invocation
+from ds_ring_launcher.invocation import Invocation
 
 pytestmark = pytest.mark.alone
 

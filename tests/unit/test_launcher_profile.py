@@ -20,7 +20,9 @@ def test_files_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["--ring-sizes", "4", "1", "4", "--output", str(out), "--json", "--chunk-bytes", "1"]
     assert cli.main([*SMALL, *arguments]) == 0
     printed = capsys.readouterr()
-    *rows, times = [json.loads(line) for line in printed.out.splitlines()]
+    document = json.loads(printed.out)
+    rows, (times,) = document["rings"], document["timelines"]
+    assert {Path(path).name for path in document["files"]} == FILES
     assert [(row["run"], row["ring_size"]) for row in rows] == [("simulated", 1), ("simulated", 4)]
     for row in rows:
         assert sum(row["at_peak"].values()) == row["peak_bytes"] == max(row["peak_bytes_by_rank"])
@@ -48,22 +50,21 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "0"], "tokens: expected a positive integer, got 0"),
+        (["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
         (["--tokens", "3", "--ring-sizes", "1", "4"], "at least one token for each of 4 ranks, got 3"),
-        (["--ring-sizes", "0"], "ring_size: expected a positive integer, got 0"),
-        (["--ring-sizes", "-2", "2"], "ring_size: expected a positive integer, got -2"),
-        (["--kv-heads", "3"], "query heads must be a multiple of K/V heads: got 4 and 3"),
-        (["--head-dim", "0"], "head_dim: expected a positive integer"),
+        (["--ring-sizes", "0"], "--ring-sizes: expected a number of at least 1, got 0"),
+        (["--ring-sizes", "-2", "2"], "--ring-sizes: expected a number of at least 1, got -2"),
+        (["--kv-heads", "3"], "query heads: expected a multiple of K/V heads: got 4 and 3"),
+        (["--head-dim", "0"], "--head-dim: expected a number of at least 1, got 0"),
         (["--layout", "zigzig"], "unknown layout 'zigzig'"),
-        (["--pattern", "{window: 3}"], "--pattern: expected JSON like"),
+        (["--pattern", "{window: 3}"], "--pattern: not JSON at line 1"),
         (["--pattern", '{"documents": true}'], 'without "documents"'),
         (["--pattern", "{}", "--config", "x.json"], "profile: expected --pattern or --config, got both"),
         (["--config", "no_such.json"], "no_such.json"),
-        (["--chunk-bytes", "0"], "chunk_bytes: expected a positive number of bytes"),
+        (["--chunk-bytes", "0"], "--chunk-bytes: expected a number of at least 1, got 0"),
         (["--link-mbit", "0"], "--link-mbit: expected a number above 0, got 0"),
-        (["--link-mbit", "nan"], "--link-mbit"),
         (["--timeout", "-1"], "--timeout: expected a number above 0, got -1"),
-        (["--threads", "0"], "threads: expected at least 1, got 0"),
+        (["--threads", "0"], "--threads: expected a number of at least 1, got 0"),
         (["--", "more"], "expected nothing after --"),
     ],
 )
@@ -75,6 +76,13 @@ def test_bad_arguments_end_with_status_2(
     assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
     assert words in printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_is_none_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*SMALL, "--link-mbit", "nan"])
+    assert ended.value.code == 2
+    assert "--link-mbit: expected a number, got 'nan'" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

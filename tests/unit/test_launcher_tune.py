@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,14 +18,14 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.local_ranks import RanksError, run_ranks
 
 SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
+# Its ranks import this file first: nothing heavy stands at its head.
 PARENT = """
-import sys
-sys.path.insert(0, ".")
-from ds_ring_launcher.local_ranks import run_ranks
-from tests.unit.test_launcher_tune import sleep_for
+import time
 
 if __name__ == "__main__":
-    run_ranks(sleep_for, 2, (600.0,), threads=1, deadline_s=600)
+    from ds_ring_launcher.local_ranks import run_ranks
+
+    run_ranks(time.sleep, 2, (600.0,), threads=1, deadline_s=600)
 """
 TUNE = ["tune", *SHAPES, "--processes", "2"]
 
@@ -32,7 +33,7 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--processes", "0"], ["processes: expected a whole number of at least 1, got 0"]),
+        (["--processes", "0"], ["processes: expected a number of at least 1, got 0"]),
         (["--processes", "-2"], ["processes: expected", "got -2"]),
         (["--tokens", "0"], ["tokens: expected", "got 0"]),
         (
@@ -41,8 +42,8 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
         ),
         (["--pattern", '{"windw": 4}'], ["the unknown key 'windw'; did you mean 'window'?"]),
         (["--pattern", '{"window": 0}'], ["window: expected a whole number of at least 1, or null, got 0"]),
-        (["--pattern", "causal"], ["--pattern: expected JSON", "got 'causal'"]),
-        (["--pattern", "4"], ["expected an object of pattern keys, got 4"]),
+        (["--pattern", "causal"], ["--pattern: not JSON at line 1, column 1"]),
+        (["--pattern", "4"], ["--pattern: expected a JSON object {...} at the top level, got 4"]),
         (
             ["--output", "no/such/folder/x.json"],
             ["--output no/such/folder/x.json: expected", "got no folder"],
@@ -52,7 +53,7 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
         (["--config", "missing.json"], ["missing.json: the file does not exist"]),
         (["--dtype", "int8"], ["dtype: expected one of float32, bfloat16, float16, got 'int8'"]),
         (["--device", "tpu"], ["device: expected one of cpu, cuda, got 'tpu'"]),
-        (["--threads", "0"], ["--threads: expected a number above 0, got 0"]),
+        (["--threads", "0"], ["--threads: expected a number of at least 1, got 0"]),
         (["--deadline-seconds", "0"], ["--deadline-seconds: expected a number above 0"]),
         (["--", "x"], ["tune: expected nothing after --, got x"]),
     ],
@@ -114,11 +115,68 @@ def test_a_rank_that_leaves_is_named() -> None:
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2])
-    deadline = time.monotonic() + 60
-    while len(ranks := psutil.Process(parent.pid).children(recursive=True)) < 3:  # two and a resource tracker
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.2)
-    parent.send_signal(number)
-    parent.wait(20)
+    parent = subprocess.Popen([sys.executable, str(script)], preexec_fn=_hears_ctrl_c)
+    try:
+        ranks = _ranks_of(parent)
+        parent.send_signal(number)
+        parent.wait(20)
+    finally:
+        parent.kill()
     assert not psutil.wait_procs(ranks, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_ranks_import() -> None:
+    """The terminal sends it to every process: one line, no rank's traceback, nobody left."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ds_ring_launcher.cli", *TUNE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_hears_ctrl_c,
+    )
+    try:
+        ranks = _ranks_of(command)
+        time.sleep(1)  # they import torch then, which takes longer
+        os.killpg(command.pid, signal.SIGINT)
+        printed, said = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert (command.returncode, printed, said) == (130, "", "ds-ring: interrupted\n")
+    assert not psutil.wait_procs(ranks, timeout=20)[1]
+
+
+def test_ctrl_c_while_the_command_imports() -> None:
+    code = """
+import os, signal, sys
+from ds_ring_launcher import cli
+class Interrupt:  # in the middle of `import torch`
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch."):
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *TUNE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=_hears_ctrl_c,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "ds-ring: interrupted\n")
+
+
+def _hears_ctrl_c() -> None:
+    """In the background of a shell it is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _ranks_of(parent: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """Two, and a resource tracker, as soon as they have been started."""
+    deadline = time.monotonic() + 120
+    while len(ranks := psutil.Process(parent.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    return ranks

@@ -94,6 +94,26 @@ def test_a_run_that_does_not_fit_is_warned_of(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (["--tokens", "150000", "--devices", "4"], "--activation-checkpointing"),
+        (["--tokens", "250000", "--devices", "4", "--ring-size", "2", "--zero-stage", "0"], "--ring-size 4"),
+        (["--tokens", "20000", "--devices", "2", "--batch", "16", "--zero-stage", "0"], "--batch 1"),
+    ],
+)
+def test_what_would_make_a_run_fit_does_so_when_it_is_given(capsys, sizes, expected):
+    found = plan(capsys, *SIZES, *CPU, *sizes)
+    assert not found["memory"]["fits"] and 0 < len(found["remedies"]) <= 5
+    options = [remedy for remedy in found["remedies"] if "reduce_bucket_size" not in remedy["change"]]
+    assert any(expected in remedy["change"] for remedy in options)
+    for remedy in options:
+        then = plan(capsys, *SIZES, *CPU, *sizes, *remedy["change"].split())
+        assert then["memory"]["fits"] and then["remedies"] == []
+        assert then["memory"]["peak_bytes"] == remedy["peak_bytes"]
+        assert (then["devices"], then["tokens"]) == (remedy["devices"], remedy["tokens"])
+
+
 def test_transfers_that_do_not_hide_are_warned_of(capsys):
     found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "8")
     hides = found["hiding_tokens_per_rank"]
@@ -125,8 +145,11 @@ def test_tables_for_people(capsys):
         ([*SIZES, "--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
         ([*SIZES, "--tokens", "64", "--hardware", "h10"], "did you mean 'h100'"),
         ([*SIZES, "--tokens", "64", "--pattern", '{"windw": 5}'], "did you mean 'window'"),
-        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: expected a JSON object"),
-        ([*SIZES, "--tokens", "64", "--pattern", "[1]"], "--pattern: expected a JSON object, got [1]"),
+        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: not JSON at line 1"),
+        (
+            [*SIZES, "--tokens", "64", "--pattern", "[1]"],
+            "--pattern: expected a JSON object {...} at the top",
+        ),
         ([*SIZES, "--tokens", "64", "--layout", "zigzak"], 'did you mean "zigzag"'),
         (
             [*SIZES, "--tokens", "64", "--devices", "6", "--ring-size", "4"],
@@ -142,7 +165,7 @@ def test_tables_for_people(capsys):
             ["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],
             "num_hidden_layers: expected a whole number",
         ),
-        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: expected a JSON object"),
+        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON at line 1"),
         ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of heads 3, got 256"),
         ([*SIZES, "--config", "/no/such.json", "--tokens", "64"], "does not exist"),
         ([*SIZES, "--tokens", "64", "--devices", "2", "--", "more"], "expected nothing after --, got more"),

@@ -265,7 +265,7 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ({"kernel": "fast"}, RingConfigError, "unknown kernel 'fast'"),
         ({"kernel_options": {"blok": 1}}, RingConfigError, "blok"),
         ({"scale": float("nan")}, RingConfigError, "scale"),
-        ({"chunk_bytes": 0}, RingConfigError, "chunk_bytes: expected a positive number of bytes, got 0"),
+        ({"chunk_bytes": 0}, RingConfigError, "chunk_bytes: expected a positive integer, got 0"),
         ({"ranks": [0, 3]}, RingConfigError, "each of 0 to 2 at most once"),
         ({"ranks": [1, 1]}, RingConfigError, "at most once"),
         ({"q": GeneratedSource(257)}, RingShapeError, "a source alone"),

@@ -49,9 +49,13 @@ def get_kernel(
         name = _FAST[device_type]
         _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
     if name not in _KERNELS:
-        raise RingConfigError(f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(_KERNELS))}")
+        raise RingConfigError(
+            f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(_KERNELS))}, got another name"
+        )
     if name in _FAST.values() and _FAST.get(device_type) != name:
-        raise RingConfigError(f'kernel "{name}" got {device_type} tensors; use "auto" or "reference" there')
+        raise RingConfigError(
+            f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
+        )
     sizes = {"block_size": block_size} if name == "flex" and block_size is not None else {}
     try:
         return _KERNELS[name](**dict(options), **sizes)

@@ -87,10 +87,20 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
         return hidden if bias is None else bias + hidden
     if call.kind == Kind.PARTIAL:
         assert inside is not None
-        visible = inside.visible(queries, keys, torch.device("cpu"))
+        visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
         bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
         return bias.masked_fill(~visible, HIDDEN)
     return bias
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """Queries with the same scores at a scale above 0, and the factor of their gradient.
+
+    The aten operator returns NaN for a scale of 0 or below: it takes the maximum before it scales.
+    """
+    if scale > 0:
+        return q, scale, 1
+    return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
 
 
 def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,6 +146,7 @@ class CpuKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         q, k, v = _computable(q, k, v)
+        q, scale, _ = _positive(q, scale)
         group = q.shape[1] // k.shape[1]
         for call in calls(tiles, self._forward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
@@ -166,6 +177,7 @@ class CpuKernel:
         scale: float,
     ) -> Iterator[PartialGrads]:
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
+        q, scale, sign = _positive(q, scale)
         group = q.shape[1] // k.shape[1]
         for call in calls(tiles, self._backward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
@@ -184,6 +196,7 @@ class CpuKernel:
                 attn_mask=_bias(call, q),
                 scale=scale,
             )
+            dq = dq if sign == 1 else dq * sign
             yield PartialGrads(heads, rows, keys, _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv))
             del dq, dk, dv
 

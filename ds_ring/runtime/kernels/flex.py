@@ -97,7 +97,8 @@ def _block_mask(mask: HopTensors, block: int) -> BlockMask:
         gap = q_position - k_position
         visible = (count(head, query, key) > 0) & (gap >= least) & (gap <= most)
         for function in mask.functions:
-            visible = visible & function(None, None, q_position, k_position)
+            number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+            visible = visible & function(batch, number, q_position.long(), k_position.long())
         return visible
 
     return BlockMask(

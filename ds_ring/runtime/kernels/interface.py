@@ -58,7 +58,7 @@ class Inside(NamedTuple):
         q_first, q_step, k_first, k_step: first position and step of both sides.
     """
 
-    mask: Callable[[Any, Any], Any] | None
+    mask: Callable[[int, Any, Any], Any] | None
     weights: Weights | None
     q_first: int
     q_step: int
@@ -72,11 +72,12 @@ class Inside(NamedTuple):
             q, k = q % self.weights.period, k % self.weights.period
         return self._replace(q_first=q, k_first=k)
 
-    def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Of a PARTIAL tile, bool [queries, keys]."""
+    def visible(self, samples: int, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Of a PARTIAL tile, bool [queries, keys], or [samples or 1, heads or 1, queries, keys]."""
         assert self.mask is not None, "a PARTIAL tile without a mask"
-        visible: Tensor = self.mask(*self._positions(queries, keys, device))
-        return visible.expand(queries, keys)
+        q, k = self._positions(queries, keys, device)
+        visible: Tensor = self.mask(samples, q[:, 0], k[0])
+        return visible
 
     def bias(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """log of the weights, [queries, keys]; one period of them is computed, the rest is copied."""

@@ -14,11 +14,11 @@ from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, ea
 from ds_ring.schedule.tiles import Kind, Tiles
 
 
-def _visible(tile: Tile, device: torch.device) -> Tensor:
+def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:
     queries, keys = tile.q_rows.length, tile.k_rows.length
     if tile.kind == Kind.PARTIAL:
         assert tile.inside is not None
-        return tile.inside.visible(queries, keys, device)
+        return tile.inside.visible(samples, queries, keys, device)
     ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if tile.kind == Kind.CAUSAL:
         return ones.tril()
@@ -83,7 +83,7 @@ class ReferenceKernel:
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
         k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
-        visible = _visible(tile, q.device)
+        visible = _visible(tile, len(q), q.device)
         scores = q_t @ k_t.mT * scale + tile.bias
         if tile.inside is not None:
             scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)

@@ -32,7 +32,8 @@ from ds_ring import (
     make_layout,
 )
 from ds_ring.integrations import graph_rewrite
-from ds_ring.integrations.compile_backend import backend
+from ds_ring.integrations.compile_backend import BackendOptions, backend
+from ds_ring.schedule.grid import Grid
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 4, 2, 24, 8
 POSITIONS = torch.arange(TOKENS)[None]
@@ -286,6 +287,15 @@ def test_a_mask_from_outside_raises_unless_the_pattern_replaces_it() -> None:
     assert torch.allclose(got, attend(*tensors, mask), atol=1e-6)
 
 
+def test_replaced_masks_need_a_layout_of_known_length() -> None:
+    """A name stands for any length: 45 tokens on 2 ranks were taken for 48, gradients 2.3 % off."""
+    known = {"mesh": RingMesh(Grid(2, 2), 0), "pattern": Causal(), "masks": "replace"}
+    with pytest.raises(RingConfigError, match="layout of known length"):
+        BackendOptions.read(known | {"layout": "zigzag"})
+    layout = make_layout("zigzag", tokens=45, ring_size=2, pattern=Causal())
+    assert BackendOptions.read(known | {"layout": layout}).masks == "replace"
+
+
 def test_positions_that_restart_are_not_silently_one_document() -> None:
     packed = torch.cat([torch.arange(10), torch.arange(TOKENS - 10)])[None]
     run = compiled(sdpa_with_mask)
@@ -311,7 +321,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
     "layout of another ring": (
         {"mesh": MESH, "pattern": Causal(), "layout": make_layout("zigzag", tokens=8, ring_size=2)},
         RingError,
-        "the layout is for 2 ranks",
+        "one that is for 2 ranks",
     ),
     "no pattern at all": (
         {"mesh": MESH, "pattern": "causal", "layout": "zigzag"},

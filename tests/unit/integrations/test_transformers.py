@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,22 @@ def test_the_loss_is_that_of_sdpa(family):
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3"])
+def test_the_rings_attention_compiles_to_one_graph(family):
+    """As engine.compile(backend="ds_ring") does it; every mask is read in the graph."""
+    from ds_ring.integrations.compile_backend import backend_of
+
+    expected = build(FAMILIES[family](), "sdpa")(input_ids=IDS, labels=IDS)
+    model, session = build(FAMILIES[family]()), session_of()
+    (attached_model,) = attach(model, session)
+    attached_model.rewritten = True
+    model.compile(backend=backend_of(session), fullgraph=True, options={"inner": "eager"})
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    assert model(**batch).loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    with pytest.raises(RingConfigError, match="does not go through the backend"):
+        model._call_impl(**batch)  # uncompiled
+
+
 def test_a_wrapped_model_is_attached_too():
     class Wrapped(torch.nn.Module):
         def __init__(self) -> None:
@@ -112,18 +129,43 @@ def test_models_that_mix_tokens_otherwise_are_refused(family):
         check_model(build(config(), "sdpa"), RingConfig(ring_size=2))
 
 
+AS_IS = {"attention": "as_is"}
+
+
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_another_attention_on_a_ring_is_refused(implementation):
-    with pytest.raises(
-        RingConfigError, match=f"got '{implementation}', which would .* this rank's tokens only"
-    ):
-        check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2))
+def test_another_attention_that_is_kept_on_a_ring_is_refused(implementation):
+    with pytest.raises(RingConfigError, match=f"'{implementation}', which would .* this rank's tokens only"):
+        check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2, **AS_IS))
+    check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2))  # it is switched
 
 
 def test_another_attention_is_fine_on_one_rank_and_plain_causal():
-    check_model(build(FAMILIES["Llama"](), "sdpa"), RingConfig(ring_size=1))
-    with pytest.raises(RingConfigError, match="got 'eager'"):
-        check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, pattern={"causal": False}))
+    check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, **AS_IS))
+    full = RingConfig(ring_size=1, pattern={"causal": False}, **AS_IS)
+    with pytest.raises(RingConfigError, match="its attn_implementation 'eager'"):
+        check_model(build(FAMILIES["Llama"](), "eager"), full)
+    model = build(FAMILIES["Llama"](), "eager")
+    assert attach(model, session_of()) == []
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_attach_switches_every_model_inside(implementation):
+    model = build(FAMILIES["Llama"](), implementation)
+    attach(model, session_of(pattern={"window": 33}))
+    assert {model.config._attn_implementation, model.model.config._attn_implementation} == {"ds_ring"}
+
+
+def test_a_submodel_that_keeps_its_attention_is_refused():
+    class Stubborn(type(build(FAMILIES["Llama"]()).model)):  # type: ignore[misc]
+        @classmethod
+        def _can_set_attn_implementation(cls) -> bool:
+            return False
+
+    model = build(FAMILIES["Llama"](), "sdpa")
+    model.model = Stubborn(transformers.LlamaConfig(**GROUPED, attn_implementation="sdpa"))
+    with pytest.raises(RingConfigError, match="Stubborn: expected a model that takes"):
+        attach(model, session_of(pattern={"window": 33}))
 
 
 def test_the_registered_attention_does_not_run_without_a_ring():
@@ -278,7 +320,7 @@ def test_another_window_than_the_models_is_refused(window):
     model, session = attached(
         transformers.MistralConfig(**GROUPED, sliding_window=5), pattern={"window": window}
     )
-    with pytest.raises(RingPatternError, match=r'sliding_window is 5, .*set "window": 5 in the "pattern"'):
+    with pytest.raises(RingPatternError, match=r'sliding_window is 5; .*set "window": 5 in the "pattern"'):
         model(**session.shard_batch({"input_ids": IDS}))
 
 
@@ -288,6 +330,138 @@ def test_layers_with_and_without_a_window_are_refused():
     model, session = attached(config, pattern={"window": 16})
     with pytest.raises(RingPatternError, match="others are full_attention; a ring has one pattern"):
         model(**session.shard_batch({"input_ids": IDS}))
+
+
+LAYERED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 3": (
+        lambda: transformers.Gemma3TextConfig(
+            **GROUPED, head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+        ),
+        {},
+    ),
+    "ModernBERT": (
+        lambda: transformers.ModernBertConfig(
+            **SIZES, local_attention=16, global_attn_every_n_layers=2, pad_token_id=0
+        ),
+        {"causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [1, 2])
+@pytest.mark.parametrize("family", LAYERED)
+def test_what_the_error_about_windows_says_works(family, way):
+    """Followed word for word: the configuration and the section that it names, and nothing else."""
+    make, pattern = LAYERED[family]
+    kind = transformers.AutoModelForMaskedLM if family == "ModernBERT" else transformers.AutoModelForCausalLM
+    model, session = kind.from_config(make(), attn_implementation="ds_ring"), session_of(pattern=pattern)
+    attach(model, session)
+    with pytest.raises(RingPatternError, match="in some layers, and others are full_attention") as caught:
+        model(**session.shard_batch({"input_ids": IDS}))
+    advice = re.split(r"; \(\d\) |\(1\) ", str(caught.value))[way]
+    config = make()
+    for statement in re.findall(
+        r"(config\.\w+ = [^,;(]+?) (?:\(or more\) )?before the model is built", advice
+    ):
+        exec(statement, {"config": config})
+    if way == 2:
+        pattern = pattern | {"window": int(re.search(r'"window": (\d+)', advice)[1])}
+    session = session_of(pattern=pattern)
+    torch.manual_seed(0)
+    expected = kind.from_config(config, attn_implementation="sdpa").eval()(input_ids=IDS).logits
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation="ds_ring").eval()
+    attach(model, session)
+    got = model(**session.shard_batch({"input_ids": IDS})).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got, expected[:, order], atol=1e-5)
+
+
+def test_a_class_without_the_interface_may_keep_its_attention():
+    model = build(transformers.FalconConfig(**FALCON_SIZES), "sdpa")
+    check_model(model, RingConfig(ring_size=2, attention="as_is"))
+    model = build(transformers.FalconConfig(**FALCON_SIZES, alibi=True), "sdpa")
+    with pytest.raises(RingConfigError, match="alibi adds a distance to each score"):
+        check_model(model, RingConfig(ring_size=2, attention="as_is"))
+
+
+UNKNOWN_NAMES = {
+    "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), 'set "attention": "as_is"'),
+    "GPT-J": (
+        lambda: transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=4),
+        'backend "ds_ring" cannot rewrite it either',
+    ),
+    "BLOOM": (lambda: transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "either"),
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN_NAMES)
+def test_a_class_without_the_interface_is_refused_when_it_is_built(family):
+    """transformers raised KeyError('ds_ring'), or built it with its own attention."""
+    config, words = UNKNOWN_NAMES[family]
+    with pytest.raises(RingConfigError, match=words):
+        build(config())
+
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "MobileBERT": (
+        lambda: transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True),
+        "config.trigram_input joins each token's embedding",
+    ),
+    "ESM": (
+        lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
+        "config.token_dropout scales",
+    ),
+    "Llama 4": (
+        lambda: transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, no_rope_layers=[1, 0]
+        ),
+        "config.attn_temperature_tuning scales queries",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_settings_that_look_at_other_tokens_are_refused(family):
+    config, words = SETTINGS[family]
+    kind = transformers.AutoModel
+    with pytest.raises(RingConfigError, match=words):
+        check_model(kind.from_config(config(), attn_implementation="ds_ring"), RingConfig(ring_size=2))
+
+
+def test_heads_that_pool_or_cut_tokens_are_refused():
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingConfigError, match=r"its output logits \[2, 1, 61\] is read off"):
+        model(**batch, logits_to_keep=1)
+    with pytest.raises(RingConfigError, match="leave out return_dict=False"):
+        model(**batch, return_dict=False)
+    sizes = SIZES | {"attention_probs_dropout_prob": 0.0}
+    for name, words in (
+        ("AutoModel", "its output pooler_output"),
+        ("AutoModelForQuestionAnswering", "its output start_logits"),
+        ("AutoModelForSequenceClassification", "its output logits"),
+    ):
+        kind = getattr(transformers, name)
+        bert = kind.from_config(transformers.BertConfig(**sizes), attn_implementation="ds_ring")
+        own = session_of(pattern={"causal": False})
+        attach(bert, own)
+        with pytest.raises(RingConfigError, match=words):
+            bert(**own.shard_batch({"input_ids": IDS}))
+
+
+def test_a_term_added_to_the_loss_is_refused():
+    model, session = attached()
+    original = type(model).forward
+
+    def forward(self: Any, **kwargs: Any) -> Any:
+        output = original(self, **kwargs)
+        output.loss += 0.01 * output.logits.mean()
+        return output
+
+    model.forward = forward.__get__(model)
+    with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
+        model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
@@ -304,8 +478,8 @@ def test_a_dilated_pattern_replaces_a_causal_models_mask():
 
 @pytest.mark.parametrize("pattern", [DILATED, {"documents": True}, {"window": 5}])
 def test_a_pattern_needs_our_attention_even_on_one_rank(pattern):
-    with pytest.raises(RingConfigError, match="got 'eager', which would not apply the pattern"):
-        check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, pattern=pattern))
+    with pytest.raises(RingConfigError, match="'eager', which would not apply the pattern"):
+        check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, pattern=pattern, **AS_IS))
 
 
 def test_documents_need_their_own_pattern():

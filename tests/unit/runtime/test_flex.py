@@ -21,8 +21,9 @@ from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.tiles import Tiles
-from tests.cases import PATTERNS, document_ids, layout_for
+from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
 from tests.hops import ring_hops
+from tests.masks import MASKS, attention_by_mask, patterns
 from tests.reference import dense_attention, relative_error
 from tests.unit.schedule.painting import paint
 
@@ -45,7 +46,10 @@ def seen(tensors: HopTensors, member: int) -> np.ndarray:
         m += (ours[:, None] == theirs[None]) & (ours[:, None] >= 0)
     m *= (gap >= tensors.least) & (gap <= tensors.most)
     for function in tensors.functions:
-        m *= function(None, None, q.position[:, None], k.position[None])
+        pairs = torch.vmap(torch.vmap(function, (None, None, None, 0)), (None, None, 0, None))
+        m *= pairs(
+            torch.tensor(0), tensors.head_numbers[member % len(tensors.head_numbers)], q.position, k.position
+        )
     return m.numpy()
 
 
@@ -128,6 +132,22 @@ def test_kernel_equals_float64_over_a_ring(name: str) -> None:
     assert relative_error(got.lse[sees], want.lse[sees]) < 2e-6
     for part, expected in ((got.out, want.out), *zip(got[2:], want[2:], strict=True)):
         assert relative_error(part, expected) < 2e-6
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_flex_attention_are_exact_here_too(name: str) -> None:
+    """The kernel as it is, not compiled; the truth is FlexAttention's create_mask."""
+    pattern, mask = patterns(name, "& Causal()", 64 if name == "natten" else 65)
+    shape = Shape(2, 4, 2, mask.shape[-1], 16)
+    layout = layout_for("zigzag", pattern, tokens=shape.tokens, ring_size=2)
+    got = ring_hops(FlexKernel(32, None, recompute=False), *tensors(shape), pattern, layout)
+    want = attention_by_mask(shape, mask)
+    sees = want.lse.isfinite()
+    assert torch.equal(got.lse.isfinite(), sees) and got.out[~sees].eq(0).all()
+    for part, expected in zip(
+        (got.lse[sees], *got[:1], *got[2:]), (want.lse[sees], *want[:1], *want[2:]), strict=True
+    ):
+        assert float((part - expected).abs().max()) < 5e-6
 
 
 def test_the_backward_operator_takes_the_global_out_and_lse_and_all_hops_are_one_compilation() -> None:

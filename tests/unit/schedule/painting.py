@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from ds_ring.schedule.tiles import Kind, Tiles
 
@@ -48,7 +49,8 @@ def _multiplicity(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.nd
 def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
     """What a PARTIAL tile's mask shows of its pairs i, j."""
     assert tiles.mask is not None
-    return np.asarray(tiles.mask(*_positions(tiles, row, i, j)))
+    q, k = (torch.from_numpy(x.reshape(-1)) for x in _positions(tiles, row, i, j))
+    return tiles.mask(1, q, k).numpy()
 
 
 def _positions(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,9 +12,10 @@ from ds_ring.hardware import hardware_from
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.schedule.cost import Part, bytes_sent, executed_pairs, pass_cost
 from ds_ring.schedule.estimate import estimate
+from ds_ring.schedule.hiding import FEWEST, hides, hiding_shard
 from ds_ring.schedule.model_shape import ModelShape
 from ds_ring.schedule.pass_memory import PassShape
-from ds_ring.schedule.search import fewest_devices, hiding_shard, longest_sequence, peak_bytes
+from ds_ring.schedule.search import fewest_devices, longest_sequence, peak_bytes
 from ds_ring.schedule.setting import Setting
 from ds_ring.schedule.zero_memory import Zero
 
@@ -167,11 +168,43 @@ def test_the_fewest_devices_fit_and_half_of_them_do_not():
     )
 
 
-def test_a_longer_shard_hides_its_transfers():
-    sized = setting(tokens=512, ring=4)
-    tokens = hiding_shard(sized)
-    assert tokens is not None and tokens > 128
-    assert hiding_shard(replace(sized, tokens=4 * tokens)) == tokens
+@pytest.mark.parametrize(
+    ("pattern", "layout", "ring"),
+    [
+        (Causal(), "zigzag", 4),
+        (Causal(), "contiguous", 3),
+        (Full(), "contiguous", 5),
+        (SlidingWindow(512), "auto", 4),
+        (Dilated((1024, 8192), (1, 8), causal=True), "auto", 2),
+    ],
+    ids=str,
+)
+def test_transfers_hide_above_the_threshold_and_not_just_below_it(pattern, layout, ring):
+    def planned(shard):
+        return estimate(replace(sized, tokens=shard * ring)).attention
+
+    sized = setting(tokens=512 * ring, ring=ring, pattern=pattern, layout=layout)
+    found = hiding_shard(sized)
+    assert found.tokens is not None and found.tokens > FEWEST and found.never is None
+    assert not hides(planned(found.tokens * 31 // 32))
+    assert all(hides(planned(shard)) for shard in (found.tokens, found.tokens * 33 // 32, 4 * found.tokens))
+    longer = replace(sized, tokens=4 * found.tokens * ring)  # a shard that hides has the same threshold
+    assert hiding_shard(longer) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pattern": SlidingWindow(512), "layout": "striped"}, "grow alike"),
+        ({"ring": 1}, "a ring of one sends nothing"),
+        ({"overlap": False}, "every hop waits"),
+        ({"hardware": MACHINE.model_copy(update={"inter_node_bytes_per_s": 1.0})}, "these links"),
+    ],
+    ids=["striped window", "ring of one", "no overlap", "slow links"],
+)
+def test_where_transfers_never_hide_the_reason_is_said(changes, why):
+    found = hiding_shard(setting(**{"tokens": 4096, "ring": 4} | changes))
+    assert found.tokens is None and why in (found.never or "")
 
 
 @pytest.mark.parametrize(

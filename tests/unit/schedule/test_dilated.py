@@ -218,7 +218,7 @@ def test_tiles_do_not_grow_with_the_segments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (((), ()), r"segment_lengths: expected positive integers, got \[\]"),
+        (((), ()), r"segment_lengths: expected a list of positive integers, got tuple \(\)"),
         (((0, 4), (1, 2)), r"segment_lengths: expected positive integers, got \[0, 4\]"),
         (((4, 8), (1, -2)), r"dilation_rates: expected positive integers, got \[1, -2\]"),
         (((4.0, 8), (1, 2)), r"segment_lengths: .* got \[4.0, 8\]"),

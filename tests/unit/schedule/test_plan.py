@@ -243,7 +243,7 @@ def test_a_summary_names_every_hop() -> None:
     ("arguments", "said"),
     [
         ({"query_heads": 6, "kv_heads": 4}, "multiple of K/V heads: got 6 and 4"),
-        ({"query_heads": 4, "kv_heads": 0}, "multiple of K/V heads: got 4 and 0"),
+        ({"query_heads": 4, "kv_heads": 0}, "kv_heads: expected a positive integer, got 0"),
     ],
 )
 def test_plans_that_cannot_be(arguments: dict[str, int], said: str) -> None:

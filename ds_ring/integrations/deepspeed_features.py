@@ -1,0 +1,161 @@
+"""Which features of DeepSpeed go beside a ring, and the words to refuse the others.
+
+Owns the refusals that the JSON or the model show before training starts. Each of these would train on
+something else without an error: another gradient scale, other samples on the ranks of a ring, groups of ranks
+that the ring uses otherwise. What DeepSpeed 0.19.8 refuses by itself (sparse_attention, compression_training,
+progressive_layer_drop, MiCS, ...) is left to it; `tests/dist/test_deepspeed_features.py` has the whole table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from ds_ring.errors import RingConfigError
+
+
+class _Refused(NamedTuple):
+    """A key of the JSON and the value that it must not have.
+
+    Attributes:
+        key: dotted.
+        above: a number that it must not exceed; None where it must not be true.
+        why: what would happen, and what to do.
+    """
+
+    key: str
+    above: float | None
+    why: str
+
+
+_SAMPLER = "DeepSpeed's sampler then gives every rank of a ring other samples: order the data set yourself"
+_REFUSED = (
+    _Refused("curriculum_learning.enabled", None, _SAMPLER),
+    _Refused("data_efficiency.enabled", None, f"{_SAMPLER} (random-LTD drops tokens by a rank's own choice)"),
+    _Refused(
+        "tensor_parallel.autotp_size",
+        1,
+        "AutoTP's ranks need the same tokens, and neighbouring ranks of a ring have different ones: remove"
+        " the section, shard parameters with ZeRO 3 and heads with ulysses_size",
+    ),
+    _Refused(
+        "expert_parallel.autoep_size",
+        1,
+        "experts are then reduced over other groups of ranks than the ring's: remove the section",
+    ),
+    _Refused(
+        "hybrid_engine.enabled",
+        None,
+        "its generation replaces the layers that attend on the ring: remove the section, and generate with"
+        " the model loaded on one rank",
+    ),
+)
+_AUTO_SP = "autosp"
+
+
+def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Refuse what DeepSpeed would do otherwise than the ring takes it to do.
+
+    Args:
+        config: the DeepSpeed JSON without the section.
+        model: before DeepSpeed has it.
+
+    Raises:
+        RingConfigError: the first such feature, by its key or class, with what to do instead.
+    """
+    for refused in _REFUSED:
+        section, key = refused.key.split(".")
+        value = _section(config, section).get(key)
+        if isinstance(value, (int, float)) and value > (refused.above or 0):
+            expected = "it not to be set" if refused.above is None else f"at most {refused.above:g}"
+            raise RingConfigError(f"{refused.key}: expected {expected}, got {value}; {refused.why}")
+    if _AUTO_SP in (_section(config, "compile").get("passes") or ()):
+        raise RingConfigError(
+            f'compile.passes: expected none of "{_AUTO_SP}", got {config["compile"]["passes"]}; it shards the'
+            ' sequence a second time: remove it, and say engine.compile(backend="ds_ring")'
+        )
+    _refuse_predivided_gradients(config)
+    for name, why in _model_features(model):
+        raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
+
+
+def refuse_direct_backward(engine: Any) -> None:
+    """Let `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often.
+
+    With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO 0
+    refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
+    """
+    steps, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
+    if steps == 1 or stage not in (1, 2):
+        return
+    as_before: Callable[[], None] = engine._backward_prologue
+
+    def prologue() -> None:
+        if not engine._running_engine_backward:
+            raise RingConfigError(
+                f"loss.backward(): expected engine.backward(loss), got a direct call at ZeRO {stage} with"
+                f" gradient_accumulation_steps {steps}; DeepSpeed would divide the gradients by {steps} twice"
+            )
+        as_before()
+
+    engine._backward_prologue = prologue
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _refuse_predivided_gradients(config: Mapping[str, Any]) -> None:
+    factor = config.get("gradient_predivide_factor", 1.0)
+    if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
+        raise RingConfigError(
+            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
+            " gradient buckets are scaled otherwise than small ones: remove the key"
+        )
+
+
+def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """What in a model shards or routes tokens by itself, and why that does not go with a ring."""
+    if isinstance(model, PipelineModule):
+        yield "a PipelineModule", "a ring shards the tokens that a pipeline would send on: use ZeRO"
+    # Modules of these classes cannot exist without their files having been imported.
+    for file, name, why in (
+        (
+            "deepspeed.module_inject.layers",
+            "TensorParallel_Layer",
+            "AutoTP (tp_model_init, init_inference) has split it over ranks that have different tokens: give"
+            " ds_ring.initialize the model as it was built",
+        ),
+        (
+            "deepspeed.inference.engine",
+            "InferenceEngine",
+            "init_inference replaces the layers that attend on the ring: give the model as it was built",
+        ),
+        (
+            "deepspeed.moe.layer",
+            "MoE",
+            "its experts drop tokens by what one rank has, so that the sharded model is another one: use a"
+            " transformers MoE model",
+        ),
+    ):
+        kind = getattr(sys.modules.get(file), name, None)
+        if kind is not None and any(isinstance(part, kind) for part in model.modules()):
+            yield f"a {name} of {file}", why
+    if getattr(sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils"), "_TP_MODEL_INIT_ARGS", None):
+        yield (
+            "one beside deepspeed.tp_model_init",
+            "AutoTP's ranks need the same tokens, and those of a ring have different ones: do not call it",
+        )
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    for name in dict(functions):
+        if str(getattr(functions[name], "__module__", "")).startswith("deepspeed."):
+            yield (
+                f"one whose attn_implementation {name!r} is DeepSpeed's Ulysses",
+                "UlyssesSPAttentionHF.register_with_transformers shards the sequence a second time: do not"
+                " call it, set ulysses_size in the section",
+            )

@@ -1,0 +1,140 @@
+"""The handshake of a rank and the monitor process: each proves that it knows the job's secret.
+
+Owns the four lines that are exchanged before anything else. The secret itself never crosses the wire: each
+side sends a random nonce, and the other answers with an HMAC-SHA256 over both nonces, the rank and its own
+role, so that no answer serves another connection, another rank or the other direction.
+
+    rank:    ds_ring/1 hello RANK NONCE
+    monitor: ds_ring/1 challenge NONCE PROOF     (the monitor proves itself first)
+    rank:    ds_ring/1 answer PROOF
+    monitor: ds_ring/1 welcome                   (from here on: lines of JSON)
+
+What comes before the welcome is untrusted: lines are short, and only these forms are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import socket
+import time
+
+VERSION = "ds_ring/1"
+HANDSHAKE_LINE_BYTES = 256  # a line before the welcome
+SECRET_BYTES = 16  # the least that a secret may have: it could be guessed from one answer otherwise
+_MONITOR, _RANK = "monitor", "rank"  # roles
+_HELLO = re.compile(rf"{VERSION} hello (\d{{1,7}}) ([0-9a-f]{{32}})", re.ASCII)
+_CHALLENGE = re.compile(rf"{VERSION} challenge ([0-9a-f]{{32}}) ([0-9a-f]{{64}})", re.ASCII)
+_ANSWER = re.compile(rf"{VERSION} answer ([0-9a-f]{{64}})", re.ASCII)
+_WELCOME = re.compile(rf"{VERSION} welcome", re.ASCII)
+
+
+class HandshakeError(Exception):
+    """The other side is not of this job, or does not speak this protocol."""
+
+
+def _proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
+    text = f"{VERSION} {role} {rank} {rank_nonce} {monitor_nonce}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
+    found = form.fullmatch(line.decode("ascii", "replace"))
+    if found is None:
+        raise HandshakeError(f"expected {expected}, got {line[:40]!r}")
+    return found
+
+
+class MonitorHandshake:
+    """The monitor's side, one line after the other.
+
+    Attributes:
+        rank: who it is, once `done`; a mere claim before.
+        done: the other side has proved that it knows the secret.
+    """
+
+    def __init__(self, secret: bytes, world_size: int) -> None:
+        self.rank, self.done = -1, False
+        self._secret, self._world_size = secret, world_size
+        self._rank_nonce, self._nonce = "", secrets.token_hex(16)
+
+    def take(self, line: bytes) -> bytes:
+        """Return the answer to a line.
+
+        Raises:
+            HandshakeError: this is nobody of the job.
+        """
+        if not self._rank_nonce:
+            rank, self._rank_nonce = _match(_HELLO, line, "a hello").groups()
+            self.rank = int(rank)
+            if self.rank >= self._world_size:
+                raise HandshakeError(f"expected a rank below {self._world_size}, got {rank}")
+            mine = _proof(self._secret, _MONITOR, self.rank, self._rank_nonce, self._nonce)
+            return f"{VERSION} challenge {self._nonce} {mine}\n".encode()
+        (proof,) = _match(_ANSWER, line, "an answer").groups()
+        if not hmac.compare_digest(
+            proof, _proof(self._secret, _RANK, self.rank, self._rank_nonce, self._nonce)
+        ):
+            raise HandshakeError("another secret")
+        self.done = True
+        return f"{VERSION} welcome\n".encode()
+
+
+class RankHandshake:
+    """A rank's side: `hello`, then `answer` to the challenge, then `check_welcome`."""
+
+    def __init__(self, secret: bytes, rank: int) -> None:
+        self._secret, self._rank, self._nonce = secret, rank, secrets.token_hex(16)
+
+    def hello(self) -> bytes:
+        """Return the first line."""
+        return f"{VERSION} hello {self._rank} {self._nonce}\n".encode()
+
+    def answer(self, challenge: bytes) -> bytes:
+        """Return the second line, once the monitor has proved itself.
+
+        Raises:
+            HandshakeError: the other side is not this job's monitor.
+        """
+        nonce, proof = _match(_CHALLENGE, challenge, "a challenge").groups()
+        if not hmac.compare_digest(proof, _proof(self._secret, _MONITOR, self._rank, self._nonce, nonce)):
+            raise HandshakeError("another secret")
+        return f"{VERSION} answer {_proof(self._secret, _RANK, self._rank, self._nonce, nonce)}\n".encode()
+
+    def check_welcome(self, line: bytes) -> None:
+        """Raise HandshakeError unless this is the welcome."""
+        _match(_WELCOME, line, "a welcome")
+
+
+def authenticate(connection: socket.socket, secret: bytes, rank: int, timeout_s: float) -> None:
+    """Shake hands as a rank, within `timeout_s` in all, however slowly the other side answers.
+
+    Raises:
+        HandshakeError: the other side is not this job's monitor.
+        OSError: the connection ended, or the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    connection.settimeout(timeout_s)
+    mine = RankHandshake(secret, rank)
+    connection.sendall(mine.hello())
+    connection.sendall(mine.answer(_read_line(connection, deadline)))
+    mine.check_welcome(_read_line(connection, deadline))
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """Byte by byte: what follows the welcome belongs to somebody else."""
+    line = bytearray()
+    while len(line) < HANDSHAKE_LINE_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        connection.settimeout(left_s)
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionError("closed without an answer")
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    raise HandshakeError(f"expected a line, got {bytes(line[:40])!r} and no end of it")

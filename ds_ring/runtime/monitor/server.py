@@ -1,0 +1,340 @@
+"""The sockets of the monitor process: ranks that have shaken hands, and strangers, who get little of it.
+
+It leaves its parent at once, outlives every rank and ends when the last one is gone.
+
+[Note: the monitor process]
+A store of torch could hold heartbeats, too, but it dies with the rank that hosts it (or costs a second
+process with all of torch), and it does not notice that a client is gone. Here the end of a connection is
+the message: a rank that is killed, aborts or crashes is known in milliseconds, one that is stopped or cut
+off after the heartbeat timeout.
+
+[Note: strangers]
+Whoever can reach the port may connect, so nothing that comes before the handshake is trusted. Its lines are
+short and have one form (no JSON is parsed); it has to be over in `STRANGER_S`; there is room for a limited
+number at a time, and whoever has had `TURN_S` makes room, first of the address that has most; strangers do
+not keep the process alive. No send ever waits: what a client does not read is kept up to a limit, and then
+the client is dropped. So a stranger can delay a rank that is joining, and no rank that has joined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from .failure_detector import FailureDetector, Fault
+from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
+
+EMPTY_S = 1.0  # the process ends when no rank was connected for so long
+FIRST_S = 20.0  # and when none came for so long
+TICK_S = 0.05
+PAUSED_S = 1.0  # the monitor itself was not running for so long: silence is then nobody's fault
+STRANGER_S = 5.0  # a handshake takes at most so long
+TURN_S = 0.5  # and gets at least so long where others want the room
+STRANGERS = 256  # connections that have not shaken hands, besides one for each rank
+ACCEPTS = 64  # of new connections between two looks at the ranks
+UNSENT_BYTES = 1 << 18  # for a client that does not read
+OTHER_FILES = 32  # descriptors of the process itself
+BACKLOG = 4096  # newcomers in the kernel's queue
+LOOPBACK = "127.0.0.1"
+PORTS = 20  # tries
+
+
+def line_bytes(world_size: int) -> int:
+    """Return the longest line of a rank: one that waits for every second rank names them all."""
+    return 16384 + 16 * world_size
+
+
+@dataclass(eq=False)
+class Client:
+    """A connection: a stranger until its handshake is done."""
+
+    connection: socket.socket
+    address: str
+    since: float
+    handshake: MonitorHandshake
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    gone: bool = False
+
+    @property
+    def is_stranger(self) -> bool:
+        return not self.handshake.done
+
+
+class Server:
+    """The sockets around a failure detector.
+
+    Args:
+        listeners: bound, and listening.
+        detector: who failed.
+        secret: of the job.
+        strangers: room for so many connections that have not shaken hands.
+    """
+
+    def __init__(
+        self, listeners: list[socket.socket], detector: FailureDetector, secret: bytes, strangers: int
+    ) -> None:
+        self.detector, self.secret, self.strangers_at_most = detector, secret, strangers
+        self.selector = selectors.DefaultSelector()
+        self.listeners, self.listening = listeners, False
+        self._listen(True)
+        self.ranks: dict[int, Client] = {}
+        self.strangers: dict[Client, None] = {}  # the oldest first
+        self.line_bytes = line_bytes(detector.world_size)
+        self.told = False
+
+    def serve(self) -> None:
+        """Until every rank is gone, or none came."""
+        last_busy = before = time.monotonic()
+        next_look = 0.0
+        while True:
+            for key, events in self.selector.select(TICK_S):
+                if key.data is None:
+                    self._accept(key.fileobj)
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+            now = time.monotonic()
+            if now - before > PAUSED_S:
+                self.detector.forgive(now - before)
+            before = now
+            if now >= next_look or (self.detector.fault is not None and not self.told):
+                next_look = now + TICK_S
+                self._look(now)
+            if self.ranks:
+                last_busy = now
+            elif now - last_busy > (EMPTY_S if self.detector.ranks else FIRST_S):
+                return
+
+    def _look(self, now: float) -> None:
+        """What time alone brings: a verdict, strangers whose time is over, room for others."""
+        fault = self.detector.look(now)
+        if fault is not None and not self.told:
+            self.told = True
+            for client in list(self.ranks.values()):
+                self._tell(client, fault)
+        for client in list(self.strangers):
+            if now - client.since <= STRANGER_S:
+                break
+            self._drop(client)
+        if not self.listening:
+            self._make_room(now)
+
+    def _accept(self, listener: Any) -> None:
+        for _ in range(ACCEPTS):
+            if len(self.strangers) >= self.strangers_at_most:
+                self._make_room(time.monotonic())
+                if not self.listening:
+                    return
+            try:
+                connection, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # out of descriptors, or the other side is gone already
+                self._listen(False)
+                return
+            self._welcome(connection, str(address[0]))
+
+    def _welcome(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake = MonitorHandshake(self.secret, self.detector.world_size)
+        client = Client(connection, address, time.monotonic(), handshake)
+        self.strangers[client] = None
+        self.selector.register(connection, selectors.EVENT_READ, client)
+
+    def _make_room(self, now: float) -> None:
+        """Drop a stranger that has had its turn, of the address that has most; without one, accept nobody."""
+        of_address: dict[str, list[Client]] = {}
+        for client in self.strangers:
+            of_address.setdefault(client.address, []).append(client)
+        most = max(of_address.values(), key=len, default=[])
+        ready = len(self.strangers) < self.strangers_at_most
+        for client in most[: max(1, len(most) // 2)]:
+            if now - client.since > TURN_S:
+                self._drop(client)
+                ready = True
+        self._listen(ready)
+
+    def _listen(self, listening: bool) -> None:
+        """Newcomers wait in the kernel's queue meanwhile."""
+        if self.listening != listening:
+            self.listening = listening
+            for listener in self.listeners:
+                if listening:
+                    listener.setblocking(False)
+                    self.selector.register(listener, selectors.EVENT_READ)
+                else:
+                    self.selector.unregister(listener)
+
+    def _read(self, client: Client) -> None:
+        if client.gone:
+            return
+        try:
+            data = client.connection.recv(HANDSHAKE_LINE_BYTES if client.is_stranger else 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+            return
+        client.unread += data
+        *lines, rest = client.unread.split(b"\n")
+        client.unread = rest
+        for line in lines:
+            if not client.gone:
+                self._take(client, bytes(line))
+        if len(rest) > (HANDSHAKE_LINE_BYTES if client.is_stranger else self.line_bytes):
+            self._drop(client, "it sent a line without an end")
+
+    def _take(self, client: Client, line: bytes) -> None:
+        if client.is_stranger:
+            self._shake_hands(client, line)
+            return
+        rank, now = client.handshake.rank, time.monotonic()
+        try:
+            if len(line) > self.line_bytes:
+                raise ValueError(f"a line of {len(line)} bytes")
+            message = json.loads(line)
+            self.detector.hear(rank, message, now)
+        except (ValueError, RecursionError) as error:
+            self._drop(client, f"it sent what no rank sends: {error!s:.200}")
+            return
+        if message["kind"] == "beat":
+            self._send(client, {"kind": "beat"})
+
+    def _shake_hands(self, client: Client, line: bytes) -> None:
+        try:
+            answer = client.handshake.take(line[: HANDSHAKE_LINE_BYTES + 1])
+        except HandshakeError:
+            self._drop(client)
+            return
+        if client.handshake.done:
+            rank = client.handshake.rank
+            del self.strangers[client]
+            if rank in self.detector.ranks:  # twice: whoever was first is that rank
+                client.handshake.done = False
+                self._drop(client)
+                return
+            self.ranks[rank] = client
+            self.detector.join(rank, time.monotonic())
+        self._write(client, answer)
+        if client.handshake.done and self.told and self.detector.fault is not None:
+            self._tell(client, self.detector.fault)
+
+    def _drop(self, client: Client, cause: str = "") -> None:
+        if client.gone:
+            return
+        client.gone = True
+        with suppress(KeyError, ValueError):
+            self.selector.unregister(client.connection)
+        client.connection.close()
+        self.strangers.pop(client, None)
+        if client.handshake.done:
+            del self.ranks[client.handshake.rank]
+            if cause:
+                self.detector.blame(client.handshake.rank, cause)
+            self.detector.close(client.handshake.rank)
+
+    def _tell(self, client: Client, fault: Fault) -> None:
+        self._send(client, {"kind": "fault", "rank": fault.rank, "cause": fault.cause})
+
+    def _send(self, client: Client, message: dict[str, Any]) -> None:
+        self._write(client, json.dumps(message).encode() + b"\n")
+
+    def _write(self, client: Client, data: bytes) -> None:
+        if client.gone:
+            return
+        client.unsent += data
+        self._flush(client)
+        if len(client.unsent) > UNSENT_BYTES:
+            self._drop(client, "it does not read what the monitor sends")
+
+    def _flush(self, client: Client) -> None:
+        if client.gone:
+            return
+        try:
+            sent = client.connection.send(client.unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._drop(client)
+            return
+        del client.unsent[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        if self.selector.get_key(client.connection).events != events:
+            self.selector.modify(client.connection, events, client)
+
+
+def raise_file_limit(world_size: int) -> int:
+    """Raise this process's limit of open files; the number of strangers that there is room for.
+
+    Raises:
+        OSError: the hard limit is too low for so many ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * world_size + STRANGERS + OTHER_FILES
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = max(limit, soft) if soft != resource.RLIM_INFINITY else wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    strangers = limit - world_size - OTHER_FILES
+    if strangers < 16:
+        raise OSError(
+            f"expected a limit of at least {world_size + OTHER_FILES + 16} open files for a process that"
+            f" keeps a connection to each of {world_size} ranks, got a hard limit of {hard}; raise it on the"
+            f" host of rank 0 (ulimit -Hn {wanted}, or LimitNOFILE= of the service that starts the job)"
+        )
+    return min(strangers, world_size + STRANGERS)
+
+
+def listen_at(host: str) -> list[socket.socket]:
+    """Listen at one address of this host, and at loopback, on one port.
+
+    Ranks of this host come by loopback, which works while the network does not. An empty `host` is every
+    address, of both families where there are both.
+    """
+    if not host and socket.has_dualstack_ipv6():
+        return [socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(PORTS):
+        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        if not host or host == LOOPBACK:
+            return [listener]
+        try:
+            port = listener.getsockname()[1]
+            return [listener, socket.create_server((LOOPBACK, port), backlog=BACKLOG)]
+        except OSError:  # another process has that port of loopback
+            listener.close()
+    raise OSError(f"expected a port that is free at {host} and {LOOPBACK}, got none in {PORTS} tries")
+
+
+def main() -> None:
+    """Read the settings, print the port once it is bound, leave the parent, serve."""
+    settings = json.loads(sys.stdin.readline())
+    world_size = settings["world_size"]
+    try:
+        strangers = raise_file_limit(world_size)
+        listeners = listen_at(settings["host"])
+    except OSError as error:
+        sys.exit(str(error))
+    print(listeners[0].getsockname()[1], flush=True)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    detector = FailureDetector(world_size, settings["heartbeat_timeout_s"])
+    Server(listeners, detector, settings["secret"].encode(), strangers).serve()

@@ -1,0 +1,78 @@
+"""How a pass is carried out: the options of a call, checked. Owns them, and nothing that carries them out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ds_ring.errors import RingConfigError, shown
+from ds_ring.schedule.groups import chunk_bytes_on
+from ds_ring.schedule.numbers import true_or_false
+
+TRANSPORTS = ("ring", "all_gather")
+LONGEST_S = 1e8  # three years; threads cannot wait for much longer
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a pass is carried out; none of them changes its result.
+
+    Attributes:
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        kernel: "auto", "cpu", "flex" or "reference".
+        transport: "ring", or the yardstick "all_gather".
+        overlap: compute a hop while the next one travels.
+        prune: send only what the receiver or a rank after it reads.
+        hop_timeout_s: seconds that a hop may take.
+        check_finite: raise on NaN and infinities, naming rank, tensor and hop.
+        kernel_options: for the kernel, as sorted pairs.
+        block_size: side of a block of the flex kernel, slots.
+        chunk_bytes: see [Note: heads in groups]; None takes what `schedule/groups.py` says for the device:
+            a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
+    """
+
+    scale: float | None = None
+    kernel: str = "auto"
+    transport: str = "ring"
+    overlap: bool = True
+    prune: bool = True
+    hop_timeout_s: float = 60.0
+    check_finite: bool = False
+    kernel_options: tuple[tuple[str, Any], ...] = ()
+    chunk_bytes: int | None = None
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
+            raise RingConfigError(
+                f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(self.transport)}"
+            )
+        if not isinstance(self.kernel, str):
+            raise RingConfigError(
+                f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
+            )
+        for name in ("overlap", "prune", "check_finite"):
+            true_or_false(getattr(self, name), name, RingConfigError)
+        if not _is_number(self.hop_timeout_s) or not 0 < self.hop_timeout_s <= LONGEST_S:
+            raise RingConfigError(
+                f"hop_timeout_s: expected seconds > 0, got {shown(self.hop_timeout_s)} (at most"
+                f" {LONGEST_S:g}); use 60, say"
+            )
+        if self.scale is not None:
+            if not _is_number(self.scale):
+                raise RingConfigError(
+                    f"scale: expected a finite number, got {shown(self.scale)}; use None for 1 /"
+                    " sqrt(head_dim)"
+                )
+            object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
+
+    def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
+        """The smallest K or V message worth a walk of its own, bytes."""
+        return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 1000  # as a float, still finite
+    return isinstance(value, float) and math.isfinite(value)

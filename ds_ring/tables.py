@@ -1,0 +1,45 @@
+"""Tables for people that fit the terminal: what is too wide is printed turned."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 80  # where stdout is no terminal
+
+
+def console() -> Console:
+    """Return a console on stdout, as wide as the terminal or 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout; turned where that is too narrow.
+
+    A table of which no number can be read is worth nothing: what does not fit has its columns for rows.
+    """
+    here = console()
+    here.print(table if _width(table) <= here.width else _turned(table))
+
+
+def _width(table: Table) -> int:
+    """Columns that the table takes with every cell, and every word of a header, unbroken."""
+    widths = [
+        max(len(word) for word in [*map(str, column.cells), *str(column.header).split(), ""])
+        for column in table.columns
+    ]
+    return 1 + sum(width + 3 for width in widths)
+
+
+def _turned(table: Table) -> Table:
+
+    made = Table(title=table.title, title_justify="left", caption=table.caption, caption_justify="left")
+    first, *others = table.columns
+    made.add_column(str(first.header))
+    for cell in first.cells:
+        made.add_column(str(cell), justify="right")
+    for column in others:
+        made.add_row(str(column.header), *map(str, column.cells))
+    return made

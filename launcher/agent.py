@@ -1,0 +1,82 @@
+"""Runs on a host that ds-ring reached by ssh: starts this host's part of a run, ends it with the launcher.
+
+Standard input is the connection: a request in one line of JSON (remote.py writes it), then an empty line
+every few seconds. "end" asks for the end; the end of the file, or a long silence, says that the launcher or
+its machine is gone. Values of variables come this way only: a command line can be read by everybody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+from . import process
+from .invocation import Invocation, own_programs_first
+
+# Stands in a request for the folder that the agent makes; no path of a real file begins with it.
+FOLDER = Path("/ds-ring-agent-folder")
+BEAT_SECONDS = 5.0
+# So that a launcher that is stopped for a while (Ctrl-Z), or a network that is out, does not end a run.
+SILENCE_SECONDS = 300.0
+END = "end"
+
+
+def main(stdin: IO[str]) -> int:
+    """Run the request that stands in the first line; return the engine's exit status."""
+    line = stdin.readline()
+    if not line.startswith("{"):
+        return _refuse("expected a request from ds-ring, got none; `ds-ring launch` starts this by itself")
+    request: dict[str, Any] = json.loads(line)
+    try:
+        os.chdir(request["directory"])
+    except OSError as error:
+        return _refuse(f"expected the launcher's folder on this host, too: {error}; share it, or make it")
+    if not Path(request["script"]).is_file():
+        return _refuse(f"script: expected a Python file, got no {request['script']}; copy it to this host")
+    with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder:
+        invocation = _invocation(request, folder)
+        threading.Thread(target=_listen, args=(stdin,), daemon=True).start()
+        return process.run(invocation, dict(os.environ), request["script"], stdin=subprocess.DEVNULL)
+
+
+def _invocation(request: dict[str, Any], folder: str) -> Invocation:
+    argv = [argument.replace(str(FOLDER), folder) for argument in request["argv"]]
+    files = {Path(name.replace(str(FOLDER), folder)): text for name, text in request["files"].items()}
+    environment = own_programs_first(request["environment"], os.environ)
+    return Invocation(argv, environment, files)
+
+
+def _listen(stdin: IO[str]) -> None:
+    """Turn the end of the connection into SIGTERM for this process, which ends its run."""
+    silent = threading.Timer(SILENCE_SECONDS, _end, ("heard nothing from the launcher",))
+    while True:
+        silent.daemon = True
+        silent.start()
+        line = stdin.readline()
+        silent.cancel()
+        if not line or line.strip() == END:
+            _end("" if line else "lost the launcher")
+            return
+        silent = threading.Timer(SILENCE_SECONDS, _end, ("heard nothing from the launcher",))
+
+
+def _end(why: str) -> None:
+    if why:
+        process.say(f"{why}; ending this host's processes")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _refuse(what: str) -> int:
+    process.say(f"error: {os.uname().nodename}: {what}")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.stdin))

@@ -1,0 +1,149 @@
+"""`ds-ring check-model`: one transformers model on a ring against itself on one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .parsers import Commands, add_command, add_json, refuse_extra, require_deadline, require_sizes
+
+_EXAMPLE = """\
+examples:
+  ds-ring check-model llama                                 a model type of transformers
+  ds-ring check-model my-model/config.json                  what save_pretrained wrote; weights are not read
+  ds-ring check-model mistral --config ds_config.json       with the section of a DeepSpeed JSON
+  ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
+
+prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ);
+exit status 0 for exact and refused, 1 for WRONG, 2 for wrong input
+"""
+_HEADS = (
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "base",
+)  # fmt: skip
+_SHOWN = 12
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    check = add_command(
+        commands,
+        "check-model",
+        help="compare a few layers of a transformers model on a ring with one process",
+        description="Make a small model of a transformers configuration (at least one layer of each type,"
+        " random weights; nothing is downloaded), run it on one process and on ranks of this machine through"
+        " ds_ring.initialize, and compare logits, loss and every gradient by itself.",
+        epilog=_EXAMPLE,
+    )
+    check.add_argument(
+        "model", metavar="CONFIG|NAME", help="a config.json, its folder, or a model type: llama"
+    )
+    check.add_argument("--ring-size", type=int, metavar="P", help="default: the section's, or 2")
+    check.add_argument("--tokens", type=int, default=61, metavar="T", help="of each sample (default 61)")
+    check.add_argument("--layers", type=int, default=2, metavar="N", help="at least so many (default 2)")
+    check.add_argument("--head", choices=_HEADS, help="default: what the family is mostly used with")
+    check.add_argument(
+        "--config", metavar="DS_JSON", help="the section; default: what the model's attention is"
+    )
+    check.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
+    check.add_argument(
+        "--deadline-seconds", type=float, default=120, help="all ranks are ended then (default 120)"
+    )
+    add_json(check)
+    check.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
+    """Print the result; RingConfigError for what cannot be checked."""
+    from ds_ring.errors import RingConfigError
+    from ds_ring_launcher.local_ranks import RanksError, run_ranks
+
+    refuse_extra("check-model", extra_args)
+    require_sizes(options, {"tokens": 65536, "layers": 1024})
+    section, processes = _section(options)
+    for name, least in (("tokens", 2 * processes), ("layers", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise RingConfigError(
+                f"--{name}: expected at least {least}, got {getattr(options, name)}; raise it"
+            )
+    require_deadline(options.deadline_seconds)
+    asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
+    asked |= {"source": options.model, "section": section}
+    deadline_s = options.deadline_seconds
+    with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
+        _import()
+        sys.stdout.flush()
+    try:
+        reports = run_ranks(_check, processes, (asked,), threads=1, deadline_s=deadline_s, imported=True)
+    except RanksError as error:  # what a rank refuses it reports: these have crashed, or hang
+        reports = [{"source": options.model, "model": "", "result": "WRONG", "reason": str(error)}]
+    report = reports[0]
+    if report["result"] == "invalid":
+        raise RingConfigError(report["reason"])
+    print(json.dumps(report) if options.json else _text(report))
+    return 1 if report["result"] == "WRONG" else 0
+
+
+def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
+    """The "ring_attention" section, None without --config, and the number of ranks."""
+    from ds_ring.config import RingConfig
+    from ds_ring.config_json import read_object
+    from ds_ring.errors import RingConfigError
+
+    if options.ring_size is not None and not 1 <= options.ring_size <= 64:
+        raise RingConfigError(f"--ring-size: expected 1 to 64 ranks of this machine, got {options.ring_size}")
+    if options.config is None:
+        return None, options.ring_size or 2
+    config = RingConfig.from_deepspeed(options.config)
+    section = read_object(options.config)["ring_attention"]
+    ring_size = options.ring_size or config.ring_size
+    return section | {"ring_size": ring_size}, ring_size * config.ulysses_size
+
+
+def _import() -> None:
+    """What takes most of the command's seconds, once and not on every rank."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.simplefilter("ignore")
+    import ds_ring.integrations.model_check  # noqa: F401
+
+
+def _check(asked: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: the report, as JSON values."""
+    from ds_ring.integrations.model_check import Request, check_model
+
+    with _stdout_to_stderr():
+        return check_model(Request(**asked)).as_json()
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What libraries print must not stand in the command's output."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _text(report: dict[str, Any]) -> str:
+    what = report["model"] or report["source"]
+    if report["result"] == "refused":
+        return f"refused: {what}: {report['reason']}"
+    if report["result"] == "WRONG" and not report.get("differences"):
+        return f"WRONG: {what}: {report['reason']}"
+    size = f"{report['layers']} layers, {report['tokens']} tokens, {report['ring_size']} ranks"
+    errors = [f"{kind} {one['error']:.1e} {one['name']}".rstrip() for kind, one in report["largest"].items()]
+    lines = [f"{report['result']}: {what}, {size}", f"  largest relative errors: {', '.join(errors)}"]
+    differences = report["differences"]
+    lines += [f"  {one['kind']} {one['name']}: {one['error']:.1e}" for one in differences[:_SHOWN]]
+    if len(differences) > _SHOWN:
+        lines.append(f"  and {len(differences) - _SHOWN} more; --json has all")
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""The processes of one run on this machine, found by a variable that each of them inherits; and their end.
+
+Knows nothing of engines. Whatever an engine does with sessions, process groups and parents, a process of the
+run keeps the variable, unless it is started with an empty environment.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+MARK = "DS_RING_LAUNCH_ID"
+GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
+POLL_SECONDS = 0.1
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the live processes of the run; those of other users cannot be read, and are none of ours."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Send SIGTERM to every process of the run; SIGKILL to what is left after the grace, or in a hurry."""
+    for process in marked(mark):
+        send(process, signal.SIGTERM)
+    wait_until_gone(mark, grace_s, hurry)
+    for _ in range(3):  # again, for what was started while we looked
+        for process in marked(mark):
+            send(process, signal.SIGKILL)
+            _reap(process)
+
+
+def wait_until_gone(mark: str, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Wait until no process of the run is left, or the time is over, or `hurry` says true."""
+    deadline = time.monotonic() + seconds
+    while marked(mark) and time.monotonic() < deadline and not hurry():
+        time.sleep(POLL_SECONDS)
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process; none where it is gone."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def send(process: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone."""
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        pass
+
+
+def _reap(process: psutil.Process) -> None:
+    try:
+        process.wait(timeout=1)
+    except psutil.Error:
+        pass

@@ -1,0 +1,119 @@
+"""Starts a run on other hosts: an agent on each by ssh, told what to run through its standard input.
+
+For engines that start only their own host. What an agent does is agent.py's. Nothing secret stands on a
+command line: the request goes through the connection that ssh encrypts, and the run ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from .agent import BEAT_SECONDS, END
+from .invocation import Invocation
+from .marked import GRACE_SECONDS, POLL_SECONDS
+from .process import say, signals_noted
+
+SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
+_SSH_FAILED = 255
+# What DeepSpeed exports to other hosts of the caller's environment: settings of libraries.
+_CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
+
+
+def carried(caller_environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the caller's variables that go to other hosts."""
+    return {name: value for name, value in caller_environment.items() if name.startswith(_CARRIED)}
+
+
+def ssh_command(host: str, ssh_port: int | None) -> list[str]:
+    """Return the command line that starts an agent on a host."""
+    port = [] if ssh_port is None else ["-p", str(ssh_port)]
+    # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
+    options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
+    told = [word for option in options for word in ("-o", option)]
+    agent = shlex.join([sys.executable, "-u", "-m", "ds_ring_launcher.agent"])
+    return ["ssh", "-T", *port, *told, host, agent]
+
+
+def run(hosts: Mapping[str, Invocation], ssh_port: int | None, script: str) -> int:
+    """Run an invocation on each host to the end; the exit status of the first that fails, or 128 + n."""
+    with signals_noted() as signals:
+        agents: dict[str, subprocess.Popen[str]] = {}
+        try:
+            for host, invocation in hosts.items():
+                agents[host] = subprocess.Popen(
+                    ssh_command(host, ssh_port), stdin=subprocess.PIPE, text=True, start_new_session=True
+                )
+                _tell(agents[host], _request(invocation, script))
+            status = _watch(agents, signals)
+            if signals:
+                say(f"got signal {signals[0]}; ending all processes of this run on all hosts")
+                return 128 + signals[0]
+            return status
+        finally:
+            _end(agents, signals)
+
+
+def _request(invocation: Invocation, script: str) -> str:
+    return json.dumps(
+        {
+            "argv": invocation.argv,
+            "environment": invocation.environment,
+            "files": {str(path): text for path, text in invocation.files.items()},
+            "directory": os.getcwd(),
+            "script": script,
+        }
+    )
+
+
+def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> int:
+    """Until all have ended well, or one has not, or a signal came."""
+    beat = time.monotonic()
+    while not signals:
+        ended = {host: agent.poll() for host, agent in agents.items()}
+        for host, status in ended.items():
+            if status:
+                said = "could not reach it, or lost it" if status == _SSH_FAILED else "its part failed"
+                say(f"error: {host}: ssh ended with status {status}: {said}; ending the others")
+                return status if status > 0 else 128 - status
+        if all(status == 0 for status in ended.values()):
+            return 0
+        if time.monotonic() - beat > BEAT_SECONDS:
+            beat = time.monotonic()
+            for agent in agents.values():
+                _tell(agent, "")
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _end(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> None:
+    """Ask every agent for the end of its part, and give it the time of the ranks' own grace."""
+    before = len(signals)
+    for agent in agents.values():
+        _tell(agent, END)
+        assert agent.stdin is not None
+        try:
+            agent.stdin.close()
+        except OSError:  # what was written before has not gone: the connection is lost
+            pass
+    deadline = time.monotonic() + GRACE_SECONDS + 5
+    while any(agent.poll() is None for agent in agents.values()):
+        if time.monotonic() > deadline or len(signals) != before:
+            break
+        time.sleep(POLL_SECONDS)
+    for agent in agents.values():  # without a connection an agent ends its part by itself
+        agent.kill()
+        agent.wait()
+
+
+def _tell(agent: subprocess.Popen[str], line: str) -> None:
+    assert agent.stdin is not None
+    try:
+        print(line, file=agent.stdin, flush=True)
+    except (OSError, ValueError):  # it has ended, which `_watch` sees
+        pass

@@ -1,0 +1,246 @@
+"""The folder of a job's checkpoints: full disks, read-only disks, a second job, strangers' files, planted code.
+
+Two gloo ranks, a ring of two; whatever happens, every rank raises the same error and the checkpoint before is
+loaded. What the manifest sees by itself stands in tests/unit/integrations/test_manifest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.integrations.file_record import record_files
+from ds_ring.integrations.manifest import MANIFEST, files_in, write_manifest
+from tests.dist.checkpoint_ranks import (
+    SIZE,
+    Planted,
+    hold_the_folder,
+    load_and_train,
+    load_refused,
+    load_with_steps_of_deepspeed,
+    save_on,
+    save_with_state,
+    train_and_save,
+)
+from tests.dist.deepspeed_ranks import json_config
+from tests.dist.harness import RankPool
+from tests.machine import make_read_only, small_disk
+
+OLDER, NEWER = "global_step2", "global_step4"
+ERROR = "RingCheckpointError"
+
+
+def config(stage: int) -> dict[str, Any]:
+    return json_config(2, SIZE.samples, stage)
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pool, tmp_path_factory) -> Callable[[int], tuple[Path, list[float]]]:
+    """`saved(stage)`: a folder with checkpoints after steps 2 and 4, and the losses of six steps."""
+    made: dict[int, tuple[Path, list[float]]] = {}
+
+    def of(stage: int) -> tuple[Path, list[float]]:
+        if stage not in made:
+            folder = tmp_path_factory.mktemp(f"zero{stage}")
+            made[stage] = folder, rank_pool(2).run(train_and_save, config(stage), str(folder), 6, (2, 4))[0]
+        return made[stage]
+
+    return of
+
+
+def size_of(folder: Path) -> int:
+    """In whole pages, as the disks of these tests count."""
+    return sum((path.stat().st_size // 4096 + 1) * 4096 for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`disk(bytes)`: a file system of that size, mounted."""
+    mounted = []
+
+    def of(size_bytes: int) -> Path:
+        mounted.append(small_disk(tmp_path, size_bytes))
+        mounted[-1].__enter__()
+        return tmp_path
+
+    yield of
+    for one in mounted:
+        one.__exit__(None, None, None)
+
+
+def check(found: list[Any], *words: str) -> None:
+    for one in found:
+        assert one.error == ERROR, one
+        assert all(word in one.text for word in words), one.text
+
+
+def check_goes_on(rank_pool, stage: int, folder: Path, losses: list[float], tag: str) -> None:
+    """The checkpoint before is the one that `latest` names, is loaded, and training goes on exactly."""
+    assert (folder / "latest").read_text() == tag
+    for resumed in rank_pool(2).run(load_and_train, config(stage), str(folder), 6):
+        assert resumed.folder == tag
+        assert resumed.losses == losses[int(tag.removeprefix("global_step")) :]
+        assert resumed.logged == ""  # nothing unfinished lies about
+
+
+@pytest.mark.needs("mounts")
+@pytest.mark.parametrize("tag", [NEWER, OLDER], ids=["another tag", "the same tag"])
+def test_a_full_disk_leaves_the_checkpoint_before(rank_pool, saved, disk, tag):
+    """Room for one checkpoint and a half: DeepSpeed alone leaves the other rank in a barrier."""
+    folder, losses = saved(3)
+    small = disk(size_of(folder / OLDER) * 3 // 2 + 4 * 4096)
+    shutil.copytree(folder / OLDER, small / OLDER)
+    (small / "latest").write_text(OLDER)
+    check(rank_pool(2).run(save_on, config(3), str(small), tag), str(small), "cannot be written")
+    assert not list(small.glob(".*.saving")), "what was written of it is left, and the disk stays full"
+    check_goes_on(rank_pool, 3, small, losses, OLDER)
+
+
+def test_a_limit_of_file_sizes_does_the_same(rank_pool, saved, tmp_path):
+    """On rank 1 only: where no disk can be mounted, and as on a host whose own disk is full."""
+    folder, losses = saved(1)
+    shutil.copytree(folder / OLDER, tmp_path / OLDER)
+    (tmp_path / "latest").write_text(OLDER)
+    found = rank_pool(2).run(save_on, config(1), str(tmp_path), NEWER, most_bytes=5000)
+    check(found, "rank 1: ", "optim_states.pt: cannot be written")
+    check_goes_on(rank_pool, 1, tmp_path, losses, OLDER)
+
+
+@pytest.mark.needs("mounts")
+def test_a_read_only_folder_is_an_error_on_every_rank(rank_pool, saved, disk):
+    folder, losses = saved(1)
+    small = disk(1 << 24)
+    shutil.copytree(folder / OLDER, small / OLDER)
+    (small / "latest").write_text(OLDER)
+    make_read_only(small)
+    check(rank_pool(2).run(save_on, config(1), str(small), NEWER), "rank 0: ", "Read-only file system")
+    check_goes_on(rank_pool, 1, small, losses, OLDER)
+
+
+def test_a_second_job_in_the_same_folder_is_refused(rank_pool, tmp_path):
+    """Until the first has ended, by kill -9 even, and though a process that it forked lives on."""
+    with RankPool(2) as first:
+        pid, child = first.run(hold_the_folder, config(1), str(tmp_path))[0]
+        try:
+            found = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
+            check(found, "expected no other job that saves here", f"process {pid} on ")
+            assert (tmp_path / "latest").read_text() == "first"
+            assert first.run(hold_the_folder, config(1), str(tmp_path))[0][0] == pid, "the same job may"
+            first.discard()
+            found = rank_pool(2).run(save_on, config(1), str(tmp_path), "second")
+            assert [one.error for one in found] == ["", ""], found
+            assert (tmp_path / "latest").read_text() == "second"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def reseal(folder: Path) -> None:
+    """As somebody who may write there would."""
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, record_files(folder, list(files_in(folder))), 4)
+
+
+def plant_in(pattern: str, sealed: bool = True) -> Callable[[Path], None]:
+    """Code in a pickled file; the sums in the manifest are right."""
+
+    def plant(folder: Path) -> None:
+        path = sorted(folder.rglob(pattern))[-1]
+        state = torch.load(path, weights_only=False)
+        state["planted"] = Planted(str(folder.parent / "was run"))
+        torch.save(state, path)
+        if sealed:
+            reseal(folder)
+
+    return plant
+
+
+def add_a_shard(folder: Path) -> None:
+    shutil.copy(sorted(folder.glob("*model_states.pt"))[0], folder / "mp_rank_01_model_states.pt")
+
+
+def put_a_fifo(folder: Path) -> None:
+    path = sorted(folder.glob("*optim_states.pt"))[-1]
+    path.unlink()
+    os.mkfifo(path)
+
+
+STRANGERS = {
+    "code in the model": (1, plant_in("*model_states.pt"), "got posix.system, which loading would run"),
+    "code in the optimizer": (3, plant_in("*optim_states.pt"), "got posix.system, which loading would run"),
+    "one file more": (1, add_a_shard, "mp_rank_01_model_states.pt: expected only the files that"),
+    "a FIFO": (3, put_a_fifo, "expected a regular file, got a FIFO"),
+    "latest elsewhere": (
+        1,
+        lambda folder: (folder.parent / "latest").write_text("../other/global_step4"),
+        "expected the plain name of a checkpoint's folder, got '../other/global_step4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_what_no_crash_leaves_is_refused_on_every_rank(rank_pool, saved, tmp_path, stranger):
+    """And nothing is run, followed or waited for; going one back would not help against it."""
+    stage, plant, words = STRANGERS[stranger]
+    copy = Path(shutil.copytree(saved(stage)[0], tmp_path / "checkpoints"))
+    plant(copy / NEWER)
+    check(rank_pool(2).run(load_refused, config(stage), str(copy), [None, None]), words)
+    assert not (copy / "was run").exists()
+
+
+def test_deepspeed_itself_runs_what_was_planted(rank_pool, saved, tmp_path):
+    """Why all this: the same checkpoint without our checks."""
+    copy = Path(shutil.copytree(saved(1)[0], tmp_path / "checkpoints"))
+    plant_in("*model_states.pt")(copy / NEWER)
+    assert rank_pool(2).run(load_with_steps_of_deepspeed, config(1), str(copy)) == [4, 4]
+    assert (copy / "was run").exists()
+
+
+@pytest.mark.parametrize("pattern", ["fp32.pt", "optimizer_state.pt"])
+def test_code_in_a_universal_checkpoint_is_not_run(rank_pool, universal, tmp_path, pattern):
+    """It has no manifest: what its files hold is looked at all the same."""
+    copy = Path(shutil.copytree(universal, tmp_path / "checkpoints"))
+    plant_in(pattern, sealed=False)(copy / "universal")
+    found = rank_pool(2).run(
+        load_refused, config(1) | {"checkpoint": {"load_universal": True}}, str(copy), [None, None]
+    )
+    check(found, f"{pattern}: ", "got posix.system, which loading would run")
+    assert not (copy / "was run").exists()
+
+
+@pytest.fixture(scope="module")
+def universal(saved, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("universal")
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(saved(1)[0] / NEWER), "--output_folder", str(folder / "universal")]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "latest_universal").write_text("universal")
+    return folder
+
+
+def test_a_client_state_that_could_not_be_loaded_is_refused_when_it_is_saved(rank_pool, tmp_path):
+    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a path")
+    check(found, "got pathlib.PosixPath, which loading would run", "add_safe_globals")
+    assert not (tmp_path / "latest").exists()
+    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "a lambda")
+    check(found, "cannot be written: ")
+    found = rank_pool(2).run(save_with_state, config(1), str(tmp_path), "random states")
+    assert [one.error for one in found] == ["", ""], found
+
+
+def test_zero_3_takes_weights_from_latest_only(rank_pool, saved, tmp_path):
+    """Without optimizer states DeepSpeed reads those that `latest` names, not those of the tag."""
+    copy = Path(shutil.copytree(saved(3)[0], tmp_path / "checkpoints"))
+    options = {"load_optimizer_states": False}
+    found = rank_pool(2).run(load_refused, config(3), str(copy), [OLDER, OLDER], options)
+    check(found, f"expected that to be {OLDER}, got {NEWER}")

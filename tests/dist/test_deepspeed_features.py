@@ -1,0 +1,223 @@
+"""DeepSpeed's other features beside a ring, one row each: exact, or refused by name, by us or by DeepSpeed itself."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_model,
+    json_config,
+    start_deepspeed,
+    train_alone,
+    train_on_ring,
+)
+from tests.dist.test_deepspeed_parity import check_parity
+
+SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
+OURS = "RingConfigError"
+THEIRS = "DeepSpeedConfigError"
+
+# What is added to the JSON, who refuses it, and in which words.
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, OURS, "tensor_parallel.autotp_size: expected at most 1"),
+    "AutoEP": ({"expert_parallel": {"autoep_size": 2}}, OURS, "expert_parallel.autoep_size: expected at most 1"),
+    "hybrid engine": ({"hybrid_engine": {"enabled": True}}, OURS, "hybrid_engine.enabled"),
+    "random-LTD": ({"data_efficiency": {"enabled": True}}, OURS, "data_efficiency.enabled.*random-LTD"),
+    "curriculum": ({"curriculum_learning": {"enabled": True}}, OURS, "other samples"),
+    "AutoSP": ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, OURS, "a second time"),
+    "data_parallel_size": ({"data_parallel_size": 1}, OURS, "data_parallel_size: expected no such key"),
+    "predivided gradients at ZeRO 3": (
+        {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+        OURS,
+        "gradient_predivide_factor: expected 1.0 at ZeRO 3",
+    ),
+    "auto": ({"steps_per_print": "auto"}, OURS, "steps_per_print: got"),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, THEIRS, "Sparse Attention has been removed"),
+    "compression": ({"compression_training": {}}, THEIRS, "compression library has been removed"),
+    "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, THEIRS, "MiCS"),
+}
+
+
+def sharded_by_autotp(model: torch.nn.Module) -> None:
+    from deepspeed.module_inject.layers import LinearLayer
+
+    model.lm_head = LinearLayer(model.lm_head, mp_group=None)
+
+
+def mixture_of_deepspeed(model: torch.nn.Module) -> None:
+    from deepspeed.moe.layer import MoE
+
+    model.model.layers[0].mlp = MoE.__new__(MoE)
+    torch.nn.Module.__init__(model.model.layers[0].mlp)
+
+
+MODELS = {
+    "AutoTP's layers": (sharded_by_autotp, "got a TensorParallel_Layer of deepspeed.module_inject.layers"),
+    "DeepSpeed's MoE": (mixture_of_deepspeed, "got a MoE of deepspeed.moe.layer"),
+}
+
+
+def error_of(config: dict[str, Any], change: Any = lambda model: None) -> tuple[str, str]:
+    start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    change(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def all_refused(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    config = json_config(2, 2, 1)
+    found = {name: error_of(config | copy.deepcopy(more)) for name, (more, _, _) in REFUSED.items()}
+    found |= {name: error_of(config, change) for name, (change, _) in MODELS.items()}
+
+    from deepspeed.runtime.tensor_parallel import init_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def of_ulysses() -> None:
+        """What UlyssesSPAttentionHF.register_with_transformers leaves behind (it wants flash attention or a group)."""
+
+    of_ulysses.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    try:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = of_ulysses
+        found["Ulysses"] = error_of(config)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        init_utils.record_tp_model_init_args(2, torch.float32, None, None)
+        found["tp_model_init"] = error_of(config)
+    finally:
+        init_utils._TP_MODEL_INIT_ARGS = None
+    found["nothing of it"] = error_of(config)
+    return found
+
+
+def test_what_would_not_be_exact_is_refused_by_name(rank_pool: Any) -> None:
+    rows = {name: row[1:] for name, row in REFUSED.items()}
+    rows |= {name: (OURS, words) for name, (_, words) in MODELS.items()}
+    rows |= {
+        "Ulysses": (OURS, "'sdpa' is DeepSpeed's Ulysses.*set ulysses_size in the section"),
+        "tp_model_init": (OURS, "deepspeed.tp_model_init"),
+        "nothing of it": ("", "^$"),
+    }
+    for found in rank_pool(2).run(all_refused, timeout_s=120):
+        assert found.keys() == rows.keys()
+        for name, (error, words) in rows.items():
+            assert found[name][0] == error, (name, found[name])
+            assert re.search(words, found[name][1]), (name, found[name])
+
+
+EXACT: dict[str, tuple[int, dict[str, Any]]] = {
+    "hpZ": (3, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
+    "profilers": (0, {"flops_profiler": {"enabled": True, "detailed": False}, "wall_clock_breakdown": True}),
+    "buckets": (2, {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 500}}),
+    "float32 sums": (1, {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
+    "auto": (1, {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}),
+}
+
+
+@pytest.mark.parametrize("feature", EXACT)
+def test_what_is_exact(rank_pool: Any, feature: str) -> None:
+    stage, changes = EXACT[feature]
+    config = json_config(2, SIZE.samples, stage, **changes)
+    check_parity(rank_pool(2).run(train_on_ring, SIZE, config, 2, timeout_s=60), train_alone(SIZE, 2))
+
+
+def direct_backward(rank: int, world_size: int, stage: int, steps: int) -> tuple[str, float]:
+    """`loss.backward()` in place of `engine.backward(loss)`: the error, or how much a weight changed."""
+    start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(2, 2, stage, gradient_accumulation_steps=steps)
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    for _ in range(steps):
+        try:
+            engine(**batch).loss.backward()
+        except ds_ring.RingConfigError as error:
+            return str(error), 0.0
+        engine.step()
+    return "", float((model.lm_head.weight - build_model(SIZE, "sdpa").lm_head.weight).norm())
+
+
+def test_a_direct_backward_is_exact_or_refused(rank_pool: Any) -> None:
+    alone = build_model(SIZE, "sdpa")
+    alone(**build_batch(SIZE)).loss.backward()
+    expected = 0.1 * float(alone.lm_head.weight.grad.norm())
+    for text, change in rank_pool(2).run(direct_backward, 1, 1):
+        assert not text and change == pytest.approx(expected, rel=1e-4)
+    for stage in (1, 2):
+        for text, _ in rank_pool(2).run(direct_backward, stage, 2):
+            assert "expected engine.backward(loss), got a direct call" in text
+
+
+def optimizer_on_rank_0(rank: int, world_size: int) -> tuple[str, str]:
+    start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else None
+    try:
+        ds_ring.initialize(model=model, optimizer=sgd, config=json_config(2, 2, 1))
+    except ds_ring.RingMismatchError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_of_which_one_has_an_optimizer_all_stop(rank_pool: Any) -> None:
+    for error, text in rank_pool(2).run(optimizer_on_rank_0):
+        assert error == "RingMismatchError"
+        assert 'optimizer=: "SGD" on rank 0, "NoneType" on rank 1' in text
+
+
+# --- engines without an optimizer -------------------------------------------------------------------
+
+
+def evaluate(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    start_deepspeed()
+    import ds_ring
+
+    engine = ds_ring.initialize(model=build_model(SIZE, "sdpa"), config=json_config(2, 2, stage))[0]
+    engine.eval()
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    with torch.no_grad():
+        output = engine(**batch)
+    errors = {}
+    for name, call in {
+        "backward": lambda: engine.backward(output.loss),
+        "step": lambda: engine.step(),
+        "save": lambda: engine.save_checkpoint("nowhere") if stage == 3 else engine.backward(output.loss),
+    }.items():
+        try:
+            call()
+        except ds_ring.RingError as error:
+            errors[name] = str(error)
+    loss = float(engine.ring.mean_loss(output.loss))
+    return {"loss": loss, "logits": engine.ring.gather(output.logits), "errors": errors}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
+def test_an_engine_without_an_optimizer_evaluates_like_one_process(rank_pool: Any, stage: int) -> None:
+    batch = build_batch(SIZE)
+    with torch.no_grad():
+        expected = build_model(SIZE, "sdpa")(**batch)
+    real = batch["attention_mask"].bool()
+    for found in rank_pool(2).run(evaluate, stage):
+        assert found["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+        assert torch.allclose(found["logits"][real], expected.logits[real], atol=1e-5)
+        assert found["errors"].keys() == {"backward", "step", "save"}
+        assert all('add {"optimizer"' in text for text in found["errors"].values())

@@ -1,0 +1,126 @@
+"""Families of transformers models on a real ring of two: exact, or refused with a reason. Nothing third.
+
+Each row is a small model with random weights (`ds-ring check-model` makes the same ones): windows, chunks
+and the length that rotary scaling was trained on lie below the number of tokens, which does not divide by the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_ring.integrations.model_check import ModelReport, Request
+from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.test_first_batch import silently_wrong
+
+EXACT = "exact"
+BYPASSES = "bypasses transformers' attention interface"
+RECURRENT = "carries a recurrent state"
+
+# (family, what the request says beside it, "exact" or a part of the reason for which it is refused)
+EXACTLY = """
+    llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma phi phi3 gpt2 gpt_neox gpt_bigcode opt starcoder2
+    olmo olmo2 olmoe cohere granite granitemoe glm glm4 glm4_moe persimmon smollm3 ernie4_5 hunyuan_v1_dense
+    hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra albert ernie
+"""
+WITHOUT_THE_INTERFACE = """
+    gpt_neo gptj bloom mpt stablelm codegen xglm mamba jamba qwen3_next rwkv t5 bart biogpt
+"""
+MIXED_WINDOWS = "gemma2 gemma3_text olmo3 cohere2 exaone4 gpt_oss modernbert"
+LONG = {"changes": {"sliding_window": 100}}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+
+FAMILIES: list[tuple[str, dict[str, Any], str]] = [
+    *((family, {}, EXACT) for family in EXACTLY.split()),
+    *((family, {}, BYPASSES) for family in WITHOUT_THE_INTERFACE.split()),
+    *((family, {}, "sliding_window is ") for family in MIXED_WINDOWS.split()),
+    *((family, LONG, EXACT) for family in ("gemma3_text", "cohere2", "olmo3", "exaone4")),
+    ("gemma2", LONG, "expected no softcap"),
+    ("gpt_oss", LONG, "expected no s_aux"),
+    ("llama4_text", {}, "config.attn_temperature_tuning scales queries"),
+    ("deepseek_v3", {}, "pad the shorter one"),
+    ("recurrent_gemma", {}, RECURRENT),
+    ("mobilebert", {}, "trigram_input"),
+    ("minimax", {}, "linear_attention mix tokens without attention"),
+    *(("llama", {"changes": {"rope_parameters": rope}}, EXACT) for rope in (DYNAMIC, YARN, LONGROPE)),
+    *((one, {"changes": {"output_router_logits": True}}, EXACT) for one in ("mixtral", "olmoe", "granitemoe")),
+    ("llama", {"head": "sequence-classification"}, EXACT),
+    ("llama", {"head": "token-classification"}, EXACT),
+    ("gpt2", {"head": "base"}, EXACT),
+]
+
+
+def name_of(row: tuple[str, dict[str, Any], str]) -> str:
+    family, asked, _ = row
+    words = [str(value) for value in asked.values() if not isinstance(value, dict)]
+    words += [
+        f"{key}={value}" for key, value in asked.get("changes", {}).items() if not isinstance(value, dict)
+    ]
+    return "-".join([family, *words])
+
+
+def checked(rank: int, world_size: int, request: Request) -> ModelReport:
+    start_deepspeed()
+    from ds_ring.integrations.model_check import check_model
+
+    return check_model(request)
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=name_of)
+def test_a_family_is_exact_or_refused(rank_pool, row):
+    family, asked, expected = row
+    report = rank_pool(2).run(checked, Request(family, **asked))[0]
+    if expected == EXACT:
+        assert report.result == "exact", report.reason
+        assert report.largest["gradient"].error < 2e-5
+    else:
+        assert report.result == "refused" and expected in report.reason, report
+
+
+def with_local_positions(rank: int, world_size: int) -> ModelReport:
+    """Number each rank's tokens from 0, as a model does that works out its positions by itself."""
+    with silently_wrong("local positions"):
+        return checked(rank, world_size, Request("llama"))
+
+
+def with_a_lost_payload(rank: int, world_size: int) -> ModelReport:
+    """Send zeros for what one rank has in the second layer."""
+    with silently_wrong("lost payload"):
+        return checked(rank, world_size, Request("llama"))
+
+
+def with_a_crash(rank: int, world_size: int) -> ModelReport:
+    from ds_ring.integrations.placement import Placement
+
+    attention = Placement.attention
+
+    def fail(self: Placement, scale: float | None = None) -> Any:
+        raise KeyError("ds_ring")
+
+    Placement.attention = fail
+    try:
+        return checked(rank, world_size, Request("llama"))
+    finally:
+        Placement.attention = attention
+
+
+def test_rotary_positions_of_the_shard_are_found(rank_pool):
+    report = rank_pool(2).run(with_local_positions)[0]
+    assert report.result == "WRONG"
+    assert report.differences[0].name == "model.layers.0"
+
+
+def test_a_lost_payload_is_found_and_its_layer_named(rank_pool):
+    report = rank_pool(2).run(with_a_lost_payload)[0]
+    assert report.result == "WRONG"
+    assert report.differences[0].name == "model.layers.1"
+    assert any(one.name == "model.layers.1.self_attn.v_proj.weight" for one in report.differences)
+
+
+def test_a_raw_error_is_no_refusal(rank_pool):
+    report = rank_pool(2).run(with_a_crash)[0]
+    assert report.result == "WRONG" and "crash: KeyError" in report.reason

@@ -1,0 +1,133 @@
+"""`"verify_first_batch": true` on two real ranks: passes on a right ring, raises on a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.test_ring_use import Own, of_the_session
+
+SIZE = Size(hidden=32, layers=2, tokens=45, samples=2)
+
+
+def train(rank: int, world_size: int, stage: int, section: dict[str, Any], fault: str = "") -> Any:
+    """Two steps; returns their losses, the weights after them, and random numbers."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(world_size, SIZE.samples, stage, ring_attention=section)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    losses = []
+    with silently_wrong(fault):
+        for _ in range(2 * engine.gradient_accumulation_steps()):
+            loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(engine.ring.mean_loss(loss)))
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = [p.detach().clone() for p in engine.module.parameters()]
+    return losses, weights, torch.rand(3)
+
+
+@contextmanager
+def silently_wrong(fault: str) -> Iterator[None]:
+    """Seed an error that no shape and no dtype tells."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from ds_ring.integrations.placement import Placement
+
+    rotate, attention, calls = LlamaRotaryEmbedding.forward, Placement.attention, []
+
+    def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return rotate(self, x, torch.arange(x.shape[1])[None])
+
+    def every_other(self: Placement, scale: float | None = None) -> Any:
+        calls.append(scale)
+        right = attention(self, scale)
+        lost = torch.distributed.get_rank() == 1 and len(calls) % 2 == 0
+        return (lambda q, k, v: right(q, k, v * 0)) if lost else right
+
+    if fault == "local positions":
+        LlamaRotaryEmbedding.forward = from_zero
+    elif fault == "lost payload":
+        Placement.attention = every_other
+    try:
+        yield
+    finally:
+        LlamaRotaryEmbedding.forward, Placement.attention = rotate, attention
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_right_ring_trains_on_as_if_nothing_was_verified(rank_pool, stage):
+    plain = rank_pool(2).run(train, stage, {})
+    verified = rank_pool(2).run(train, stage, {"verify_first_batch": True})
+    for (losses, weights, random), (others, other_weights, other_random) in zip(verified, plain, strict=True):
+        assert losses == others
+        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+        assert torch.equal(random, other_random)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("fault", "layer"), [("local positions", "layer model.layers.0"), ("lost payload", "layer model.layers.1")]
+)
+def test_a_silent_error_is_raised_on_every_rank(rank_pool, fault, layer, stage):
+    section = {"verify_first_batch": True, "layout": "contiguous"}
+    for outcome in rank_pool(2).collect(train, stage, section, fault, grace_s=30):
+        assert outcome.error_type == "RingVerifyError", outcome.report
+        assert layer in outcome.message
+        assert "gradient model." in outcome.message
+
+
+def train_own(rank: int, world_size: int, attend: Any, stage: int, fault: str = "") -> None:
+    """A module of one's own, a loss of the training loop's own, two micro-batches, bfloat16 at ZeRO 2."""
+    start_deepspeed()
+    import ds_ring
+
+    model = Own(attend)
+    changes = {"bf16": {"enabled": True}} if stage == 2 else {}
+    config = json_config(
+        2, 2, stage, gradient_accumulation_steps=2, ring_attention={"verify_first_batch": True}, **changes
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    model.session = engine.ring
+    with silently_wrong(fault):
+        for _ in range(2):
+            batch = engine.ring.shard_batch(build_batch(SIZE))
+            logits = engine(input_ids=batch["input_ids"])
+            engine.backward(engine.ring.loss(logits, batch).backward_loss)
+            engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_module_of_ones_own_is_compared(rank_pool, stage):
+    rank_pool(2).run(train_own, of_the_session, stage)
+    for outcome in rank_pool(2).collect(train_own, of_the_session, stage, "lost payload", grace_s=30):
+        assert outcome.error_type == "RingVerifyError", outcome.report
+
+
+def start(rank: int, world_size: int, dropout: float, train: bool) -> None:
+    start_deepspeed()
+    import ds_ring
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(dropout))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1) if train else None
+    config = json_config(2, 2, 0, ring_attention={"verify_first_batch": True})
+    ds_ring.initialize(model=model, optimizer=sgd, config=config)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "train", "reason"), [(0.1, True, "got 1.p = 0.1"), (0.0, False, "expected an optimizer")]
+)
+def test_what_cannot_be_verified_is_refused(rank_pool, dropout, train, reason):
+    for outcome in rank_pool(2).collect(start, dropout, train, grace_s=30):
+        assert outcome.error_type == "RingConfigError", outcome.report
+        assert reason in outcome.message

@@ -1,0 +1,174 @@
+"""`MaskMod` on real ranks: FlexAttention's masks on every kernel and layout, and functions that differ."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_ring import MaskMod, RingMesh
+from ds_ring.runtime.context import Options
+from tests.cases import LAYOUTS, Shape
+from tests.dist.harness import RankPool
+from tests.dist.test_patterns import NAMES, run_ring
+from tests.dist.test_wrong_inputs import Refusal, attend, check_refusal, outcomes, refusal, right_arguments
+from tests.masks import COMPOSED, MASKS, MaskFunction, attention_by_mask, causal, patterns
+
+Pool = Callable[[int], RankPool]
+KERNELS = ("cpu", "reference")
+RINGS = (1, 2, 3)
+
+
+def cases(world_size: int) -> list[tuple[str, str, str, str]]:
+    """Mask, composition, layout and kernel: every mask meets every layout on both kernels over the rings."""
+    found = []
+    for number, mask in enumerate(MASKS):
+        for turn in range(2):
+            layout = LAYOUTS[(number + turn * len(RINGS) + world_size) % len(LAYOUTS)]
+            composed = list(COMPOSED)[(number + turn + world_size) % len(COMPOSED)]
+            found.append((mask, composed, layout, KERNELS[(number + turn + world_size) % 2]))
+    return found
+
+
+def errors(rank: int, world_size: int) -> dict[tuple[str, ...], float]:
+    mesh, found = RingMesh.from_world(world_size), {}
+    for number, (mask, composed, layout, kernel) in enumerate(cases(world_size)):
+        heads, kv_heads = ((4, 2), (4, 4), (8, 2))[number % 3]
+        tokens = 64 if mask == "natten" else 24 if layout == "residue" else (90, 270)[number % 4 == 1]
+        shape = Shape(2, heads, kv_heads, tokens, head_dim=8)
+        pattern, truth = patterns(mask, composed, shape.tokens)
+        options = Options(kernel=kernel, transport="all_gather" if number % 7 == 0 else "ring")
+        got = run_ring(mesh, pattern, layout, shape, torch.float64, options=options)
+        if rank == 0:
+            want = attention_by_mask(shape, truth)
+            sees = want.lse.isfinite()
+            assert torch.equal(got.lse.isfinite(), sees), (mask, composed, layout)
+            assert got.out[~sees].eq(0).all() and got.dq[~sees].eq(0).all(), (mask, composed, layout)
+            pairs = [(getattr(got, name), getattr(want, name)) for name in NAMES]
+            pairs.append((got.lse[sees], want.lse[sees]))
+            worst = max(float((a - b).abs().max()) for a, b in pairs)
+            found[mask, composed, layout, kernel] = worst
+    return found
+
+
+@pytest.mark.parametrize("ring_size", RINGS)
+def test_masks_of_flex_attention_are_exact(rank_pool: Pool, ring_size: int) -> None:
+    found = rank_pool(ring_size).run(errors, timeout_s=300)[0]
+    assert len(found) == 2 * len(MASKS)
+    worst = max(found, key=found.__getitem__)
+    assert found[worst] < 1e-12, (worst, found[worst])
+
+
+def test_the_table_of_cases_is_complete() -> None:
+    every = [case for ring_size in RINGS for case in cases(ring_size)]
+    assert {(mask, layout) for mask, _, layout, _ in every} == set(itertools.product(MASKS, LAYOUTS))
+    assert {(mask, kernel) for mask, *_, kernel in every} == set(itertools.product(MASKS, KERNELS))
+
+
+# --- functions that differ between ranks, and functions that are no masks -----------------------------
+
+
+def within(size: object) -> MaskFunction:
+    return lambda b, h, q, k: q - k <= size
+
+
+def one_of(ids: torch.Tensor) -> MaskFunction:
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
+SIXTY_FOUR = torch.arange(64) // 8
+DIFFERENT: dict[str, tuple[MaskFunction, MaskFunction]] = {
+    "two lambdas": (lambda b, h, q, k: q >= k, lambda b, h, q, k: q > k),
+    "one number": (within(5), within(6)),
+    "a number in a tensor": (within(torch.tensor(5)), within(torch.tensor(6))),
+    "one document id": (one_of(SIXTY_FOUR), one_of(torch.where(SIXTY_FOUR == 7, 6, SIXTY_FOUR))),
+    "a head": (lambda b, h, q, k: (q >= k) & (h == 0), lambda b, h, q, k: (q >= k) & (h == 1)),
+}
+LOG: list[int] = []
+
+
+def no_answer(b: object, h: object, q: object, k: object) -> None:
+    LOG.append(1)
+
+
+def random_mask(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.rand((), device=q.device) > 0.5
+
+
+def throws_dice(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q % 2 >= k - k + random.randrange(2)
+
+
+def counts(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    SIXTY_FOUR.add_(0)
+    return q >= k
+
+
+def grows(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    LOG.append(1)
+    return q >= k + len(LOG)
+
+
+NO_MASKS: dict[str, tuple[MaskFunction, tuple[str, ...]]] = {
+    "returns nothing": (no_answer, ("no_answer: expected a boolean tensor", "got NoneType")),
+    "returns a score": (lambda b, h, q, k: q - k, ("expected a boolean tensor", "got torch.int64")),
+    "returns True": (lambda b, h, q, k: True, ("expected a boolean tensor", "got bool")),
+    "returns a vector": (lambda b, h, q, k: q >= torch.arange(3), ("got torch.bool of shape (3,)",)),
+    "raises": (lambda b, h, q, k: q.nothing, ("got AttributeError", "mask_mod")),
+    "takes three": (lambda q, k: q >= k, ("got TypeError", "mask_mod(batch, head, q_position, k_position)")),
+    "branches": (lambda b, h, q, k: q >= k if q > 5 else k >= q, ("got RuntimeError", "0-d tensors")),
+    "draws": (random_mask, ("a mask without random numbers", "aten.rand")),
+    "draws in Python": (throws_dice, ("expected a mask",)),
+    "writes": (counts, ("writes to no tensor but its own", "aten.add_")),
+    "is another one each time": (grows, ("a mask that is the same at every call",)),
+    "knows too few documents": (one_of(SIXTY_FOUR[:50]), ("a mask of positions up to 63", "IndexError")),
+    "knows too few heads": (
+        lambda b, h, q, k: q - k <= SIXTY_FOUR[:5][h],
+        ("a mask of positions up to 63", "IndexError"),
+    ),
+}
+
+
+def call_with_masks(rank: int, world_size: int, table: str, name: str, wrong_ranks: int) -> Refusal:
+    """An attention whose mask is a row of DIFFERENT, or, on the last so many ranks, of NO_MASKS."""
+    mesh = RingMesh.from_world(world_size)
+    wrong = rank >= world_size - wrong_ranks
+    row = DIFFERENT[name][min(rank, 1)] if table == "DIFFERENT" else NO_MASKS[name][0] if wrong else causal
+    return refusal(lambda: attend(right_arguments(mesh) | {"pattern": MaskMod(row)}), mesh)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, name: str) -> None:
+    says = ("pattern: ring rank 0 has MaskMod(tests.dist.test_mask_mod.", ", contents ", "ring rank 1 ")
+    for found in outcomes(rank_pool(3), call_with_masks, "DIFFERENT", name, 0):
+        check_refusal(found, "RingMismatchError", says)
+
+
+@pytest.mark.parametrize("name", NO_MASKS)
+def test_what_is_no_mask_ends_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
+    for wrong_ranks in (1, 2):
+        for rank, found in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):
+            wrong = rank >= 2 - wrong_ranks
+            says = NO_MASKS[name][1] if wrong else ("ring rank 1 refused its own input", *NO_MASKS[name][1])
+            check_refusal(found, "RingPatternError" if wrong else "RingMismatchError", says)
+
+
+def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
+    """What a mask captured is changed after its first use."""
+    mesh, ids, size = RingMesh.from_world(world_size), SIXTY_FOUR.clone(), 9
+    pattern = MaskMod(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k <= size))
+    attend(right_arguments(mesh) | {"pattern": pattern})
+    if what == "tensor":
+        ids[0] = 3
+    else:
+        size = 8
+    return refusal(lambda: attend(right_arguments(mesh) | {"pattern": pattern}), mesh)
+
+
+@pytest.mark.parametrize("what", ["tensor", "number"])
+def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
+    for found in outcomes(rank_pool(2), changed_masks, what):
+        check_refusal(found, "RingPatternError", ("stay as it was", "make a new MaskMod"))

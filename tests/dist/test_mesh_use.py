@@ -1,0 +1,179 @@
+"""A mesh is used by the process that made it, until it is closed, by one thread at a time; or every rank raises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_ring import (
+    Causal,
+    RingAttention,
+    RingError,
+    RingMesh,
+    RingMeshError,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from tests.clock import unqueued_seconds
+from tests.dist.harness import RankPool
+from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
+
+Pool = Callable[[int], RankPool]
+
+
+def raised(act: Callable[[], object]) -> tuple[str, str, float]:
+    """Class and text of what is raised ("" for nothing), and after how many seconds."""
+    started = unqueued_seconds()
+    try:
+        act()
+    except RingError as error:
+        return type(error).__name__, str(error), unqueued_seconds() - started
+    return "", "", unqueued_seconds() - started
+
+
+def after_close(rank: int, world_size: int) -> dict[str, tuple[str, str, float]]:
+    mesh = RingMesh.from_world(world_size)
+    arguments = right_arguments(mesh)
+    q, layout = arguments["q"].requires_grad_(), arguments["layout"]
+    out, whole = attend(arguments), gather_sequence(q, layout, mesh=mesh, dim=2)
+    module = RingAttention(Causal(), mesh=mesh, layout=layout)
+    rest = (arguments["k"], arguments["v"])
+    mesh.close()
+    mesh.close()  # is nothing new
+    acts: dict[str, Callable[[], object]] = {
+        "attention": lambda: attend(arguments),
+        "backward": lambda: out.sum().backward(),
+        "gather": lambda: gather_sequence(q, layout, mesh=mesh, dim=2),
+        "gather's gradient": lambda: whole.sum().backward(),
+        "shard": lambda: shard_sequence(whole, layout, mesh=mesh, dim=2),
+        "module": lambda: module(q, *rest),
+        "a new module": lambda: RingAttention(Causal(), mesh=mesh),
+        "replicated queries": lambda: attend(arguments | {"queries": "replicated"}),
+    }
+    return {name: raised(act) for name, act in acts.items()}
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_a_closed_mesh_raises_at_every_later_use(rank_pool: Pool, ring_size: int) -> None:
+    for found in rank_pool(ring_size).run(after_close):
+        for name, (error, text, seconds) in found.items():
+            assert error == "RingMeshError" and "mesh.close()" in text and "from_world" in text, (name, text)
+            assert seconds < 1, (name, seconds)
+
+
+def _in_child(act: Callable[[], object], pipe: Any) -> None:
+    pipe.send(raised(act))
+    os._exit(0)
+
+
+def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]], float]:
+    """Children of a fork attend and gather; then this process goes on."""
+    mesh, found = RingMesh.from_world(world_size), []
+    arguments = right_arguments(mesh)
+    attend(arguments)
+    acts = (lambda: attend(arguments), lambda: gather_sequence(arguments["q"], arguments["layout"], mesh=mesh, dim=2))
+    for act in acts:
+        ours, theirs = multiprocessing.Pipe()
+        child = os.fork()
+        if not child:
+            _in_child(act, theirs)
+        found.append(ours.recv() if ours.poll(20) else ("hung", "", 20.0))
+        os.waitpid(child, 0)
+    return found, error_of_a_correct_pass(mesh)
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
+    for found, afterwards in rank_pool(ring_size).run(after_fork):
+        for error, text, seconds in found:
+            assert error == "RingMeshError" and "before it was forked" in text and seconds < 1, (text, seconds)
+        assert afterwards < 1e-5
+
+
+def two_threads(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]], float]:
+    """Two threads attend in a loop on one mesh until each has raised, at most ten seconds."""
+    mesh = RingMesh.from_world(world_size)
+    arguments = right_arguments(mesh)
+    started, found = time.perf_counter(), []
+
+    def loop() -> None:
+        def act() -> None:
+            while time.perf_counter() < started + 10:
+                attend(arguments)
+
+        found.append(raised(act))
+
+    threads = [threading.Thread(target=loop, name=f"loop {number}") for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, time.perf_counter() - started
+
+
+def test_one_mesh_in_two_threads_raises_on_every_rank(rank_pool: Pool) -> None:
+    """Both threads of both ranks end with a typed error that says why; nobody waits."""
+    for found, seconds in rank_pool(2).run(two_threads):
+        assert {error for error, _, _ in found} <= {"RingMeshError", "RingPeerError", "RingMismatchError"}
+        assert len(found) == 2 and seconds < 9, (found, seconds)
+        assert any("one thread at a time" in text for _, text, _ in found), found
+
+
+def allowed(rank: int, world_size: int) -> float:
+    """Gradient checkpointing of both kinds, a backward pass in another thread, and two meshes in two threads."""
+    meshes = [RingMesh.from_world(world_size) for _ in range(2)]
+    errors: list[float] = []
+    for reentrant in (True, False):
+        arguments = right_arguments(meshes[0])
+        q = arguments["q"].requires_grad_()
+        out = checkpoint(lambda x: attend(arguments | {"q": x}), q, use_reentrant=reentrant)
+        out.sum().backward()
+        wanted = q.grad
+        q.grad = None
+        backward = threading.Thread(target=attend(arguments).sum().backward)
+        backward.start()
+        backward.join()
+        errors.append(float((q.grad - wanted).abs().max()))
+    threads = [
+        threading.Thread(target=lambda mesh=mesh: errors.append(error_of_a_correct_pass(mesh))) for mesh in meshes
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4
+    return max(errors)
+
+
+def test_what_is_one_thread_after_another_goes_on(rank_pool: Pool) -> None:
+    assert max(rank_pool(2).run(allowed)) < 1e-5
+
+
+def test_two_threads_on_a_mesh_of_one_rank() -> None:
+    """The second one raises at once, whatever the first one does; the first goes on."""
+    mesh, layout = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1)
+    q = torch.randn(1, 2, 8, 4)
+    found = []
+    with mesh.in_call():
+        second = threading.Thread(
+            target=lambda: found.append(
+                raised(lambda: ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh))
+            )
+        )
+        second.start()
+        second.join()
+        ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
+    assert [error for error, _, _ in found] == ["RingMeshError"] and "one thread at a time" in found[0][1]
+    with pytest.raises(RingMeshError, match=r"mesh\.close"):
+        mesh.close()
+        ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)

@@ -1,0 +1,232 @@
+"""A model that does not use the ring is noticed in its first forward pass, on every rank; one that does trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+
+SIZE = Size(hidden=16, layers=2, tokens=24, samples=2)
+HEADS = 2
+Attend = Callable[["Own", Tensor, Tensor, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """A decoder of one's own: its attention is a function that each case brings."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend = attend
+        self.embed = nn.Embedding(61, SIZE.hidden)
+        self.qkv = nn.ModuleList(nn.Linear(SIZE.hidden, 3 * SIZE.hidden) for _ in range(SIZE.layers))
+        self.head = nn.Linear(SIZE.hidden, 61)
+        self.session: Any = None
+        self.ring: Any = None
+        self.layer = 0
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        x = self.embed(input_ids)
+        for self.layer, qkv in enumerate(self.qkv):
+            q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            x = x + self.attend(self, q, k, v).transpose(1, 2).flatten(-2)
+        out: Tensor = self.head(x)
+        return out
+
+
+def plain(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def written_out(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -1e9).softmax(-1) @ v
+
+
+def of_the_session(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = model.session.attention()(q, k, v)
+    return out
+
+
+def a_module_on_the_mesh(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = model.ring(q, k, v)
+    return out
+
+
+def recomputed(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = checkpoint(of_the_session, model, q, k, v, use_reentrant=False)
+    return out
+
+
+def every_second_layer(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (plain if model.layer else of_the_session)(model, q, k, v)
+
+
+def replicated_queries(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A few queries, equal on all ranks, attend to everybody's keys; their gradient must be equal, too."""
+    import ds_ring
+
+    mesh = model.session.mesh
+
+    def summed(grad: Tensor) -> Tensor:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=mesh.ring_group)
+        return grad
+
+    few = torch.ones_like(q[:, :, :3])
+    out = ds_ring.ring_attention(
+        few, k, v, pattern=ds_ring.Full(), layout=model.session.layout, mesh=mesh, queries="replicated"
+    )
+    if out.requires_grad:
+        out.register_hook(summed)
+    return q + out.mean(2, keepdim=True)
+
+
+def over_a_few_latents(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention between other things than this rank's tokens is nobody's business."""
+    latents = torch.ones_like(q[:, :, :4])
+    local = functional.scaled_dot_product_attention(latents, latents, latents)
+    return of_the_session(model, q, k, v) + local.mean(2, keepdim=True)
+
+
+def start(
+    model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None
+) -> Any:
+    start_deepspeed()
+    import ds_ring
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(sequence_parallel_size, 2, 1, ring_attention=section or {"layout": "zigzag"})
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    if isinstance(model, Own):
+        model.session = engine.ring
+        model.ring = ds_ring.RingAttention(engine.ring.config, mesh=engine.ring.mesh, layout="zigzag")
+    return engine
+
+
+def step(engine: Any, tokens: int = SIZE.tokens) -> str:
+    """One training step; the error, "" for none."""
+    from ds_ring.errors import RingConfigError
+
+    batch = {key: value[:, :tokens] for key, value in build_batch(SIZE).items()}
+    try:
+        output = engine(**engine.ring.shard_batch(batch))
+        engine.backward((output if isinstance(output, Tensor) else output.logits).sum())
+        engine.step()
+    except RingConfigError as error:
+        return str(error)
+    return ""
+
+
+NO_PASS = "no ring pass ran in its forward pass: attention saw the 12 tokens of this rank only, of 24"
+LOCAL = "got scaled_dot_product_attention over the 12 tokens of this rank, of 24"
+ATTENTIONS: dict[str, tuple[Attend, str]] = {
+    "plain": (plain, LOCAL),
+    "written out": (written_out, "got softmax over the 12 tokens of this rank"),
+    "every second layer": (every_second_layer, LOCAL),
+    "nothing": (lambda model, q, k, v: v, NO_PASS),
+    "the session's": (of_the_session, ""),
+    "a module's": (a_module_on_the_mesh, ""),
+    "recomputed": (recomputed, ""),
+    "replicated": (replicated_queries, ""),
+    "beside latents": (over_a_few_latents, ""),
+}
+
+
+def every_attention(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Two steps with each."""
+    found = {}
+    for name, (attend, _) in ATTENTIONS.items():
+        engine = start(Own(attend))
+        found[name] = [step(engine), step(engine)]
+    return found
+
+
+def test_attention_of_ones_own_is_the_rings_or_an_error(rank_pool: Any) -> None:
+    for found in rank_pool(2).run(every_attention, timeout_s=120):
+        for name, (_, words) in ATTENTIONS.items():
+            first, second = found[name]
+            assert (words in first and 'say engine.compile(backend="ds_ring")' in first) if words else not first
+            assert bool(second) == bool(words), "an engine that was refused stays so"
+
+
+def in_other_orders(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    engine = start(Own(plain), section={"layout": "zigzag", "min_sequence_length": 24})
+    found["short batches"] = [step(engine, 20), step(engine, 20), step(engine, 24)]
+    engine = start(Own(plain))
+    engine.eval()
+    with torch.no_grad():
+        found["evaluation first"] = [step(engine)]
+    engine = start(Own(lambda m, q, k, v: (plain if m.training else of_the_session)(m, q, k, v)))
+    engine.eval()
+    with torch.no_grad():
+        engine(**engine.ring.shard_batch(build_batch(SIZE)))
+    engine.train()
+    found["right in evaluation"] = [step(engine)]
+    found["replicas"] = [step(start(Own(plain), 1))]
+    found["replicas, a window"] = [step(start(Own(plain), 1, {"pattern": {"window": 5}}))]
+    found["replicas, a window, the session's"] = [step(start(Own(of_the_session), 1, {"pattern": {"window": 5}}))]
+    engine = start(Own(plain))
+    engine.compile(backend="aot_eager")
+    found["another backend"] = [step(engine)]
+    return found
+
+
+def test_when_the_model_is_looked_at(rank_pool: Any) -> None:
+    for found in rank_pool(2).run(in_other_orders, timeout_s=120):
+        short, short_again, whole = found.pop("short batches")
+        assert not short and not short_again, "whole samples on each rank need no ring"
+        assert LOCAL in whole
+        assert LOCAL in found.pop("evaluation first")[0]
+        assert LOCAL in found.pop("right in evaluation")[0]
+        assert "the pattern SlidingWindow(window=5" in found.pop("replicas, a window")[0]
+        assert NO_PASS in found.pop("another backend")[0]
+        assert found == {"replicas": [""], "replicas, a window, the session's": [""]}
+
+
+def through_the_backend(rank: int, world_size: int) -> tuple[Tensor, str]:
+    import ds_ring
+
+    engine = start(Own(plain))
+    engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": True, "options": {"inner": "aot_eager"}})
+    with torch.no_grad():
+        logits = engine.ring.gather(engine(**engine.ring.shard_batch(build_batch(SIZE))))
+    try:
+        engine.compile(backend="ds_ring")
+    except ds_ring.RingConfigError as error:
+        return logits, str(error)
+    return logits, ""
+
+
+def test_the_backend_rewrites_what_would_be_refused(rank_pool: Any) -> None:
+    with torch.no_grad():
+        expected = Own(plain)(**build_batch(SIZE))
+    for logits, again in rank_pool(2).run(through_the_backend, timeout_s=120):
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert "expected an engine that is not compiled" in again
+
+
+def switched(rank: int, world_size: int, implementation: str) -> tuple[str, Tensor]:
+    engine = start(build_model(SIZE, implementation))
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    with torch.no_grad():
+        return engine.module.config._attn_implementation, engine.ring.gather(engine(**batch).logits)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_a_transformers_model_gets_the_rings_attention(rank_pool: Any, implementation: str) -> None:
+    batch = build_batch(SIZE)
+    with torch.no_grad():
+        expected = build_model(SIZE, "sdpa")(**batch).logits
+    real = batch["attention_mask"].bool()
+    for name, logits in rank_pool(2).run(switched, implementation):
+        assert name == "ds_ring"
+        assert torch.allclose(logits[real], expected[real], atol=1e-5)

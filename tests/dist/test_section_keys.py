@@ -1,0 +1,263 @@
+"""Every key of the section changes something that can be seen, and `"monitor"` writes real figures.
+
+A key that nothing reads is a promise that is not kept. Each row changes one key and names what must differ then,
+on two real ranks, through `ds_ring.initialize`.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.config import RingConfig, by_json_key
+from ds_ring.module import options_from_config
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.test_ring_use import Own, of_the_session
+
+SIZE = Size(hidden=16, layers=1, tokens=64, samples=2)
+DILATED = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+CSV = {"csv_monitor": {"enabled": True, "job_name": "ring"}}
+
+# The sections before and after, and the observable that tells them apart. No section: the default, {}.
+KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "sequence_parallel_size": ({}, {"sequence_parallel_size": 1}, "grid"),
+    "ring_attention.ring_size": ({"ring_size": 2}, {"ring_size": 1, "ulysses_size": 2}, "grid"),
+    "ring_attention.ulysses_size": ({}, {"ulysses_size": 2}, "grid"),
+    "ring_attention.layout": ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
+    "ring_attention.pattern.causal": ({}, {"pattern": {"causal": False}}, "output"),
+    "ring_attention.pattern.window": ({}, {"pattern": {"window": 7}}, "output"),
+    "ring_attention.pattern.segment_lengths": (
+        {"pattern": DILATED},
+        {"pattern": DILATED | {"segment_lengths": [8, 32]}},
+        "output",
+    ),
+    "ring_attention.pattern.dilation_rates": (
+        {"pattern": DILATED},
+        {"pattern": DILATED | {"dilation_rates": [1, 4]}},
+        "output",
+    ),
+    "ring_attention.pattern.head_offsets": (
+        {"pattern": DILATED},
+        {"pattern": DILATED | {"head_offsets": "zero"}},
+        "output",
+    ),
+    "ring_attention.pattern.documents": ({}, {"pattern": {"documents": True}}, "takes documents"),
+    "ring_attention.attention": ({}, {"attention": "as_is"}, "attn_implementation"),
+    "ring_attention.kernel": ({}, {"kernel": "reference"}, "kernel"),
+    "ring_attention.block_size": ({"kernel": "flex"}, {"kernel": "flex", "block_size": 64}, "kernel on CUDA"),
+    "ring_attention.kernel_options": ({}, {"kernel_options": {"block": 1024}}, "kernel"),
+    "ring_attention.transport": ({}, {"transport": "all_gather"}, "batches"),
+    "ring_attention.overlap": ({}, {"overlap": False}, "waits"),
+    "ring_attention.prune": (
+        {"layout": "contiguous", "pattern": {"window": 7}},
+        {"layout": "contiguous", "pattern": {"window": 7}, "prune": False},
+        "bytes",
+    ),
+    "ring_attention.chunk_bytes": ({}, {"chunk_bytes": 1}, "batches"),
+    "ring_attention.min_sequence_length": ({}, {"min_sequence_length": 65}, "layout"),
+    "ring_attention.heartbeat_timeout_seconds": ({}, {"heartbeat_timeout_seconds": 9}, "heartbeat"),
+    "ring_attention.hop_timeout_seconds": ({}, {"hop_timeout_seconds": 61}, "hop deadline"),
+    "ring_attention.check_finite": ({}, {"check_finite": True}, "NaN"),
+    "ring_attention.verify_first_batch": ({}, {"verify_first_batch": True}, "forward"),
+    "ring_attention.monitor": (CSV, CSV | {"monitor": True}, "traces"),
+}
+
+
+def test_the_table_has_every_key() -> None:
+    assert sorted(KEYS) == sorted(by_json_key(RingConfig(ring_size=2)))
+
+
+def start(section: dict[str, Any], model: torch.nn.Module) -> Any:
+    start_deepspeed()
+    import ds_ring
+
+    section = dict(section)
+    more = {key: section.pop(key) for key in ("sequence_parallel_size", "csv_monitor") if key in section}
+    config = json_config(2, 2, 0, ring_attention=section, **more)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1) if "verify_first_batch" in section else None
+    return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+
+
+def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool, Any]) -> str:
+    """One observable of an engine with this section, as text; `defaults` keeps the engine without one."""
+    if "csv_monitor" in section:
+        section = section | {"csv_monitor": section["csv_monitor"] | {"output_path": folder}}
+    if name == "attn_implementation":
+        return str(start(section, build_model(SIZE, "sdpa")).module.config._attn_implementation)
+    engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))
+    if not section and name != "NaN":
+        defaults[True] = engine  # the same for all rows that begin with it
+    model, session = engine.module, engine.ring
+    model.session = session
+    batch = {"input_ids": build_batch(SIZE)["input_ids"]}
+    with_documents = batch | {"document_ids": torch.arange(SIZE.tokens).expand(2, -1) // 20}
+    if name == "takes documents":
+        return error_of(lambda: session.shard_batch(with_documents))
+    local = session.shard_batch(batch)
+    if name == "kernel on CUDA":
+        return describe(kernel_on_cuda(options_from_config(session.config)))
+    if name == "NaN":
+        torch.nn.init.constant_(model.embed.weight, float("nan"))
+        return error_of(lambda: engine(**local))
+    from ds_ring.runtime import exchange
+
+    waited, wait = [0], exchange.Pending.wait
+    (context, _), *_ = session.attention().contexts
+    counters = exchange.Counters() if context.exchange is None else context.exchange.counters
+    counters.batches = counters.bytes_sent = 0
+
+    def counting(pending: Any) -> None:
+        waited[0] += 1
+        wait(pending)
+
+    exchange.Pending.wait = counting  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            output = engine(**local)
+    finally:
+        exchange.Pending.wait = wait  # type: ignore[method-assign]
+    observables = {
+        "grid": lambda: session.mesh.grid,
+        "layout": lambda: (session.layout, session.placements.current.mesh.sequence_size),
+        "output": lambda: session.gather(output).double().sum().item(),
+        "kernel": lambda: describe(context._kernel(output)),
+        "batches": lambda: counters.batches,
+        "bytes": lambda: counters.bytes_sent,
+        "waits": lambda: waited[0],
+        "heartbeat": lambda: session.mesh.watch.heartbeat_timeout_s,
+        "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
+        "traces": lambda: len(session.mesh.traces),
+        "forward": lambda: wrappers_of(engine.forward),
+    }
+    return str(observables[name]())
+
+
+def wrappers_of(function: Any) -> list[str]:
+    """What stands around a method, the outermost first."""
+    inner = getattr(function, "__wrapped__", None)
+    return [function.__code__.co_qualname, *(wrappers_of(inner) if inner else [])]
+
+
+def kernel_on_cuda(options: Any) -> Any:
+    from ds_ring.runtime.kernels import get_kernel
+
+    return get_kernel(options.kernel, "cuda", options.kernel_options, options.block_size)
+
+
+def describe(kernel: Any) -> str:
+    return f"{type(kernel).__name__} {values_of(kernel)}"
+
+
+def values_of(thing: Any) -> Any:
+    """Its numbers, and those of what it holds."""
+    if isinstance(thing, (int, float, str, tuple)) or not hasattr(thing, "__dict__"):
+        return thing if isinstance(thing, (int, float, str, tuple)) else ""
+    return sorted((name, str(values_of(value))) for name, value in vars(thing).items())
+
+
+def error_of(call: Any) -> str:
+    from ds_ring.errors import RingError
+
+    try:
+        call()
+    except RingError as error:
+        return type(error).__name__
+    return ""
+
+
+def all_keys(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
+    defaults: dict[bool, Any] = {}
+    return {
+        key: (observe(before, name, folder, defaults), observe(after, name, folder, defaults))
+        for key, (before, after, name) in KEYS.items()
+    }
+
+
+def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> None:
+    sections = {key: (before, after) for key, (before, after, _) in KEYS.items()}
+    for found in rank_pool(2).run(all_keys, str(tmp_path), timeout_s=240):
+        for key, (before, after) in found.items():
+            assert before != after, f"{key}: {KEYS[key][2]} is {before} with {sections[key]}"
+
+
+# --- the monitor -------------------------------------------------------------------------------------
+
+EVENTS = "forward_hop_seconds backward_hop_seconds wait_share sent_bytes buffers_bytes memory_bytes".split()
+
+
+def train_monitored(rank: int, world_size: int, folder: str) -> int:
+    """Two steps of two micro-batches with an evaluation between; the bytes of K/V and their gradients."""
+    start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "ring"}}
+    section = {"monitor": True, "layout": "zigzag", "prune": False}
+    config = json_config(2, 2, 1, gradient_accumulation_steps=2, ring_attention=section, **monitor)
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    for _ in range(2):
+        for _ in range(2):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(**batch)
+        engine.train()
+    head_dim, kv_heads, local = SIZE.hidden // 4, 2, SIZE.tokens // 2
+    unit = 4 * SIZE.samples * kv_heads * local * head_dim  # of K; each micro-batch sends K and V, twice, and dK, dV
+    assert len(engine.ring.mesh.traces) == 1 and not engine.ring.mesh.traces[0].spans
+    return 2 * 6 * unit
+
+
+def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
+    sent = rank_pool(2).run(train_monitored, str(tmp_path))[0]
+    for event in EVENTS:
+        with (tmp_path / "ring" / f"Ring_{event}.csv").open() as file:
+            (_, header), *rows = csv.reader(file)
+        assert header == event
+        assert len(rows) == 2, "one row for each optimizer step"
+        values = [float(value) for _, value in rows]
+        assert all(value > 0 for value in values), (event, values)
+        if event == "sent_bytes":
+            assert values == [sent, sent]
+        elif event == "wait_share":
+            assert max(values) < 1
+        elif event == "memory_bytes":
+            assert 1 << 26 < min(values) <= max(values) < 1 << 36
+
+
+def start_monitored(rank: int, world_size: int) -> str:
+    try:
+        start({"monitor": True}, Own(of_the_session))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_monitor_that_writes_nowhere_is_refused(rank_pool: Any) -> None:
+    for text in rank_pool(2).run(start_monitored):
+        assert "expected one of tensorboard, csv_monitor, wandb, comet to be enabled" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"transport": "all_gather", "overlap": False}, "overlap: .*got false beside .*all_gather"),
+        ({"transport": "all_gather", "prune": False}, "prune: .*has no hops; leave it out"),
+        ({"transport": "all_gather", "chunk_bytes": 64}, "chunk_bytes"),
+        ({"transport": "all_gather", "monitor": True}, "monitor"),
+        ({"kernel": "cpu", "block_size": 64}, 'block_size: .*"kernel": "cpu", which has no mask blocks'),
+        ({"pattern": {"head_offsets": "zero"}}, "pattern.head_offsets: .*it has no effect"),
+    ],
+)
+def test_keys_without_an_effect_are_refused_by_name(section: dict[str, Any], words: str) -> None:
+    from ds_ring.errors import RingConfigError
+
+    with pytest.raises(RingConfigError, match=words):
+        RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": section})

@@ -1,0 +1,120 @@
+"""The fenced blocks of README.md and configs/README.md, and a folder in which a stranger would run them.
+
+Owns finding the blocks and running their text: bash blocks by bash with what is installed already, python
+blocks on real gloo ranks. How each block is run, and what must come of it, stands in
+tests/integration/test_documents.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.dist.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "configs/README.md")
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INSTALL = """#!/bin/sh
+echo "$@" >> pip.log
+"""
+_RUN = """#!/bin/sh
+exec "{python}" "$@"
+"""
+_MAKE_ENVIRONMENT = """#!/bin/sh
+[ "$*" = "-m venv .venv" ]
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block: where it stands, its language and its text."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def first_line(self) -> str:
+        return self.text.split("\n", 1)[0]
+
+
+def blocks() -> list[Block]:
+    """Every fenced block of the documents, in their order."""
+    found = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        for match in _FENCE.finditer(text):
+            found.append(Block(document, text[: match.start()].count("\n") + 1, match[1], match[2]))
+    return found
+
+
+def changed(text: str, instead: Mapping[str, str]) -> str:
+    """Return a block's text with smaller sizes in it; what they are put for must be there."""
+    for old, new in instead.items():
+        assert old in text, f"the block has no {old!r} any more: change what is put in its place"
+        text = text.replace(old, new)
+    return text
+
+
+class Place:
+    """A folder that looks like a fresh clone; its `.venv` runs what is installed and installs nothing.
+
+    `pip` only writes its arguments to `pip.log`, and `python3.11 -m venv .venv` changes nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("configs", "ds_ring", "launcher", "tests", "tools", "pyproject.toml", "README.md"):
+            (folder / name).symlink_to(ROOT / name)
+        programs = folder / ".venv/bin"
+        programs.mkdir(parents=True)
+        (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+        scripts = {"pip": _INSTALL, "python3.11": _MAKE_ENVIRONMENT}
+        for name, script in scripts.items() | {("python", _RUN.format(python=sys.executable))}:
+            (programs / name).write_text(script)
+            (programs / name).chmod(0o755)
+
+    def bash(self, text: str, instead: Mapping[str, str] | None = None) -> str:
+        """Run a block's text, all of it, and return its output; `instead` says what is put for what in it."""
+        text = changed(text, instead or {})
+        own, shims = Path(sys.executable).parent, self.folder / ".venv/bin"
+        path = os.pathsep.join([str(shims), str(own), os.environ["PATH"]])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env=environment | {"PATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, f"{text}\nended with status {done.returncode}:\n{done.stdout[-4000:]}"
+        return done.stdout
+
+    def python(self, ranks: int, before: str, text: str, after: str) -> float:
+        """Run a block's text on real gloo ranks; the largest `result` that `after` leaves on one of them."""
+        results = run_ranks(run_python, ranks, str(self.folder), before, text, after, timeout_s=270)
+        return max(map(abs, results))
+
+    def installed(self) -> list[str]:
+        """The arguments that `pip` was called with since the last time this was asked, word by word."""
+        log = self.folder / "pip.log"
+        words = log.read_text().split()
+        log.unlink()
+        return words
+
+
+def run_python(rank: int, world_size: int, folder: str, before: str, text: str, after: str) -> Any:
+    """Run a python block's text on one rank, between what its document says is there and a check of it."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    for part, what in ((before, "<before>"), (text, "<the block>"), (after, "<after>")):
+        exec(compile(part, what, "exec"), names)
+    return names.get("result")

@@ -1,0 +1,258 @@
+"""Every fenced block of README.md and configs/README.md does what its document says.
+
+BLOCKS says of each block how it is run: the text itself, in full; what takes long is given smaller sizes,
+which stand here. A block without an entry fails, and so does an entry without a block.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from ds_ring import RingConfig
+from launcher.ports import choose_free_port
+from tests.documents import ROOT, Block, Place, blocks, changed
+
+pytestmark = pytest.mark.slow
+
+QUICK_START = "--steps 2 --sequence_length 512 --hidden_size 64 --layers 1 --evaluate_every 2"
+SMALL_RUN = "--steps 2 --sequence_length 64 --hidden_size 16 --layers 1 --evaluate_every 2"
+
+MODEL = """
+import copy, torch, ds_ring
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="sdpa")
+alone = copy.deepcopy(model)
+"""
+TENSORS = """
+import torch, ds_ring
+torch.manual_seed(0)
+T, pattern = 50, ds_ring.Causal()
+q, k, v, grad_out = torch.randn(4, 1, 2, T, 8)
+q_BHTD, k_BHTD, v_BHTD = q, k, v
+sdpa = torch.nn.functional.scaled_dot_product_attention
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A fresh clone with the DeepSpeed JSON of README and the config.json of a small model in it."""
+    place = Place(tmp_path_factory.mktemp("clone"))
+    (place.folder / "ds_config.json").write_text(block_of("{").text)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"model_type": "llama", "vocab_size": 1000, "num_key_value_heads": 2}
+    for path in (place.folder / "config.json", place.folder / "my-model/config.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(shape))
+    return place
+
+
+def block_of(key: str) -> Block:
+    """The one block whose first line begins with `key`."""
+    found = [block for block in blocks() if block.first_line.startswith(key)]
+    assert len(found) == 1, f"{key!r}: expected one block that begins so, got {found}"
+    return found[0]
+
+
+def check_installed(place: Place) -> None:
+    """`pip install` as printed asks for versions that are installed here, and for extras that exist."""
+    command, *words = place.installed()
+    assert command == "install"
+    extras = metadata.metadata("ds_ring").get_all("Provides-Extra", [])
+    for word in words:
+        if word.startswith(".["):
+            assert word[2:-1] in extras
+        elif not word.startswith("-"):
+            wanted = Requirement(word)
+            assert metadata.version(wanted.name).split("+")[0] in wanted.specifier
+
+
+def quick_start(place: Place, text: str) -> None:
+    launch = "ds-ring launch configs/quickstart.yaml"
+    output = place.bash(text, {launch: f"{launch} -- {QUICK_START}"})
+    check_installed(place)
+    assert "same weights, same batch (4 x 512 tokens)" in output
+    assert "INFO" not in output and "USDT" not in output, "the libraries' own lines hide ours"
+    comparison = json.loads((place.folder / "runs/train_lm/log.json").read_text())["comparison"]
+    assert comparison["exact"] is True
+    assert comparison["gradient_difference"] < 2e-4
+    assert max(comparison["ranks_mib"]) < 0.75 * comparison["alone_mib"]
+    assert (place.folder / "runs/train_lm/training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def pass_the_tests(place: Place, text: str) -> None:
+    """With one file of the suite, which this test is part of."""
+    pytest_ = "--dist loadfile"
+    output = place.bash(text, {pytest_: f"{pytest_} -p no:cacheprovider tests/unit/test_config_json.py"})
+    check_installed(place)
+    assert " passed" in output
+
+
+def parse(place: Place, text: str) -> None:
+    config = RingConfig.from_deepspeed(json.loads(text))
+    config.validate_world(2)
+    assert config.ring_size == 2
+
+
+def own_run(place: Place, text: str) -> None:
+    """All three blocks of the section: JSON, script and command; its port is free while others test."""
+    (place.folder / "train.py").write_text(block_of("import torch").text)
+    output = place.bash(text, {"deepspeed": f"deepspeed --master_port {choose_free_port()}"})
+    losses = [float(line) for line in output.split() if line.startswith("5.")]
+    assert len(losses) == 8, output  # one for each batch, near ln(256)
+    assert all(5.4 < loss < 5.7 for loss in losses)
+
+
+def is_run_with_its_command(place: Place, text: str) -> None:
+    compile(text, "train.py", "exec")
+
+
+def compiled_engine(place: Place, text: str) -> None:
+    """At ZeRO 1, since the block compiles one graph."""
+    before = """
+import json, pathlib
+config = json.loads(pathlib.Path("ds_config.json").read_text()) | {"zero_optimization": {"stage": 1}}
+pathlib.Path(f"rank{rank}").mkdir()
+os.chdir(f"rank{rank}")
+pathlib.Path("ds_config.json").write_text(json.dumps(config))
+"""
+    after = """
+ids = torch.arange(40)[None] % 61
+alone.load_state_dict(model.state_dict())
+batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+loss = engine(**batch).loss
+engine.backward(loss)
+result = float(engine.ring.mean_loss(loss) - alone(input_ids=ids, labels=ids).loss)
+"""
+    options = '{"fullgraph": True, "options": {"inner": "aot_eager"}}'  # Inductor's C++ takes a minute
+    text = changed(text, {'{"fullgraph": True}': options})
+    assert place.python(2, "import os\n" + MODEL + before, text, after) < 1e-5
+
+
+def compiled_model(place: Place, text: str) -> None:
+    before = """
+T = 40
+ids = torch.arange(T)[None] % 61
+mesh = ds_ring.RingMesh.from_world(ring_size=2)
+layout = ds_ring.make_layout("zigzag", tokens=T, ring_size=2)
+"""
+    after = """
+whole = alone(input_ids=torch.arange(T)[None] % 61).logits
+result = float((ds_ring.gather_sequence(logits, layout, mesh=mesh, dim=1) - whole).abs().max())
+"""
+    text = changed(text, {"options = {": 'options = {"inner": "aot_eager", '})
+    assert place.python(2, MODEL + before, text, after) < 1e-5
+
+
+def verify_checkpoints(place: Place, text: str) -> None:
+    """Those of the quick start, and a copy of one without its manifest."""
+    quick = place.folder / "runs/train_lm/checkpoints"
+    if not quick.exists():
+        run_block(place, block_of("python3.11 -m venv .venv && . .venv/bin/activate"))
+    mine = place.folder / "checkpoints/mine"
+    shutil.copytree(quick / (quick / "latest").read_text(), mine)
+    (mine / "ds_ring_manifest.json").unlink()
+    place.bash(text)
+    assert (mine / "ds_ring_manifest.json").exists()
+
+
+def check_model(place: Place, text: str) -> None:
+    assert "exact" in place.bash(text)
+
+
+def attention_alone(place: Place, text: str) -> None:
+    after = "result = float((whole - sdpa(q_BHTD, k_BHTD, v_BHTD, is_causal=True)).abs().max())"
+    assert place.python(4, TENSORS, text, after) < 1e-5
+
+
+def simulate_in_python(place: Place, text: str) -> None:
+    before = 'layout, rank = ds_ring.make_layout("zigzag", tokens=T, ring_size=4), 3'
+    after = "result = float((result.out - sdpa(q, k, v, is_causal=True)).abs().max())"
+    assert place.python(1, TENSORS + before, text, after) < 1e-5
+
+
+def plan(place: Place, text: str) -> None:
+    output = place.bash(text)
+    assert output.count("longest sequence on these devices") == 2, output
+
+
+def simulate(place: Place, text: str) -> None:
+    output = place.bash(text, {"8192": "256"})
+    assert {"zigzag", "error", "1", "2", "4", "8", "16"} <= set(output.split())
+
+
+def profile(place: Place, text: str) -> None:
+    place.bash(text, {"4096 --ring-sizes 1 2 4 8": "256 --ring-sizes 2"})
+    pictures = place.folder / "runs/profile"
+    assert {path.name for path in pictures.iterdir()} == {
+        "memory.png", "steps.png", "timeline.png", "trace.json",
+    }  # fmt: skip
+
+
+def tune(place: Place, text: str) -> None:
+    smaller = "512 --heads 2 --head-dim 16 --processes 2"
+    place.bash(text, {"32768 --heads 8 --head-dim 64 --processes 4": smaller})
+    RingConfig.from_deepspeed(place.folder / "tuned.json").validate_world(2)
+
+
+def packed(place: Place, text: str) -> None:
+    port, script = f"deepspeed --master_port {choose_free_port()} --num", "--deepspeed_config"
+    output = place.bash(text, {"deepspeed --num": port, script: f"{SMALL_RUN} {script}"})
+    assert "peak memory per rank" in output
+
+
+BLOCKS: dict[str, Callable[[Place, str], None]] = {
+    "python3.11 -m venv .venv && . .venv/bin/activate": quick_start,
+    "python3.11 -m venv .venv && .venv/bin/pip": pass_the_tests,
+    "{": parse,
+    "import torch": is_run_with_its_command,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
+    "engine, *_ = ds_ring.initialize(": compiled_engine,
+    "# the rest is compiled by Inductor": compiled_model,
+    "ds-ring verify-checkpoint": verify_checkpoints,
+    "ds-ring check-model": check_model,
+    "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
+    "ds-ring plan": plan,
+    "ds-ring simulate": simulate,
+    "result = ds_ring.simulate(": simulate_in_python,
+    "ds-ring profile": profile,
+    "ds-ring tune": tune,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/train_lm.py": packed,
+}
+
+
+def run_block(place: Place, block: Block) -> None:
+    entries = [run for key, run in BLOCKS.items() if block.first_line.startswith(key)]
+    assert len(entries) == 1, f"{block.document}, line {block.line}: say in BLOCKS how this block is run"
+    entries[0](place, block.text)
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.document}:{block.first_line[:40]}")
+def test_block_does_what_its_document_says(place: Place, block: Block) -> None:
+    run_block(place, block)
+
+
+@pytest.mark.parametrize("key", BLOCKS)
+def test_entry_has_its_block(key: str) -> None:
+    assert block_of(key)
+
+
+def test_no_fence_is_missed() -> None:
+    fences = sum(
+        line.startswith(("```", "~~~"))
+        for document in ("README.md", "configs/README.md")
+        for line in (ROOT / document).read_text().splitlines()
+    )
+    assert fences == 2 * len(blocks())
+
+
+def test_unknown_blocks_fail(place: Place) -> None:
+    with pytest.raises(AssertionError, match="say in BLOCKS how this block is run"):
+        run_block(place, Block("README.md", 1, "bash", "echo new\n"))

@@ -1,0 +1,107 @@
+"""What some tests need and a machine may lack: asked for, and the test skipped with the reason.
+
+Owns the questions. In the test's own process `@pytest.mark.needs("mpirun")` asks before the test begins; a
+function that runs on ranks calls `skip_without("fp16")`, and the harness then skips the test of which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+def lacks_fp16() -> str:
+    """Return why DeepSpeed's CPU accelerator refuses fp16, or "": the processor's instructions decide."""
+    from deepspeed.accelerator import get_accelerator
+
+    return "" if get_accelerator().is_fp16_supported() else "this processor has no fp16 (DeepSpeed's answer)"
+
+
+def lacks_bf16() -> str:
+    """Return why DeepSpeed's CPU accelerator refuses bf16, or ""."""
+    from deepspeed.accelerator import get_accelerator
+
+    return "" if get_accelerator().is_bf16_supported() else "this processor has no bf16 (DeepSpeed's answer)"
+
+
+def lacks_mounts() -> str:
+    """Return why a test cannot mount a small file system of its own, or ""."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder), 1 << 20):
+                return ""
+        except OSError as error:
+            return f"a small file system cannot be mounted: {error}"
+
+
+def lacks_namespaces() -> str:
+    """Return why there can be no two hosts on this machine, or ""."""
+    from tests.dist.namespaces import why_not
+
+    return why_not()
+
+
+def lacks_mpirun() -> str:
+    """Return where to get Open MPI's mpirun, or ""."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return "" if shutil.which("mpirun", path=path) else "no mpirun here: pip install 'ds_ring[mpi]' brings it"
+
+
+def lacks_compiler() -> str:
+    """Return why torch.compile's default backend cannot work on this machine's processor, or ""."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "torch.compile needs a C++ compiler (g++), and there is none"
+    return ""
+
+
+@contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
+    """Mount a file system of so many bytes on `folder`; OSError where that is not allowed."""
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "ds_ring_test", str(folder))
+    try:
+        yield
+    finally:
+        _run("umount", "--lazy", str(folder))  # a rank may still have its lock file open
+
+
+def make_read_only(folder: Path) -> None:
+    """Let nobody, not even root, write on the file system mounted on `folder`."""
+    _run("mount", "-o", "remount,ro", str(folder))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: exit code {done.returncode}, {done.stderr.strip()}")
+
+
+NEEDS: dict[str, Callable[[], str]] = {
+    "fp16": lacks_fp16,
+    "bf16": lacks_bf16,
+    "compiler": lacks_compiler,
+    "mounts": cache(lacks_mounts),
+    "mpirun": lacks_mpirun,
+    "namespaces": lacks_namespaces,
+}
+
+
+def skip_without(*names: str) -> None:
+    """Skip the test, on a rank too, where the machine lacks one of these rows of NEEDS."""
+    for name in names:
+        reason = NEEDS[name]()
+        if reason:
+            pytest.skip(reason)

@@ -1,0 +1,63 @@
+"""What commands print for people is no wider than 80 columns where stdout is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_ring.tables import WIDTH
+from ds_ring.tuning.candidates import candidates
+from ds_ring.tuning.report import print_tables
+from ds_ring_launcher import cli
+from tests.unit.test_plan_command import CPU, SIZES
+from tests.unit.tuning.cases import request
+from tests.unit.tuning.test_result import result
+
+ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+
+
+def tune(folder: Path) -> int:
+    asked = request(4)
+    chosen = replace(candidates(asked)[0], heads_per_message=2, overlap=False)
+    print_tables(result(asked, chosen))
+    return 0
+
+
+def plan(folder: Path) -> int:
+    return cli.main(["plan", *SIZES, *CPU, "--tokens", "1000000", "--devices", "2"])
+
+
+def simulate(folder: Path) -> int:
+    return cli.main(["simulate", *ATTENTION, "--ring-sizes", "1", "3", "--backward", "--check", "5"])
+
+
+def profile(folder: Path) -> int:
+    arguments = ["--ring-sizes", "1", "2", "--no-pictures", "--output", str(folder)]
+    return cli.main(["profile", *ATTENTION, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (plan, ["memory of a device", "optimizer states", "would fit with", "step"]),
+        (tune, ["large matrix product", "chosen", "3.0000", "no overlap"]),
+        (simulate, ["peak", "sent by a rank"]),
+        (profile, ["of 1/P", "timeline of ring 2", "compute"]),
+    ],
+)
+def test_no_line_is_wider_than_80_columns(
+    command: Callable[[Path], int],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(Path("out")) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if len(line) > WIDTH] == []
+    assert "…" not in printed  # nothing is left out either
+    assert [word for word in words if word not in printed] == []

@@ -1,0 +1,86 @@
+"""Write the tables of the section's keys into configs/README.md, from the descriptions in ds_ring/config.py.
+
+Example:
+    python tools/document_keys.py --check      # status 1 if the tables are not what the model says
+    python tools/document_keys.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ds_ring.config import PatternConfig, RingConfig
+from ds_ring.config_errors import choices_of, shown, takes_of
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "configs/README.md"
+BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config.py -->"
+END = "<!-- end of keys -->"
+
+
+def tables() -> str:
+    """The keys of the section and those of its "pattern", as Markdown."""
+    return f'{table(RingConfig)}\n\nKeys of `"pattern"`:\n\n{table(PatternConfig)}'
+
+
+def table(model: type[BaseModel]) -> str:
+    """A row for every key of a section: key, what it takes, its default, its meaning."""
+    rows = [_row(name, field) for name, field in model.model_fields.items()]
+    return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    takes = takes_of(field)
+    assert field.description, f"{name}: a key without a description cannot be documented"
+    accepted = ", ".join(f"`{shown(word)}`" for word in choices_of(field)) or takes.what
+    place = " (top level of the JSON)" if takes.outside else ""
+    return f"| `{name}`{place} | {accepted} | `{_default(field)}` | {field.description} |"
+
+
+def _default(field: FieldInfo) -> str:
+    """As it would be written in the JSON."""
+    if takes_of(field).outside:
+        return '"auto"'  # filled in by a validator
+    if isinstance(field.default, BaseModel):
+        return "{}"
+    return shown(field.default)
+
+
+def with_tables(document: str) -> str:
+    """`document` with the tables of today between its two marks."""
+    head, mark, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{DOCUMENT}: expected the lines {BEGIN} and {END}, got none")
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the tables, or compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true", help="bring configs/README.md up to date")
+    what.add_argument("--check", action="store_true", help="change nothing; status 1 if it is not up to date")
+    options = parser.parse_args(arguments)
+    before = DOCUMENT.read_text()
+    after = with_tables(before)
+    if options.write:
+        DOCUMENT.write_text(after)
+    elif after != before:
+        print(
+            f"{DOCUMENT.name}: the tables of keys differ from ds_ring/config.py; run"
+            " `python tools/document_keys.py --write`",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
