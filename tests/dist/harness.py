@@ -52,6 +52,7 @@ from tests.dist.rank_process import (
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = ["tests.dist.preload"]
 _START_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0  # of a call that takes seconds, on a machine that others keep busy
 _STACK_SECONDS = 1.0
 _END_SECONDS = 5.0
 # After one rank has failed the others mostly wait for it in a collective: they get this long to say more.
@@ -73,7 +74,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = DEADLINE_SECONDS, **kwargs: Any
 ) -> list[Any]:
     """`fn(rank, world_size, *args, **kwargs)` on fresh ranks: their results by rank, or RanksFailed."""
     with RankPool(world_size) as pool:
@@ -84,7 +85,7 @@ def run_ranks_collect(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = DEADLINE_SECONDS,
     grace_s: float | None = None,
     **kwargs: Any,
 ) -> list[RankOutcome]:
@@ -128,7 +129,7 @@ class RankPool:
         """The process ids by rank; empty while the pool is not started."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEADLINE_SECONDS, **kwargs: Any) -> list[Any]:
         """The results by rank. RanksFailed soon after a rank fails, or at the deadline with every stack.
 
         Skips the test where every rank calls `pytest.skip`.
@@ -144,7 +145,7 @@ class RankPool:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = DEADLINE_SECONDS,
         grace_s: float | None = None,
         **kwargs: Any,
     ) -> list[RankOutcome]:

@@ -22,7 +22,8 @@ import pytest
 from ds_ring_launcher import cli
 from tests.cli_probes import CLUSTER, Probe, base_of, cli_probes, parsers
 
-WORK_SECONDS = 1.0  # of this process: other processes of a busy machine do not count
+WORK_SECONDS = 1.0  # of this process: other processes of a busy machine count little
+TRIES = 3  # what they do count can only add to a time
 HANG_SECONDS = 30.0
 MOST_LETTERS, MOST_LINES = 6000, 40
 SAYS_SO = ("expected", "did you mean", "not JSON", "not YAML", "does not exist", "does not divide")
@@ -78,7 +79,13 @@ def test_every_probe_ends_typed_and_soon(tmp_path: Path) -> None:
     assert len(probes) >= 300 and len({probe.argv[0] for probe in probes}) == len(cli.COMMANDS)
     for name in parsers():  # what a first call imports is no probe's fault
         faults_of(Probe("", [name, *base_of(name, tmp_path)]))
-    bad = {probe.name: found for probe in probes if (found := faults_of(probe))}
+    bad = {}
+    for probe in probes:
+        for _ in range(TRIES):
+            found = faults_of(probe)
+            if not any(fault.startswith("took ") for fault in found):
+                break
+        bad |= {probe.name: found} if found else {}
     assert not bad, f"{len(bad)} of {len(probes)}:\n" + "\n".join(
         f"{name:.90}: {found}" for name, found in bad.items()
     )
