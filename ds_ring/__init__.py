@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ds_ring.config import RingConfig
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import (
     RingBufferError,
     RingCheckpointError,
@@ -18,19 +18,19 @@ from ds_ring.errors import (
     RingShapeError,
     RingVerifyError,
 )
+from ds_ring.masks.dilated import Dilated
+from ds_ring.masks.documents import Documents
+from ds_ring.masks.mask_mod import MaskMod
+from ds_ring.masks.pattern import Causal, Full, SlidingWindow
 from ds_ring.module import RingAttention, ring_attention
-from ds_ring.runtime.mask_mod import MaskMod
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence, shard_sequence
-from ds_ring.schedule.dilated import Dilated
-from ds_ring.schedule.documents import Documents
 from ds_ring.schedule.layout import make_layout
-from ds_ring.schedule.pattern import Causal, Full, SlidingWindow
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulate import simulate
 
 if TYPE_CHECKING:
-    from ds_ring.integrations.deepspeed import initialize
+    from ds_ring.integrations.deepspeed.initialize import initialize
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`initialize` imports DeepSpeed (seconds), so only when it is asked for."""
     if name == "initialize":
-        from ds_ring.integrations.deepspeed import initialize
+        from ds_ring.integrations.deepspeed.initialize import initialize
 
         return initialize
     raise AttributeError(f"module 'ds_ring' has no attribute {name!r}")

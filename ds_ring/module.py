@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_ring.config import RingConfig
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
 from ds_ring.runtime.checks import (
     why_not_an_operand,
@@ -33,8 +35,6 @@ from ds_ring.runtime.context import Options, RingContext, context_for, context_o
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.pattern_config import pattern_from_config
 
 _HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
 

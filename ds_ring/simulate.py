@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError, shown
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.numbers import true_or_false, whole_number
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.exchange import GradientSums
 from ds_ring.simulation.generate import GeneratedSource
@@ -107,7 +107,7 @@ def simulate(
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: heads go round in groups whose K and V are each at least this large; None is what
-            real CPU ranks take (`schedule/groups.py`).
+            real CPU ranks take (`schedule/head_chunks.py`).
         prune: send only what is read; False for comparison.
         ranks: ring ranks to simulate; None for all.
         measure_memory: count tensor memory under the profiler (slower by a few percent where calls are

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from ds_ring.config_errors import Refused, Section, Takes, sentence, shown
+from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
 
 from .invocation import SECRET_VARIABLE
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds_ring.config_deepspeed import SECTION
-from ds_ring.config_errors import Problem, config_error, problems_of, sentence, shown
+from ds_ring.config.deepspeed_file import SECTION
+from ds_ring.config.messages import Problem, config_error, problems_of, sentence, shown
 
 from .cluster import LOCAL_NAME, LOOPBACK, Cluster, Host
 from .hostfile import read_hostfile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_ring.config_errors import config_error, did_you_mean, shown
-from ds_ring.hardware import Hardware, hardware_from
+from ds_ring.config.hardware import Hardware, hardware_from
+from ds_ring.config.messages import config_error, did_you_mean, shown
 
 from .yaml_file import read_mapping
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ds_ring.config_errors import did_you_mean, shown
-from ds_ring.config_json import parse_object, read_object
+from ds_ring.config.json_text import parse_object, read_object
+from ds_ring.config.messages import did_you_mean, shown
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.model_shape import ModelShape
+from ds_ring.estimator.model_shape import ModelShape
 
 _KEYS = {
     "layers": "num_hidden_layers",

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ds_ring.config import RingConfig
-from ds_ring.config_deepspeed import SECTION, SP_KEY, resolve
-from ds_ring.config_errors import sentence, shown
-from ds_ring.config_json import parse_object
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY, resolve
+from ds_ring.config.json_text import parse_object
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.pattern_config import pattern_from_config
-from ds_ring.schedule.search import MOST_TOKENS, fewest_devices, longest_sequence
-from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
-from ds_ring.schedule.zero_memory import Zero
+from ds_ring.estimator.capacity_search import MOST_TOKENS, fewest_devices, longest_sequence
+from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
+from ds_ring.estimator.zero_memory import Zero
 
 from .commands.parsers import require_sizes
 from .hardware_file import read_hardware

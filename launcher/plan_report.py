@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_ring.schedule.advice import Advice
-from ds_ring.schedule.estimate import Estimate
+from ds_ring.estimator.advice import Advice
+from ds_ring.estimator.estimate import Estimate
 from ds_ring.tables import console as make_console
 from ds_ring.tables import print_table
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout, ResidueLayout
-from ds_ring.schedule.pattern import Pattern
 from tools.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
 from ds_ring import Causal, MaskMod, SlidingWindow
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, document_ids, tensors
 from tests.reference import Dense
 

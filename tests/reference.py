@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.pattern import Pattern
 
 
 class Dense(NamedTuple):

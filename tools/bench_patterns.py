@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.pattern import Pattern
 
 DENSE = "dense causal"
 

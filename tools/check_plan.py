@@ -27,17 +27,17 @@ import torch
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
+from ds_ring.estimator.cost import Part, bytes_sent
+from ds_ring.estimator.estimate import estimate
+from ds_ring.estimator.model_memory import attention_alone
+from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.estimator.pass_memory import PassShape, pass_memory
+from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
+from ds_ring.estimator.zero_memory import Zero
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import measure_cpu_memory
-from ds_ring.schedule.cost import Part, bytes_sent
-from ds_ring.schedule.estimate import estimate
-from ds_ring.schedule.groups import chunk_bytes_on
-from ds_ring.schedule.model_memory import attention_alone
-from ds_ring.schedule.model_shape import ModelShape
-from ds_ring.schedule.pass_memory import PassShape, pass_memory
-from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.setting import ELEMENT_BYTES, Setting
-from ds_ring.schedule.zero_memory import Zero
+from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring_launcher.hardware_file import read_hardware
 from ds_ring_launcher.local_ranks import run_ranks
 
@@ -167,7 +167,7 @@ def training_rank(point: Point) -> Found:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import ds_ring
-    import ds_ring.integrations.transformers  # registers attn_implementation="ds_ring"
+    import ds_ring.integrations.transformers.attention  # registers attn_implementation="ds_ring"
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     model_shape = point.model

@@ -24,11 +24,11 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ds_ring.tuning import Request, Result, request_from, tune
-from ds_ring.tuning.candidates import Candidate, candidates
-from ds_ring.tuning.clock import Clock
-from ds_ring.tuning.passes import Passes
-from ds_ring.tuning.search import device_of
+from ds_ring.estimator.tuning import Request, Result, request_from, tune
+from ds_ring.estimator.tuning.candidates import Candidate, candidates
+from ds_ring.estimator.tuning.clock import Clock
+from ds_ring.estimator.tuning.passes import Passes
+from ds_ring.estimator.tuning.search import device_of
 from ds_ring_launcher.local_ranks import run_ranks
 
 Times = dict[Candidate, list[float]]

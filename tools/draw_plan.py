@@ -18,11 +18,11 @@ import matplotlib
 import numpy as np
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
-from ds_ring.schedule.blocks import blocks_of_tiles
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.blocks import blocks_of_tiles
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import Visit
-from ds_ring.schedule.slots import count_slots
 
 matplotlib.use("Agg")
 from matplotlib import colormaps

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingMeshError
+from ds_ring.masks.dilated import Dilated
 from ds_ring.runtime.autograd import _walk
 from ds_ring.runtime.context import Options, context_for
-from ds_ring.schedule.dilated import Dilated
 from ds_ring.simulation.long_run import LongRun
 
 HEADS = 4

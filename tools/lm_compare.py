@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ring.integrations import comparison
-from ds_ring.integrations.comparison import Numbers
+from ds_ring.integrations.deepspeed import comparison
+from ds_ring.integrations.deepspeed.comparison import Numbers
+from ds_ring.masks.documents import Documents
+from ds_ring.masks.pattern import Causal, Pattern
 from ds_ring.runtime.trace import MemoryPeak, measure_cpu_memory
-from ds_ring.schedule.documents import Documents
-from ds_ring.schedule.pattern import Causal, Pattern
 
 MIB = 2**20
 

@@ -33,8 +33,8 @@ from torch._inductor import compile_fx, config, graph
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.runtime import triton_helpers
 
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.kernels.flex import FlexKernel, operator_compiles
-from ds_ring.schedule.pattern import Pattern
 from tests.cases import PATTERNS, layout_for
 from tests.hops import ring_hops
 from tests.reference import dense_attention, relative_error

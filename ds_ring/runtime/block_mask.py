@@ -1,7 +1,8 @@
 """Tiles of a hop -> what FlexAttention reads: blocks to visit, and labels of tokens for what is inside.
 
 Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
-that the tiles were cut from (`schedule/rule.py`); tokens that no tile covers have no class and are not seen.
+that the tiles were cut from (`masks/mask_rule.py`). Tokens that no tile covers have no class and are not
+seen.
 
 [Note: tables of blocks]
 `BlockMask.from_kv_blocks` is not used: it turns the rows into columns through a dense table of all (n / B)^2
@@ -19,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.schedule.blocks import blocks_of_tiles
-from ds_ring.schedule.rule import NO_CLASS, MaskFunction
-from ds_ring.schedule.slots import IntArray
-from ds_ring.schedule.tiles import Axis, Tiles
+from ds_ring.masks.blocks import blocks_of_tiles
+from ds_ring.masks.mask_rule import NO_CLASS, MaskFunction
+from ds_ring.masks.slot_ranges import IntArray
+from ds_ring.masks.tiles import Axis, Tiles
 
 FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and a distance has to fit as well
 KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingError, RingLayoutError, RingPatternError, shown
+from ds_ring.masks.heads import HeadsOfPart
+from ds_ring.masks.pattern import Causal, Pattern
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
@@ -29,11 +31,9 @@ from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.heads import HeadsOfPart
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
-from ds_ring.schedule.pattern import Causal, Pattern
 from ds_ring.schedule.plan import Plan, build_plan, check_length
-from ds_ring.schedule.queries import HeadTiles, query_positions, replicated_tiles
+from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
 KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
 
@@ -241,7 +241,7 @@ def forward_passes() -> int:
     """Return how many forward passes of ring attention this process has begun, on all of its meshes.
 
     A number of the process and not of a mesh: a model may attend on a mesh of its own, and what is asked with
-    it (`integrations/ring_use.py`) is whether any pass has run in between. Counted inside the operators, so
+    it (`ring_use.py`) is whether any pass has run in between. Counted inside the operators, so
     that a compiled graph's passes count when they run and not when they are traced.
     """
     return _forward_passes_so_far

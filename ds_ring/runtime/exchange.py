@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
+from ds_ring.health.watch import keep_for_ever
+from ds_ring.masks.slot_ranges import SlotRanges
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
-from ds_ring.runtime.watch import keep_for_ever
-from ds_ring.schedule.slots import SlotRanges
 
 
 class Cargo(NamedTuple):

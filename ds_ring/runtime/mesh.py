@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingMeshError, shown
+from ds_ring.health.guarded_call import call_guarded
+from ds_ring.health.joining import join_monitor, leave_on_error
+from ds_ring.health.watch import Watch
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.guarded_call import call_guarded
-from ds_ring.runtime.joining import join_monitor, leave_on_error
 from ds_ring.runtime.mesh_use import MeshUse
 from ds_ring.runtime.trace import Trace
-from ds_ring.runtime.watch import Watch
 from ds_ring.schedule.grid import Grid
 
 _serial = itertools.count()

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.schedule.groups import chunk_bytes_on
-from ds_ring.schedule.numbers import true_or_false
+from ds_ring.schedule.head_chunks import chunk_bytes_on
 
 TRANSPORTS = ("ring", "all_gather")
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
@@ -28,7 +28,7 @@ class Options:
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
         block_size: side of a block of the flex kernel, slots.
-        chunk_bytes: see [Note: heads in groups]; None takes what `schedule/groups.py` says for the device:
+        chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
     """
 

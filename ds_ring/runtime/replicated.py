@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.queries import HeadTiles
+from ds_ring.schedule.replicated_queries import HeadTiles
 
 
 @dataclass(frozen=True)

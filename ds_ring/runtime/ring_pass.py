@@ -36,11 +36,11 @@ from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.exchange import Carrier, InFlight, Message
-from ds_ring.runtime.journey import Journey, Pair
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.ring_buffers import Journey, Pair
 from ds_ring.runtime.trace import Batch, Parcel, Trace
-from ds_ring.schedule.groups import MANY, head_chunks
+from ds_ring.schedule.head_chunks import MANY, head_chunks
 from ds_ring.schedule.plan import query_heads_of
 from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
 

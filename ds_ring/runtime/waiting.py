@@ -22,10 +22,10 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from ds_ring.errors import RingPeerError
-from ds_ring.runtime.guarded_call import PATIENCE_S, peer_error, verdict
+from ds_ring.health.guarded_call import PATIENCE_S, peer_error, verdict
+from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health.watch import Watch, keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.monitor.failure_detector import Fault
-from ds_ring.runtime.watch import Watch, keep_for_ever
 
 FOR_EVER_S = 365 * 86400.0
 ASK_S = 20e-6  # between two looks at an event

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.schedule.dilated import BoundDilated, Dilated
+from ds_ring.masks.dilated import BoundDilated, Dilated
+from ds_ring.masks.pattern import Both, Pattern
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, PieceLayout, ResidueLayout
-from ds_ring.schedule.pattern import Both, Pattern
 from ds_ring.schedule.plan import one_way, sampled_origins
 from ds_ring.schedule.walk import ReadsOfShards, Walk
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingMeshError
-from ds_ring.schedule.numbers import MOST_RANKS, whole_number
 
 
 class Coordinates(NamedTuple):

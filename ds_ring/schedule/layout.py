@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingLayoutError, shown
-from ds_ring.schedule.numbers import MOST_RANKS, whole_number
 
 if TYPE_CHECKING:
-    from ds_ring.schedule.pattern import Pattern
+    from ds_ring.masks.pattern import Pattern
 
 IntArray = np.ndarray  # int64 throughout this package
 
@@ -288,7 +288,7 @@ def make_layout(
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
             layout is not made for.
     """
-    from ds_ring.schedule.pattern import Pattern  # made from nothing here
+    from ds_ring.masks.pattern import Pattern  # made from nothing here
 
     tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
     ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.schedule.cuts import cut_by_distance
-from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.slots import IntArray, SlotRanges, locate_slots, ranges_of_progressions
-from ds_ring.schedule.tiles import Kind, Tiles
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import IntArray, SlotRanges, locate_slots, ranges_of_progressions
+from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.triangulation import cut_by_distance
 
 
 class Reads(NamedTuple):

@@ -17,12 +17,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.errors import RingLayoutError, RingPatternError, shown
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.numbers import MOST_HEADS, true_or_false, whole_number
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.rank_plan import Lane, RankPlan
-from ds_ring.schedule.slots import count_slots
 from ds_ring.schedule.walk import ReadsOfShards, Walk
 
 SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the lanes

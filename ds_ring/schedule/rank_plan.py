@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.schedule.slots import SlotRanges, count_slots, locate_ranges, subtract_slots
-from ds_ring.schedule.tiles import Tiles
+from ds_ring.masks.slot_ranges import SlotRanges, count_slots, locate_ranges, subtract_slots
+from ds_ring.masks.tiles import Tiles
 
 
 class Lane(NamedTuple):

@@ -20,11 +20,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import SlotRanges, count_slots, intersect_slots, no_slots, subtract_slots
 from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.payload import Reads, find_reads, tiles_of_payload
 from ds_ring.schedule.rank_plan import Departure, Homecoming, Lane, LanePlan, Visit, WalkPlan
-from ds_ring.schedule.slots import SlotRanges, count_slots, intersect_slots, no_slots, subtract_slots
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_ring.schedule.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Kind, Tiles
 
 # Sizes of the CPU kernel's calls, tokens; its defaults, which bound what is alive.
 BLOCK = 2048  # most queries of one call, and most keys in the backward pass

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import SlotRanges, no_slots, ranges_of_progressions
+from ds_ring.masks.tiles import Axis, Kind, Tiles
 from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.payload import tiles_of_payload
 from ds_ring.schedule.rank_plan import LanePlan, RankPlan, Visit, WalkPlan
-from ds_ring.schedule.slots import SlotRanges, no_slots, ranges_of_progressions
-from ds_ring.schedule.tiles import Axis, Kind, Tiles
 
 KEPT_TABLES = 64
 

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_ring.masks.slot_ranges import progressions_at
 from ds_ring.runtime.exchange import Cargo, Counters, Message, check_messages
 from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.slots import progressions_at
 from ds_ring.simulation.source import Geometry, Source, put_rows
 
 SOURCE_OF = {"K": "k", "V": "v"}

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ds_ring.errors import RingConfigError, RingError
+from ds_ring.masks.dilated import Dilated
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.schedule.dilated import Dilated
 from ds_ring.schedule.layout import IntArray, make_layout
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.ledger import Ledger, StateFile

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import IntArray
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.simulation.source import Source
 
 PAIRS_AT_ONCE = 1 << 22  # of one head: 32 MiB for each float64 matrix of them

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.schedule.dilated import Dilated
+from ds_ring.masks.dilated import Dilated
 from ds_ring.schedule.layout import IntArray
 from ds_ring.simulation.source import Source
 

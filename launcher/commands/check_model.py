@@ -91,8 +91,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
     """The "ring_attention" section, None without --config, and the number of ranks."""
-    from ds_ring.config import RingConfig
-    from ds_ring.config_json import read_object
+    from ds_ring.config.json_text import read_object
+    from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError
 
     if options.ring_size is not None and not 1 <= options.ring_size <= 64:
@@ -109,12 +109,12 @@ def _import() -> None:
     """What takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    import ds_ring.integrations.model_check  # noqa: F401
+    import ds_ring.integrations.transformers.model_check  # noqa: F401
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """On a rank: the report, as JSON values."""
-    from ds_ring.integrations.model_check import Request, check_model
+    from ds_ring.integrations.transformers.model_check import Request, check_model
 
     with _stdout_to_stderr():
         return check_model(Request(**asked)).as_json()

@@ -63,8 +63,8 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the plan; RingError for what cannot be planned."""
-    from ds_ring.schedule.advice import advise
-    from ds_ring.schedule.estimate import estimate
+    from ds_ring.estimator.advice import advise
+    from ds_ring.estimator.estimate import estimate
     from ds_ring_launcher.plan_inputs import settings_of
     from ds_ring_launcher.plan_report import as_json, print_report
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from .parsers import require_memory, require_sizes
 
 if TYPE_CHECKING:
-    from ds_ring.config import RingConfig
-    from ds_ring.schedule.pattern import Pattern
+    from ds_ring.config.section import RingConfig
+    from ds_ring.masks.pattern import Pattern
     from ds_ring.simulate import GeneratedSource
 
 _MOST = {
@@ -66,8 +66,8 @@ def config_of(options: argparse.Namespace) -> RingConfig:
     Raises:
         RingConfigError: both, JSON that cannot be read, or keys that there are not.
     """
-    from ds_ring.config import RingConfig
-    from ds_ring.config_json import parse_object
+    from ds_ring.config.json_text import parse_object
+    from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError
 
     if options.config is not None and options.pattern is not None:
@@ -86,8 +86,8 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
     Raises:
         RingConfigError: it has documents, which are those of a batch.
     """
+    from ds_ring.config.patterns import pattern_from_config
     from ds_ring.errors import RingConfigError
-    from ds_ring.schedule.pattern_config import pattern_from_config
 
     if config.pattern.documents:
         raise RingConfigError(

@@ -12,7 +12,7 @@ from .parsers import Commands, add_command, add_json, print_json, refuse_extra
 from .shapes import MIB, add_shapes, config_of, pattern_of, source_of
 
 if TYPE_CHECKING:
-    from ds_ring.config import RingConfig
+    from ds_ring.config.section import RingConfig
     from ds_ring.simulate import GeneratedSource, SimulationResult
 
 _EXAMPLE = """\

@@ -29,7 +29,7 @@ examples:
   ds-ring tune --tokens 16384 --heads 8 --head-dim 64 --processes 2 --hardware-output here.yaml
 
 on several hosts, every rank of a launch calls the same search:
-  torchrun ... -m ds_ring.tuning --tokens 131072 --heads 32 --head-dim 128 --device cuda --output tuned.json
+  torchrun ... -m ds_ring.estimator.tuning --tokens 131072 --heads 32 --head-dim 128 --device cuda ...
 """
 
 
@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the ranks and wait for them; RingError for wrong input, before any is started."""
-    from ds_ring.tuning.run import read
+    from ds_ring.estimator.tuning.run import read
     from ds_ring_launcher.local_ranks import run_ranks
 
     refuse_extra("tune", extra_args)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     _require_devices(options)
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
-    from ds_ring.tuning.run import run as work
+    from ds_ring.estimator.tuning.run import run as work
 
     run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
     return 0

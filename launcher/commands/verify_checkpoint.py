@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print what was compared; the exit status tells a damaged checkpoint from one that is not there."""
     from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-    from ds_ring.integrations.manifest import accept_checkpoint, verify_checkpoint
+    from ds_ring.integrations.checkpoint.manifest import accept_checkpoint, verify_checkpoint
 
     refuse_extra("verify-checkpoint", extra_args)
     _check(options)
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """RingConfigError for what names no folder, or no tag in one."""
-    from ds_ring.config_errors import shown
+    from ds_ring.config.messages import shown
     from ds_ring.errors import RingConfigError
 
     if options.accept and options.tag is None:

@@ -1,7 +1,7 @@
 """Ranks that are nothing but a connection to a real monitor process: a thousand of them fit one machine.
 
 Owns joining, beating, and the time until every rank knows the verdict. The protocol is ds_ring's own
-(`runtime/monitor/handshake.py`), the monitor is started as rank 0 starts it.
+(`health/monitor/handshake.py`), the monitor is started as rank 0 starts it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from ds_ring.runtime.monitor.handshake import RankHandshake
-from ds_ring.runtime.monitor.waits import ranges_of
-from ds_ring.runtime.rendezvous import start_monitor
+from ds_ring.health.monitor.handshake import RankHandshake
+from ds_ring.health.monitor.waits import ranges_of
+from ds_ring.health.rendezvous import start_monitor
 
 BEATS_PER_TIMEOUT = 5
 

@@ -25,8 +25,8 @@ _MODULES = (
     "deepspeed",
     "transformers.models.llama.modeling_llama",
     "ds_ring",
-    "ds_ring.integrations.deepspeed",
-    "ds_ring.integrations.transformers",
+    "ds_ring.integrations.deepspeed.initialize",
+    "ds_ring.integrations.transformers.attention",
 )
 
 for _module in _MODULES:

@@ -32,7 +32,7 @@ def start(config: dict[str, Any] | None = None, implementation: str = "ds_ring",
     """`ds_ring.initialize` with a tiny model and SGD."""
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers
+    import ds_ring.integrations.transformers.attention
 
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
@@ -134,10 +134,10 @@ def test_batches_drawn_ahead_keep_their_layouts(rank_pool):
 
 
 def a_batch_that_is_wrong_on_one_rank(rank: int, world_size: int, what: str) -> None:
-    from ds_ring.config import RingConfig
-    from ds_ring.integrations.session import RingSession
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.schedule.pattern import Causal
+    from ds_ring.masks.pattern import Causal
 
     mesh = RingMesh.from_world(2)
     session = RingSession(RingConfig(ring_size=2), mesh, Causal(), torch.device("cpu"), float(world_size))

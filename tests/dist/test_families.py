@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_ring.integrations.model_check import ModelReport, Request
+from ds_ring.integrations.transformers.model_check import ModelReport, Request
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
@@ -65,7 +65,7 @@ def name_of(row: tuple[str, dict[str, Any], str]) -> str:
 
 def checked(rank: int, world_size: int, request: Request) -> ModelReport:
     start_deepspeed()
-    from ds_ring.integrations.model_check import check_model
+    from ds_ring.integrations.transformers.model_check import check_model
 
     return check_model(request)
 
@@ -94,7 +94,7 @@ def with_a_lost_payload(rank: int, world_size: int) -> ModelReport:
 
 
 def with_a_crash(rank: int, world_size: int) -> ModelReport:
-    from ds_ring.integrations.placement import Placement
+    from ds_ring.integrations.deepspeed.batch_sharding import Placement
 
     attention = Placement.attention
 

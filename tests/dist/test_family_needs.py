@@ -110,11 +110,11 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def on_a_ring(rank: int, world_size: int, family: str, layout: str, ulysses_size: int, divisor: float) -> Result:
     """Gradients are summed by hand and divided, as DeepSpeed does."""
-    from ds_ring.config import RingConfig
-    from ds_ring.integrations.session import RingSession
-    from ds_ring.integrations.transformers import attach
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.schedule.pattern_config import pattern_from_config
+    from ds_ring.config.patterns import pattern_from_config
 
     masked = FAMILIES[family][0] == "MaskedLM"
     ring_size = world_size // ulysses_size
@@ -181,12 +181,12 @@ def falcon_alone() -> Result:
 
 
 def falcon_as_is(rank: int, world_size: int) -> Result:
-    from ds_ring.config import RingConfig
-    from ds_ring.integrations.compile_backend import backend_of
-    from ds_ring.integrations.session import RingSession
-    from ds_ring.integrations.transformers import attach
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.compile.backend import backend_of
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.schedule.pattern_config import pattern_from_config
+    from ds_ring.config.patterns import pattern_from_config
 
     torch._dynamo.reset()
     config = RingConfig(ring_size=world_size, layout="zigzag", attention="as_is")

@@ -41,7 +41,7 @@ def silently_wrong(fault: str) -> Iterator[None]:
     """Seed an error that no shape and no dtype tells."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from ds_ring.integrations.placement import Placement
+    from ds_ring.integrations.deepspeed.batch_sharding import Placement
 
     rotate, attention, calls = LlamaRotaryEmbedding.forward, Placement.attention, []
 

@@ -24,7 +24,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.pattern import Pattern
 from tests.cases import Shape, document_ids, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention

@@ -29,7 +29,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.runtime.context import Options, context_for
-from ds_ring.schedule.pattern import Pattern
+from ds_ring.masks.pattern import Pattern
 from tests.cases import PATTERNS
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error

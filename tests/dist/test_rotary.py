@@ -107,10 +107,10 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def session_of(world_size: int, layout: str, packed: bool, attention: str = "ring") -> Any:
     """Gradients are summed by hand here: nobody divides them, so the session is told a divisor of one."""
-    from ds_ring.config import RingConfig
-    from ds_ring.integrations.session import RingSession
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.schedule.pattern_config import pattern_from_config
+    from ds_ring.config.patterns import pattern_from_config
 
     config = RingConfig(ring_size=world_size, layout=layout, pattern={"documents": packed}, attention=attention)
     mesh = RingMesh.from_world(world_size)
@@ -120,7 +120,7 @@ def session_of(world_size: int, layout: str, packed: bool, attention: str = "rin
 def on_a_ring(
     rank: int, world_size: int, family: str, layout: str, packed: bool, checkpointing: bool
 ) -> Result:
-    from ds_ring.integrations.transformers import attach
+    from ds_ring.integrations.transformers.attention import attach
 
     session = session_of(world_size, layout, packed)
     model = build(family, "ds_ring", checkpointing)
@@ -145,8 +145,8 @@ def compiled_on_a_ring(
 ) -> Result:
     """As `engine.compile` compiles it with the session's backend or another, or torch.compile with options."""
     from ds_ring import make_layout
-    from ds_ring.integrations.compile_backend import backend, backend_of
-    from ds_ring.integrations.transformers import attach
+    from ds_ring.integrations.compile.backend import backend, backend_of
+    from ds_ring.integrations.transformers.attention import attach
 
     torch._dynamo.reset()
     attention = "ring" if route == "another backend" else "as_is"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.config import RingConfig, by_json_key
+from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.module import options_from_config
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.test_ring_use import Own, of_the_session

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ds_ring.config import RingConfig
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingMeshError
-from ds_ring.tuning import tune
-from ds_ring.tuning.candidates import candidates, config_of
-from ds_ring.tuning.request import request_from
+from ds_ring.estimator.tuning import tune
+from ds_ring.estimator.tuning.candidates import candidates, config_of
+from ds_ring.estimator.tuning.request import request_from
 from ds_ring_launcher import cli
 from tests.dist.harness import RankPool
 

@@ -58,10 +58,10 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     DeepSpeed's own start (imports, its communication backend) is behind us: seconds, once for each process.
     """
     start_deepspeed()
-    import ds_ring.integrations.deepspeed
-    import ds_ring.integrations.transformers
+    import ds_ring.integrations.deepspeed.initialize
+    import ds_ring.integrations.transformers.attention
 
-    ds_ring.integrations.deepspeed._init_distributed(29500, None)  # finds the harness's process group
+    ds_ring.integrations.deepspeed.initialize._init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
     if "args" not in arguments:
@@ -346,7 +346,7 @@ def test_batches_that_no_pattern_can_express(rank_pool, what, who):
 def dropout(rank: int, world_size: int) -> Refusal:
     start_deepspeed()
     import ds_ring
-    import ds_ring.integrations.transformers
+    import ds_ring.integrations.transformers.attention
 
     model = build_model(SIZE, "ds_ring", attention_dropout=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

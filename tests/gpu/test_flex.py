@@ -11,9 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from ds_ring import Causal, SlidingWindow
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
-from ds_ring.schedule.pattern import Pattern
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.hops import ring_hops
 from tests.reference import dense_attention, relative_error

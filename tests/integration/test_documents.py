@@ -90,7 +90,7 @@ def quick_start(place: Place, text: str) -> None:
 def pass_the_tests(place: Place, text: str) -> None:
     """With one file of the suite, which this test is part of."""
     pytest_ = "--dist loadfile"
-    output = place.bash(text, {pytest_: f"{pytest_} -p no:cacheprovider tests/unit/test_config_json.py"})
+    output = place.bash(text, {pytest_: f"{pytest_} -p no:cacheprovider tests/unit/test_json_text.py"})
     check_installed(place)
     assert " passed" in output
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config import PatternConfig, RingConfig
+from ds_ring.config.section import PatternConfig, RingConfig
 from tools import document_keys
 
 

@@ -24,10 +24,10 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
+from ds_ring.masks.slot_ranges import progressions_at
 from ds_ring.runtime.exchange import Message
 from ds_ring.runtime.trace import Batch, tracing
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.slots import progressions_at
 from ds_ring.simulation import rank as rank_module
 from ds_ring.simulation.exchange import SOURCE_OF, Arrived, VirtualExchange
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed

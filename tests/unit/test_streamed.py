@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ds_ring import Causal, Dilated, Documents, RingError, SlidingWindow, build_plan, make_layout, simulate
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import expand_ranges
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.schedule.pattern import Pattern
-from ds_ring.schedule.slots import expand_ranges
 from ds_ring.simulation.blocks import BlockPlanner
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.oracle import exact_rows

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ds_ring.estimator.tuning.candidates import candidates
+from ds_ring.estimator.tuning.report import print_tables
 from ds_ring.tables import WIDTH
-from ds_ring.tuning.candidates import candidates
-from ds_ring.tuning.report import print_tables
 from ds_ring_launcher import cli
+from tests.unit.estimator.tuning.cases import request
+from tests.unit.estimator.tuning.test_result import result
 from tests.unit.test_plan_command import CPU, SIZES
-from tests.unit.tuning.cases import request
-from tests.unit.tuning.test_result import result
 
 ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 

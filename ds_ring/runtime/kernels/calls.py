@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.interface import Tile, each_tile
-from ds_ring.schedule.tiles import Kind, Tiles
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile
-from ds_ring.schedule.tiles import Kind, Tiles
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
 SMALL_BIAS = 256  # side of the squares of log m that several of are kept: 256 KiB each

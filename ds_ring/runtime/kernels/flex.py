@@ -36,9 +36,9 @@ from torch._higher_order_ops.flex_attention import (
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
-from ds_ring.schedule.tiles import Tiles
 
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.schedule.tiles import Kind, Tiles
-from ds_ring.schedule.weights import Weights
+from ds_ring.masks.key_multiplicity import Weights
+from ds_ring.masks.tiles import Kind, Tiles
 
 
 class Rows(NamedTuple):

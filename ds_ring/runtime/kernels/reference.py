@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
-from ds_ring.schedule.tiles import Kind, Tiles
 
 
 def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:

@@ -15,17 +15,17 @@ from torch._dynamo.utils import counters
 
 from ds_ring import Causal, Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import HopTensors, Table, hop_mask
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import build_plan
-from ds_ring.schedule.tiles import Tiles
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
 from tests.hops import ring_hops
 from tests.masks import MASKS, attention_by_mask, patterns
 from tests.reference import dense_attention, relative_error
-from tests.unit.schedule.painting import paint
+from tests.unit.masks.painting import paint
 
 CPU, TOKENS = torch.device("cpu"), 203
 MORE = {

@@ -12,19 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.pattern import Causal, Pattern
+from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
+from ds_ring.masks.triangulation import cut_by_distance
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.cuts import cut_by_distance
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.pattern import Causal, Pattern
 from ds_ring.schedule.plan import head_classes, query_heads_of
-from ds_ring.schedule.tiles import UNBOUNDED, Kind, Tiles
 from tests.cases import document_ids
 from tests.reference import dense_attention, relative_error
-from tests.unit.schedule.painting import paint
+from tests.unit.masks.painting import paint
 
 KERNELS = [get_kernel("reference", "cpu"), CpuKernel(), CpuKernel(block=48, triangle=32)]
 

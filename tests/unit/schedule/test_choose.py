@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import EVEN, work_of_ranks
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LONG_PATTERNS, longnet
 

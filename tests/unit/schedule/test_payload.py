@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.payload import find_reads, tiles_of_payload
 from ds_ring.schedule.plan import head_classes
-from tests.unit.schedule.painting import paint
-from tests.unit.schedule.test_dilated import in_order, runs
-from tests.unit.schedule.test_slots import as_ranges
+from tests.unit.masks.painting import paint
+from tests.unit.masks.test_dilated import in_order, runs
+from tests.unit.masks.test_slot_ranges import as_ranges
 
 PATTERNS: list[Pattern] = [
     Full(),

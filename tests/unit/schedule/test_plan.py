@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pattern import Pattern
 from ds_ring.schedule.plan import Plan, one_way
 from ds_ring.schedule.rank_plan import Lane
-from ds_ring.schedule.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.schedule.walk import Walk
 from tests.cases import LAYOUTS, PATTERNS, layout_for
-from tests.unit.schedule.painting import paint
+from tests.unit.masks.painting import paint
 
 PLACED = [name for name in LAYOUTS if name != "auto"]  # which is one of the others
 HEADS = (4, 2)  # query heads and K/V heads of the plans here

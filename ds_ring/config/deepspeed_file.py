@@ -1,0 +1,94 @@
+"""Finds our section inside a whole DeepSpeed JSON, and what beside it a ring cannot live with.
+
+Owns the keys of the top level: the section's name, `sequence_parallel_size`, and the two that DeepSpeed
+takes but that break a ring's gradients. The keys inside the section are section.py's: the model comes as an
+argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds_ring.config.json_text import Json, non_finite, read_object
+from ds_ring.config.messages import Problem, config_error, did_you_mean, problems_of, sentence, shown
+from ds_ring.errors import shown as shown_in_errors
+
+SECTION = "ring_attention"
+SP_KEY = "sequence_parallel_size"
+
+_BREAKS_GRADIENTS = ("mesh_param", "data_parallel_size")
+_WHY = (
+    "DeepSpeed then builds a device mesh and synchronises gradients over its data axis alone, so that the "
+    f"ranks of one sequence drift apart without a word; remove it: {SP_KEY} is all it takes"
+)
+
+Model = TypeVar("Model", bound=BaseModel)
+Source = str | os.PathLike[str] | Json
+
+
+def resolve(source: Source, model: type[Model]) -> tuple[Model, Json]:
+    """The section as a `model`, and the whole JSON it came from. One RingConfigError names all faults."""
+    whole = _read(source)
+    label = "the DeepSpeed configuration" if isinstance(source, dict) else str(source)
+    problems = _top_level_problems(whole)
+    section = whole.get(SECTION)
+    if not isinstance(section, dict):
+        raise config_error(label, *problems, _no_section(whole))
+    if SP_KEY in section:
+        problems.append(Problem(f"{SECTION}.{SP_KEY}", "got it inside the section; move it to the top level"))
+    ours = {key: whole[key] for key in (SP_KEY, SECTION) if key in whole}
+    problems += non_finite(ours)
+    try:
+        config = model.model_validate(copy.deepcopy(section | {SP_KEY: whole.get(SP_KEY, "auto")}))
+    except ValidationError as error:
+        told = {problem.key for problem in problems}
+        problems += [new for new in problems_of(error, model, SECTION) if new.key not in told]
+    if problems:
+        raise config_error(label, *problems)
+    return config, whole
+
+
+def _read(source: object) -> Json:
+    if isinstance(source, dict):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return read_object(source)
+    got = shown_in_errors(source)
+    what = sentence("a path or a dict", got, "pass the whole DeepSpeed JSON, or where it is")
+    raise config_error("the DeepSpeed configuration", what)
+
+
+def _top_level_problems(whole: Json) -> list[Problem]:
+    """What DeepSpeed swallows: keys that break the gradient, and a misspelt sequence_parallel_size."""
+    problems = [
+        Problem(key, sentence("no such key beside a ring", shown(whole[key]), _WHY))
+        for key in _BREAKS_GRADIENTS
+        if key in whole
+    ]
+    misspelt = None if SP_KEY in whole else _near_key(whole, SP_KEY)
+    return problems if misspelt is None else [*problems, _misspelt(misspelt, SP_KEY)]
+
+
+def _no_section(whole: Json) -> Problem:
+    if SECTION in whole:
+        return Problem(SECTION, sentence("an object {...}", shown(whole[SECTION]), "use {} for the defaults"))
+    misspelt = _near_key(whole, SECTION)
+    if misspelt is not None:
+        return _misspelt(misspelt, SECTION)
+    add = f'"{SECTION}": {{}}' if SP_KEY in whole else f'"{SECTION}": {{"ring_size": 4}}'
+    return Problem(SECTION, sentence("this section", "none", f"add {add} at the top level to run a ring"))
+
+
+def _misspelt(key: str, wanted: str) -> Problem:
+    return Problem(key, sentence(f"'{wanted}'", f"the unknown key '{key}'", f"did you mean '{wanted}'?"))
+
+
+def _near_key(whole: Json, wanted: str) -> str | None:
+    if len(whole) > 500:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
+        return None
+    # 0.85: "sequence_parallel" is a slip of the pen, DeepSpeed's own "tensor_parallel" and its like are not.
+    return next((str(key) for key in whole if did_you_mean(key, [wanted], cutoff=0.85)), None)

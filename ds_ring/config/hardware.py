@@ -1,0 +1,104 @@
+"""A hardware description as a frozen model: what one device computes, holds and sends in a second.
+
+The only file that knows the keys of `configs/hardware/*.yaml`. How a file is found and read is the
+launcher's; what follows for a plan stands in estimator/cost.py. `ds-ring tune` measures a machine and
+writes such a file, `ds-ring plan` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ds_ring.config.messages import Section, Takes, config_error, problems_of, sentence
+from ds_ring.errors import RingConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+_RATE = "a number above 0"
+_FRACTION = "a number above 0 and at most 1"
+_WAIT = "a number of seconds, 0 or more"
+
+Name = Annotated[str, Field(min_length=1), Takes("a word", "write the name of the device")]
+Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
+Bytes = Annotated[
+    int, Field(ge=1, le=2**60), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")
+]
+Count = Annotated[int, Field(ge=1, le=2**20), Takes("a whole number of at least 1", "write 8, say")]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
+RateOrNone = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+    Takes(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
+]
+Fraction = Annotated[
+    float, Field(gt=0, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
+]
+Wait = Annotated[float, Field(ge=0, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
+Sources = Annotated[
+    dict[str, str], Takes("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
+]
+
+
+class PeakFlops(Section):
+    """Floating-point operations per second by dtype; a dtype that is left out is not offered."""
+
+    float32: RateOrNone = Field(default=None, description="as matrix products of that dtype run")
+    bfloat16: RateOrNone = Field(default=None, description="dense, not sparse")
+    float16: RateOrNone = Field(default=None, description="dense, not sparse")
+
+
+class AttentionEfficiency(Section):
+    """Fraction of the peak that the attention kernel reaches on long sequences."""
+
+    forward: Fraction = Field(description="of 4 D FLOPs a pair")
+    backward: Fraction = Field(description="of 10 D FLOPs a pair")
+
+
+class Hardware(Section):
+    """One kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
+
+    name: Name = Field(description="what tables call it")
+    kind: Kind = Field(description="cuda also stands for ROCm, as in torch")
+    memory_bytes: Bytes = Field(description="of one device (for kind cpu: that one process may use)")
+    devices_per_node: Count = Field(description="devices that intra_node_bytes_per_s connects")
+    peak_flops: Annotated[PeakFlops, Takes("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")] = (
+        Field(description="of one device")
+    )
+    attention_efficiency: Annotated[
+        AttentionEfficiency, Takes("a mapping with forward and backward", "write 'forward: 0.5'")
+    ] = Field(description="fractions of peak_flops")
+    matmul_efficiency: Fraction = Field(description="of peak_flops in the model's other matrices")
+    call_overhead_s: Wait = Field(description="fixed cost of a kernel call")
+    intra_node_bytes_per_s: Rate = Field(
+        description="that one device receives from its neighbour in the node"
+    )
+    inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
+    link_latency_s: Wait = Field(description="from a send to the first byte")
+    hop_overhead_s: Wait = Field(description="fixed cost of posting and waiting for a hop's messages")
+    source: Sources = Field(description="where each figure is from")
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOPs per second in a dtype.
+
+        Raises:
+            RingConfigError: the description has no figure for it.
+        """
+        found: float | None = getattr(self.peak_flops, dtype, None)
+        if found is None:
+            known = [name for name in DTYPES if getattr(self.peak_flops, name) is not None]
+            advice = "add it under peak_flops, or take another dtype"
+            what = sentence(f"one of {', '.join(known)}", dtype, advice)
+            raise RingConfigError(f"hardware {self.name}: dtype: {what}")
+        return found
+
+
+def hardware_from(values: dict[str, Any], source: str) -> Hardware:
+    """A description from the values of a file; one RingConfigError that names `source` lists all faults."""
+    required = [name for name, field in Hardware.model_fields.items() if field.is_required()]
+    filled = {**dict.fromkeys(required), **values}
+    if isinstance(filled["peak_flops"], dict) and not any(filled["peak_flops"].values()):
+        raise config_error(source, "peak_flops: expected a rate for one dtype at least, got none; add one")
+    try:
+        return Hardware.model_validate(filled)
+    except ValidationError as error:
+        raise config_error(source, *problems_of(error, Hardware, "")) from None

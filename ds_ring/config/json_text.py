@@ -1,0 +1,181 @@
+"""Reads a DeepSpeed JSON strictly, and says where it is broken. Knows no key.
+
+DeepSpeed itself reads with hjson, which takes comments and trailing commas that every other reader of the
+same file (Accelerate, Transformers, the launcher, an editor) refuses, and answers a missing file with
+"Invalid base64". Here a file is plain JSON in UTF-8, or an error names the line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ds_ring.config.messages import MOST_PROBLEMS, Problem, config_error, sentence, shown
+from ds_ring.config.text_file import read_small
+from ds_ring.errors import RingConfigError
+
+Json = dict[str, Any]
+MOST_NESTED = 64
+
+
+def read_object(source: str | os.PathLike[str]) -> Json:
+    """The JSON object in the file `source`; RingConfigError for whatever keeps it from being read."""
+    path = Path(source)
+    if str(path).lstrip().startswith("{"):
+        advice = "pass json.loads(text), or write it to a file"
+        raise config_error(f"{str(path)[:40]!r}", sentence("the path of a file", "JSON text", advice))
+    return parse_object(_read_text(path), str(path))
+
+
+def parse_object(text: str, label: str) -> Json:
+    """The JSON object that `text` is; RingConfigError, beginning with `label`, for whatever it is not."""
+    duplicates: list[tuple[Json, str]] = []
+    if _depth(text) > MOST_NESTED:
+        what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
+        raise config_error(label, f"cannot be read as JSON: {what}")
+    try:
+        value = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, duplicates))
+    except json.JSONDecodeError as error:
+        raise config_error(label, _syntax_message(text, error)) from None
+    except ValueError as error:  # an integer of 5000 digits
+        got = str(error).split(";")[0]
+        what = sentence("numbers that can be read", got, "correct them")
+        raise config_error(label, f"cannot be read as JSON: {what}") from None
+    if not isinstance(value, dict):
+        raise config_error(label, _not_an_object(value))
+    problems = [_duplicate(value, owner, key) for owner, key in duplicates[:MOST_PROBLEMS]] + non_finite(
+        value
+    )
+    if problems:
+        raise config_error(label, *problems)
+    return value
+
+
+def _depth(text: str) -> int:
+    """How deep brackets stand in each other, texts in quotes left out: linear, and known before parsing."""
+    depth = deepest = 0
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', text, re.DOTALL):
+        bracket = found.group()
+        depth += (bracket in "[{") - (bracket in "]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def non_finite(value: object) -> list[Problem]:
+    """One problem for each NaN or infinity anywhere inside `value` (JSON has neither)."""
+    advice = "JSON has no NaN and no Infinity: write a number"
+    return [
+        Problem(key, sentence("a finite number", repr(item), advice))
+        for key, item in _walk(value)
+        if isinstance(item, float) and not math.isfinite(item)
+    ]
+
+
+def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Every value inside `value`, with its dotted key."""
+    yield key, value
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _walk(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _walk(item, f"{key}[{index}]")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = read_small(path)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except IsADirectoryError:
+        raise config_error(str(path), "expected a JSON file, got a directory; " + _files_in(path)) from None
+    if not text.strip():
+        advice = 'it must hold at least {"ring_attention": {"ring_size": 4}}'
+        raise config_error(str(path), f"expected a JSON object, got an empty file; {advice}")
+    return text
+
+
+def _missing(path: Path) -> RingConfigError:
+    where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
+    if path.parent.is_dir():
+        what = f"nothing of that name in {path.parent.resolve()}{where}; {_near_files(path)}"
+    else:
+        what = f"the folder {path.parent} does not exist either{where}; check the path"
+    return config_error(str(path), f"the file does not exist: {what}")
+
+
+def _near_files(path: Path) -> str:
+    names = sorted(os.listdir(path.parent))
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return _files_in(path.parent)
+
+
+def _files_in(folder: Path) -> str:
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+    more = ", ..." if len(names) > 5 else ""
+    return f"the JSON files there: {', '.join(names[:5])}{more}" if names else "there is no JSON file there"
+
+
+def _syntax_message(text: str, error: json.JSONDecodeError) -> str:
+    """Line, column, the line itself with a caret under the fault, and what the fault probably is."""
+    position, hint = _diagnose(text, error)
+    line_number = text.count("\n", 0, position) + 1
+    line_start = text.rfind("\n", 0, position) + 1
+    line = text[line_start:].split("\n", 1)[0].rstrip("\r")
+    column = position - line_start + 1
+    shown_from = max(0, column - 60)  # a minified file is one line of any length
+    excerpt = line[shown_from : shown_from + 100].replace("\t", " ")
+    caret = " " * (column - 1 - shown_from) + "^"
+    return f"not JSON at line {line_number}, column {column}: {hint}\n    {excerpt}\n    {caret}"
+
+
+def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
+    """Where the fault really is (a trailing comma is noticed one token late), and its name."""
+    position = error.pos
+    before, here = text[:position].rstrip(), text[position : position + 12]
+    if here[:1] in ("}", "]") and before.endswith(","):
+        return len(before) - 1, "JSON allows no trailing comma; remove this one"
+    if here.startswith(",") and text[position + 1 :].lstrip()[:1] in ("}", "]"):  # what Python 3.13 points at
+        return position, "JSON allows no trailing comma; remove this one"
+    if here.startswith(("//", "/*", "#")):
+        return position, "JSON has no comments; remove it"
+    if here.startswith("'"):
+        return position, "JSON strings stand in double quotes; replace the single quotes"
+    if here.startswith(("True", "False", "None")):
+        return position, "Python's True, False and None are true, false and null in JSON"
+    if position >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
+        return position, f"the text ends too early ({error.msg}); a bracket or a quote is not closed"
+    if error.msg.startswith("Expecting ',' delimiter"):
+        return position, "expected a comma or a closing bracket here; is the comma before it missing?"
+    if error.msg.startswith("Extra data"):
+        return position, "expected one JSON object, got more text after its end; remove it"
+    return position, f"{error.msg}; correct it here or just before"
+
+
+def _object(pairs: list[tuple[str, Any]], duplicates: list[tuple[Json, str]]) -> Json:
+    """json keeps the last of two equal keys without a word; here they are noted."""
+    built: Json = dict(pairs)
+    if len(built) < len(pairs):
+        times = Counter(name for name, _ in pairs)
+        duplicates.extend((built, name) for name, count in times.items() if count > 1)
+    return built
+
+
+def _duplicate(root: Json, owner: Json, name: str) -> Problem:
+    # An owner that was itself overwritten by a later duplicate is no longer in the tree: name the key alone.
+    prefix = next((key for key, item in _walk(root) if item is owner), "")
+    key = f"{prefix}.{name}" if prefix else name
+    return Problem(key, sentence("each key once in an object", "this one more than once", "keep one of them"))
+
+
+def _not_an_object(value: object) -> str:
+    return sentence("a JSON object {...} at the top level", shown(value), "write {...} with keys")

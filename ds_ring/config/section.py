@@ -1,0 +1,342 @@
+"""The "ring_attention" section of the DeepSpeed JSON as a frozen model.
+
+This is the only file that knows the keys of the section: names, defaults, units, limits, and how they depend
+on each other. Where the section is found stands in deepspeed_file.py, how a file is read in json_text.py,
+how a complaint is worded in messages.py; what a key makes the ring do stands where it is done.
+Imports no torch, reads no environment, has no global state.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY, Source, resolve
+from ds_ring.config.json_text import Json
+from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
+from ds_ring.errors import RingMeshError
+
+_ONE_UP = "a whole number of at least 1"
+_WORD = Takes("a word", "write one of these in double quotes")
+_BRANCHES = Takes(f"a list, each item {_ONE_UP} and larger than the one before", "write [2048, 4096], say")
+_OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
+_AUTO: Any = "auto"
+
+MOST = 2**53  # positions are numbers of 64 bits, and their products must be
+MOST_RANKS = 2**31 - 1
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Flag = Annotated[bool, Takes("true or false", "write true or false, without quotes")]
+Window = Annotated[AtLeastOne | None, Takes(f"{_ONE_UP}, or null", "use null for no window")]
+Branches = Annotated[
+    tuple[AtLeastOne, ...] | None,
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    _BRANCHES,
+]
+Ring = Annotated[Ranks, Takes(f'{_ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+Ulysses = Annotated[Ranks, Takes(_ONE_UP, "use 1 to leave the heads together")]
+Whole = Annotated[
+    Ranks, Takes(f"{_ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
+]
+BlockSize = Annotated[
+    int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
+]
+Options = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
+ChunkBytes = Annotated[
+    AtLeastOne | None,
+    Takes(f"{_ONE_UP} (bytes), or null", "use null for the default"),
+]
+Tokens = Annotated[
+    int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
+]
+Seconds = Annotated[
+    float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
+]
+HeadOffsets = Annotated[Literal["paper", "paper_kv", "torchscale", "zero"], _WORD]
+Layout = Annotated[Literal["auto", "contiguous", "zigzag", "striped", "residue", "balanced"], _WORD]
+Kernel = Annotated[Literal["auto", "reference", "cpu", "flex"], _WORD]
+Attention = Annotated[Literal["ring", "as_is"], _WORD]
+Transport = Annotated[Literal["ring", "all_gather"], _WORD]
+
+
+class PatternConfig(Section):
+    """Which query position attends to which key position. Lengths are tokens of the global sequence."""
+
+    causal: Flag = Field(default=True, description="a query sees no later key")
+    window: Window = Field(
+        default=None, description="sliding window in tokens; two-sided where causal is false"
+    )
+    segment_lengths: Branches = Field(
+        default=None, description="LongNet's w_i in tokens, one for each dilated branch; null: not dilated"
+    )
+    dilation_rates: Branches = Field(
+        default=None,
+        description="LongNet's r_i, one for each segment length: a branch keeps every r_i-th token",
+    )
+    head_offsets: HeadOffsets = Field(
+        default="paper",
+        description="the first token that query head h of H keeps in a branch of dilation r: paper h mod r; "
+        "paper_kv the same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
+    )
+    documents: Flag = Field(
+        default=False, description="tokens see their own document only; the batch's ids say which that is"
+    )
+
+    @field_validator("segment_lengths", "dilation_rates")
+    @classmethod
+    def _increases(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if values == ():
+            raise Refused(sentence(_BRANCHES.what, "[]", "use null where the pattern is not dilated"))
+        for before, after in pairwise(values or ()):
+            if after <= before:
+                got = f"{before} followed by {after} in {shown(values)}"
+                raise Refused(sentence(_BRANCHES.what, got, "sort the branches, none twice"))
+        return values
+
+    @field_validator("head_offsets")
+    @classmethod
+    def _of_a_dilation(cls, offsets: str, info: ValidationInfo) -> str:
+        if offsets != "paper" and info.data.get("segment_lengths", ()) is None:
+            raise Refused(_without_effect(shown(offsets), "segment_lengths null", "is not dilated"))
+        return offsets
+
+    @field_validator("dilation_rates")
+    @classmethod
+    def _one_for_each_segment(
+        cls, rates: tuple[int, ...] | None, info: ValidationInfo
+    ) -> tuple[int, ...] | None:
+        if "segment_lengths" not in info.data:  # refused already: nothing to compare with
+            return rates
+        segments: tuple[int, ...] | None = info.data["segment_lengths"]
+        if segments is None and rates is not None:
+            advice = f"add {len(rates)} segment_lengths, or set both to null"
+            raise Refused(sentence("null while segment_lengths is null", shown(rates), advice))
+        if segments is not None and len(segments) != len(rates or ()):
+            expected = f"{len(segments)} rates, one for each of segment_lengths {shown(segments)}"
+            got = "null" if rates is None else f"{len(rates)} in {shown(rates)}"
+            raise Refused(sentence(expected, got, "make the two lists equally long, or set both to null"))
+        return rates
+
+
+class RingConfig(Section):
+    """The section, resolved: `ring_size` is a number here even where the JSON says "auto".
+
+    `sequence_parallel_size` stands at the top level of the JSON, where DeepSpeed reads it. Left out, or
+    "auto", it is ring_size x ulysses_size. With ring_size "auto" as well nothing says how many ranks share
+    a sequence; DeepSpeed's own default of 1 would be no ring at all without a word, so that is an error.
+    """
+
+    # The order matters: a validator sees the values of the fields above its own.
+    sequence_parallel_size: Whole = Field(
+        default=_OPEN,
+        validate_default=False,
+        description="ranks that share one sequence: ring_size x ulysses_size",
+    )
+    ulysses_size: Ulysses = Field(
+        default=1, description="ranks that split the heads of one sequence by all-to-all"
+    )
+    ring_size: Ring = Field(
+        default=_AUTO, description='ranks in one K/V ring; "auto": sequence_parallel_size / ulysses_size'
+    )
+    layout: Layout = Field(
+        default="auto",
+        description="which token lies on which rank; auto: even work and least traffic for the pattern",
+    )
+    pattern: Annotated[PatternConfig, Takes("an object of pattern keys", 'write {"causal": true}, say')] = (
+        Field(default=PatternConfig(), description="which query sees which key")
+    )
+    attention: Attention = Field(
+        default="ring",
+        description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "
+        'keeps its own sdpa for engine.compile(backend="ds_ring") to rewrite',
+    )
+    kernel: Kernel = Field(
+        default="auto",
+        description="what computes a hop's attention; auto: flex (FlexAttention) on CUDA, cpu on the CPU",
+    )
+    block_size: BlockSize = Field(
+        default=128,
+        description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
+    )
+    kernel_options: Options = Field(
+        default={},
+        description="handed to the kernel: FlexAttention's kernel_options, or block and triangle of cpu",
+    )
+    transport: Transport = Field(
+        default="ring",
+        description="how K/V move; all_gather takes O(T) memory and is there to be compared with",
+    )
+    overlap: Flag = Field(
+        default=True, description="send and receive the next hop while this one is computed"
+    )
+    prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
+    chunk_bytes: ChunkBytes = Field(
+        default=None,
+        description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
+        "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
+        "64 MiB on CUDA",
+    )
+    min_sequence_length: Tokens = Field(
+        default=0,
+        description="below this many tokens the ranks of a ring take whole samples instead of shards",
+    )
+    heartbeat_timeout_seconds: Seconds = Field(
+        default=10.0, description="silence after which a rank counts as lost"
+    )
+    hop_timeout_seconds: Seconds = Field(
+        default=60.0, description="longest wait for one hop's messages; at least heartbeat_timeout_seconds"
+    )
+    check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
+    verify_first_batch: Flag = Field(
+        default=False,
+        description="compare the first training step with the same model on one process: logits, loss and "
+        "every gradient; takes memory for the whole model and batch on rank 0",
+    )
+    monitor: Flag = Field(
+        default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"
+    )
+
+    @classmethod
+    def from_deepspeed(cls, source: Source) -> RingConfig:
+        """Our section of a whole DeepSpeed JSON (a path or a dict). One RingConfigError names all faults."""
+        return resolve(source, cls)[0]
+
+    def validate_world(self, world_size: int) -> None:
+        """RingMeshError unless `world_size` ranks fall into whole sequence groups."""
+        if type(world_size) is not int or world_size < 1:
+            advice = "pass the number of ranks"
+            raise RingMeshError(f"world size: {sentence(_ONE_UP, repr(world_size), advice)}")
+        whole, ulysses = self.sequence_parallel_size, self.ulysses_size
+        if world_size % whole == 0:
+            return
+        fits = [size for size in _divisors(world_size) if size % ulysses == 0]
+        advice = f"use {listed(fits)}" if fits else f"no multiple of ulysses_size {ulysses} does: change that"
+        if world_size < whole:  # a script that was started without a launcher, say
+            advice += (
+                f", or start {whole} processes (deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch)"
+            )
+        raise RingMeshError(f"{SP_KEY} {whole} does not divide world size {world_size}; {advice}")
+
+    def fingerprint(self) -> str:
+        """16 hex digits, equal on two ranks exactly if every key is."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:  # pydantic's own would fail on kernel_options, a dict
+        return hash(self.fingerprint())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_whole(cls, values: Any) -> Any:
+        """Left out, it is the product of good sizes; from anything else nothing: that is refused below."""
+        if not isinstance(values, dict) or values.get(SP_KEY, "auto") != "auto":
+            return values
+        kept = {name: value for name, value in values.items() if name != SP_KEY}
+        ring, ulysses = kept.get("ring_size"), kept.get("ulysses_size", 1)
+        both_good = all(type(size) is int and 1 <= size <= MOST_RANKS for size in (ring, ulysses))
+        return kept | {SP_KEY: ring * ulysses} if both_good else kept
+
+    @field_validator("ring_size", mode="before")
+    @classmethod
+    def _resolve_auto(cls, ring: object, info: ValidationInfo) -> object:
+        if ring != "auto":
+            return ring
+        if not {SP_KEY, "ulysses_size"} <= info.data.keys():  # refused already; any number will do
+            return 1
+        whole, ulysses = info.data[SP_KEY], info.data["ulysses_size"]
+        if whole is None:
+            advice = f'add "{SP_KEY}": 4 at the top level of the JSON, or set ring_size to a number'
+            raise Refused(sentence(_ONE_UP, f'"auto" and no {SP_KEY}', advice))
+        if whole % ulysses:
+            expected, got = f'"auto" = {SP_KEY} / ulysses_size to be whole', f"{whole} / {ulysses}"
+            raise Refused(sentence(expected, got, f"use ulysses_size {listed(_divisors(whole))}"))
+        return whole // ulysses
+
+    @field_validator("ring_size")
+    @classmethod
+    def _multiplies_to_the_whole(cls, ring: int, info: ValidationInfo) -> int:
+        whole, ulysses = info.data.get(SP_KEY), info.data.get("ulysses_size")
+        if whole is None or ulysses is None or ring * ulysses == whole:
+            return ring
+        fits = f'ring_size to {whole // ulysses} or "auto"' if whole % ulysses == 0 else "ulysses_size to 1"
+        raise Refused(
+            f"ring_size {ring} x ulysses_size {ulysses} = {ring * ulysses}, but {SP_KEY} is {whole}; "
+            f"set {fits}, or {SP_KEY} to {ring * ulysses}"
+        )
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
+        kernel = info.data.get("kernel")
+        if size != 128 and kernel in ("cpu", "reference"):
+            raise Refused(_without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
+        return size
+
+    @field_validator("overlap", "prune", "chunk_bytes", "monitor")
+    @classmethod
+    def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
+        default = cls.model_fields[str(info.field_name)].default
+        if info.data.get("transport") == "all_gather" and value != default:
+            raise Refused(_without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
+        return value
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_a_power_of_two(cls, size: int) -> int:
+        if size >= 16 and size.bit_count() == 1:
+            return size
+        below = 1 << (size.bit_length() - 1) if size > 16 else 16
+        near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
+        raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
+
+    @field_validator("hop_timeout_seconds")
+    @classmethod
+    def _outlasts_the_heartbeat(cls, hop: float, info: ValidationInfo) -> float:
+        heartbeat = info.data.get("heartbeat_timeout_seconds", 0)
+        if hop < heartbeat:
+            expected, got = f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{hop:g}"
+            advice = "raise it, or lower the other: a hop that gives up first cannot name the lost rank"
+            raise Refused(sentence(expected, got, advice))
+        return hop
+
+
+def strip_section(source: Source) -> Json:
+    """The JSON that deepspeed.initialize should get: a deep copy without our section.
+
+    `sequence_parallel_size` is in it as a number, whatever the JSON left open. Hand DeepSpeed this dict and
+    not a path: given a path, it looks for that key among the letters of the path.
+    """
+    config, whole = resolve(source, RingConfig)
+    rest = {key: copy.deepcopy(value) for key, value in whole.items() if key != SECTION}
+    return rest | {SP_KEY: config.sequence_parallel_size}
+
+
+def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
+    """The dotted JSON keys in which two configurations differ; empty exactly if the fingerprints agree."""
+    left, right = by_json_key(a), by_json_key(b)
+    return [key for key in left if left[key] != right[key]]
+
+
+def by_json_key(config: RingConfig) -> Json:
+    """The values by their dotted JSON keys, with everything that was left out filled in."""
+    values = config.model_dump(mode="json")
+    whole, pattern = values.pop(SP_KEY), values.pop("pattern")
+    flat = {f"{SECTION}.{name}": value for name, value in values.items()}
+    return {SP_KEY: whole} | flat | {f"{SECTION}.pattern.{name}": value for name, value in pattern.items()}
+
+
+def _without_effect(got: str, beside: str, why: str) -> str:
+    """The sentence for a value that nothing would read."""
+    return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
+
+
+def _divisors(number: int) -> list[int]:
+    """In rising order, by pairs up to the square root: a typing error of 10^12 must not hang."""
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,211 @@
+"""Peak memory of a training step on one device, by component and by moment. Pure arithmetic.
+
+Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
+eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
+fused norms, fused losses and compilation save less). Attention's own part comes from `pass_memory.py`, states
+from `zero_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.estimator.pass_memory import PassMemory
+from ds_ring.estimator.zero_memory import FLOAT, Zero
+
+Components = dict[str, int]
+
+
+class Moment(NamedTuple):
+    """A moment of a step: bytes by component."""
+
+    name: str
+    components: Components
+
+    @property
+    def total(self) -> int:
+        """Bytes alive."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one device holds of a batch.
+
+    Attributes:
+        outside: tokens outside attention: batch x T / (ring x Ulysses).
+        inside: token slots inside attention: batch x T / ring.
+        heads, kv_heads: there: those of the model over the Ulysses size.
+    """
+
+    outside: int
+    inside: int
+    heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step on one device.
+
+    Attributes:
+        model, zero: what is trained and how its states are kept.
+        tokens: how many here.
+        ring: what the pass needs beside q, k, v, out and their gradients.
+        checkpointing: a layer keeps its input only and is computed again.
+        loss_tokens: tokens whose logits are there at once (a chunked loss); None for all.
+    """
+
+    model: ModelShape
+    zero: Zero
+    tokens: Tokens
+    ring: PassMemory
+    checkpointing: bool = False
+    loss_tokens: int | None = None
+
+    @property
+    def norm_bytes(self) -> int:
+        """A norm saves its input in float32 (itself, where that is its dtype), x / rms, and its output."""
+        return self.tokens.outside * self.model.hidden * (FLOAT + 2 * self.zero.element_bytes)
+
+    @property
+    def attention_bytes(self) -> int:
+        """q, k, v, out, the output in the order of tokens, and the float32 lse."""
+        here, element = self.tokens, self.zero.element_bytes
+        inside = here.inside * (
+            (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element + here.heads * FLOAT
+        )
+        return inside + self._query_bytes
+
+    @property
+    def _query_bytes(self) -> int:
+        model = self.model
+        return self.tokens.outside * model.heads * model.head_dim * self.zero.element_bytes
+
+    @property
+    def mlp_bytes(self) -> int:
+        """gate, silu(gate), up, and their product."""
+        return 4 * self.tokens.outside * self.model.intermediate * self.zero.element_bytes
+
+    @property
+    def layer_input_bytes(self) -> int:
+        """The residual stream at one layer."""
+        return self.tokens.outside * self.model.hidden * self.zero.element_bytes
+
+    @property
+    def logits(self) -> int:
+        """Elements of the local logits that are there at once."""
+        tokens = self.tokens.outside
+        return min(tokens, self.loss_tokens or tokens) * self.model.vocab
+
+    def saved(self, layers: int, attention: bool) -> int:
+        """What whole layers keep for the backward pass, of attention or of the rest."""
+        if self.checkpointing:
+            return 0 if attention else layers * self.layer_input_bytes
+        return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
+
+    def moments(self) -> list[Moment]:
+        """Every moment that can be the highest, in the order of a step."""
+        return [
+            self._start(),
+            *self._loss(),
+            *self._layers(),
+            self._end_of_backward(),
+            self._optimizer_step(),
+        ]
+
+    def peak(self) -> Moment:
+        """The moment of the most memory."""
+        return max(self.moments(), key=lambda moment: moment.total)
+
+    def _states(self, made: int, passing: bool = True) -> Components:
+        zero, model = self.zero, self.model
+        return {
+            "parameters": zero.parameters(model),
+            "gathered parameters": zero.gathered(model) if passing else 0,
+            "optimizer states": zero.optimizer(model),
+            "gradients": zero.standing_gradients(model) + zero.gradients(model, made),
+            "ring buffers": self.ring.buffers,
+        }
+
+    def _start(self) -> Moment:
+        zero, model = self.zero, self.model
+        return Moment("start of the engine", {"parameters": zero.start(model)})
+
+    def _loss(self) -> Iterator[Moment]:
+        """Forward: logits (again in float32), their log-softmax. Backward: two float32 gradients as well."""
+        element, layers = self.zero.element_bytes, self.model.layers
+        before = self._states(0) | {
+            "activations": self.saved(layers, False) + self.norm_bytes,
+            "attention": self.saved(layers, True),
+        }
+        forward = element + FLOAT + (FLOAT if self.zero.low else 0)
+        yield Moment("loss, forward", before | {"logits and loss": forward * self.logits})
+        yield Moment("loss, backward", before | {"logits and loss": 3 * FLOAT * self.logits})
+        weight = self.zero.element_bytes * self.model.head_parameters
+        backward = element * self.logits + 2 * self.layer_input_bytes
+        after = before | {"logits and loss": backward, "gradients": before["gradients"] + weight}
+        yield Moment("output matrix, backward", after)
+
+    def _layers(self) -> Iterator[Moment]:
+        """The last layer, while all others are still saved, and the first, when all gradients are there."""
+        layers, per_layer = self.model.layers, self.model.layer_parameters
+        head = self.model.head_parameters
+        for name, left in (("last", layers), ("first", 1)):
+            made = head + (layers - left) * per_layer
+            saved, attention = self.saved(left, False), self.saved(left, True)
+            if self.checkpointing:  # computed again
+                saved += 2 * self.norm_bytes + self.mlp_bytes
+                attention += self.attention_bytes
+            yield self._mlp(name, made, saved, attention)
+            yield self._attention(name, made + self.model.mlp_parameters, saved, attention)
+
+    def _mlp(self, name: str, made: int, saved: int, attention: int) -> Moment:
+        element, tokens = self.zero.element_bytes, self.tokens.outside
+        passing = tokens * element * 2 * (self.model.intermediate + self.model.hidden)
+        gradients = {"activations": saved + passing, "attention": attention}
+        return Moment(f"MLP of the {name} layer, backward", self._states(made) | gradients)
+
+    def _attention(self, name: str, made: int, saved: int, attention: int) -> Moment:
+        """Without what the MLP saved; grad_out, dq, dk, dv beside q, k, v, out; the copy of out is gone."""
+        here, element = self.tokens, self.zero.element_bytes
+        saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
+        gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
+        return Moment(
+            f"attention of the {name} layer, backward",
+            self._states(made)
+            | {"activations": saved, "attention": attention + gradients - self._query_bytes}
+            | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace},
+        )
+
+    def _end_of_backward(self) -> Moment:
+        states = self._states(self.model.parameters)
+        states["gradients"] += self.zero.reduction(self.model)
+        return Moment("end of the backward pass", states)
+
+    def _optimizer_step(self) -> Moment:
+        states = self._states(0, passing=False)
+        gradients, temporary = self.zero.step(self.model)
+        states["gradients"] += gradients
+        return Moment("optimizer step", states | {"optimizer temporaries": temporary})
+
+
+def attention_alone(
+    rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory
+) -> Moment:
+    """A forward and backward pass with no model around it.
+
+    Args:
+        rows, kv_rows: batch x query heads, batch x K/V heads.
+        local_tokens: slots S.
+        head_dim: D.
+        element: bytes of one element of q, k, v.
+        ring: what the pass needs beside them.
+    """
+    tensors = 4 * (rows + kv_rows) * local_tokens * head_dim * element  # q, k, v, out and their gradients
+    parts = {"attention": tensors + rows * local_tokens * FLOAT, "ring buffers": ring.buffers}
+    parts |= {"accumulators": ring.accumulators, "kernel workspace": ring.workspace}
+    return Moment("attention, backward", parts)

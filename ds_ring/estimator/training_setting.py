@@ -1,0 +1,76 @@
+"""What `ds-ring plan` plans: a model, a sequence and a pattern on some devices. Owns no cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_ring.config.hardware import Hardware
+from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.estimator.zero_memory import Zero
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.head_chunks import chunk_bytes_on
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
+FEW_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is planned.
+
+    Attributes:
+        tokens: T of one sequence.
+        ring_size, ulysses_size: ranks that share one; their product divides the devices.
+        model, pattern: what is trained.
+        layout: a name of `make_layout`.
+        zero: how states are kept; its world is the number of devices.
+        dtype: "float32", "bfloat16" or "float16".
+        hardware: of all devices.
+        batch: sequences of one ring.
+        checkpointing: layers are computed again in the backward pass.
+        loss_tokens: tokens whose logits are there at once; None for all.
+        overlap, prune, chunk_bytes: as in the JSON.
+    """
+
+    tokens: int
+    ring_size: int
+    ulysses_size: int
+    model: ModelShape
+    pattern: Pattern
+    layout: str
+    zero: Zero
+    dtype: str
+    hardware: Hardware
+    batch: int = 1
+    checkpointing: bool = False
+    loss_tokens: int | None = None
+    overlap: bool = True
+    prune: bool = True
+    chunk_bytes: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.zero.world
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a device that tensors can have."""
+        return self.hardware.memory_bytes * USABLE[self.hardware.kind]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the slowest link of a ring: hops keep step with each other."""
+        spans = self.ring_size * self.ulysses_size > self.hardware.devices_per_node
+        return self.hardware.inter_node_bytes_per_s if spans else self.hardware.intra_node_bytes_per_s
+
+
+def smaller_ring(setting: Setting, local_tokens: int, most: int = FEW_RANKS) -> Setting:
+    """A setting with as many tokens for each rank of a ring of at most `most`: memory and hops are the same.
+
+    (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
+    """
+    ring = min(setting.ring_size, most)
+    chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
+    return replace(setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes)

@@ -1,0 +1,192 @@
+"""What can be chosen: every combination of sizes, layout, overlap, kernel options and heads per message.
+
+Owns the enumeration and the translation to keys of the JSON. A candidate says how many K/V heads go round
+together, not how many bytes, so that it means the same at every length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingLayoutError
+from ds_ring.estimator.tuning.request import Request
+from ds_ring.module import options_from_config
+from ds_ring.schedule.head_chunks import head_chunks
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.plan import head_classes
+from ds_ring.schedule.workspace import BLOCK, TRIANGLE
+
+BLOCKS, TRIANGLES = (1024, 2048, 4096), (64, 128, 256)  # tokens, of the cpu kernel
+BLOCK_SIZES = (64, 128, 256)  # tokens, of the flex kernel
+LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "residue", "auto")
+
+
+class KernelChoice(NamedTuple):
+    """Options of the kernel, as pairs, and the side of a mask block in tokens."""
+
+    options: tuple[tuple[str, int], ...]
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a pass.
+
+    Attributes:
+        ring_size, ulysses_size: their product is the number of ranks that share a sequence.
+        layout: its name.
+        overlap: compute while sending.
+        kernel: its options.
+        heads_per_message: K/V heads that go round together; 0 where nothing goes round.
+    """
+
+    ring_size: int
+    ulysses_size: int
+    layout: str
+    overlap: bool
+    kernel: KernelChoice
+    heads_per_message: int
+
+    @property
+    def family(self) -> tuple[int, int, str, bool]:
+        """What the model knows least about; each family has a contestant."""
+        return self.ring_size, self.ulysses_size, self.layout, self.overlap
+
+    def __str__(self) -> str:
+        parts = [f"ring {self.ring_size} x Ulysses {self.ulysses_size}"]
+        if self.ring_size > 1:
+            parts += [self.layout, "overlap" if self.overlap else "no overlap"]
+            parts += [f"{self.heads_per_message} K/V heads a message"]
+        parts += [f"{name} {value}" for name, value in self.kernel.options]
+        return ", ".join(
+            [*parts, f"block_size {self.kernel.block_size}"] if not self.kernel.options else parts
+        )
+
+
+def candidates(request: Request) -> list[Candidate]:
+    """All that is worth a try, each once; the first one is what the section's defaults come to."""
+    first = default_candidate(request)
+    return list(dict.fromkeys([first, *_all(request)]))
+
+
+def default_candidate(request: Request) -> Candidate:
+    """One ring of all ranks with the runtime's own choices."""
+    size = request.sequence_size
+    shard = layout_of(request, "auto", size, 1, request.tokens).local_tokens
+    name = "contiguous" if size == 1 else layout_names(request, size, 1)["auto"]
+    choice = kernel_choices(request, shard)[0]
+    return Candidate(size, 1, name, True, choice, default_heads(request, size, 1, request.tokens))
+
+
+def _all(request: Request) -> Iterator[Candidate]:
+    for ulysses in range(1, request.sequence_size + 1):
+        if request.sequence_size % ulysses or request.heads % ulysses or request.kv_heads % ulysses:
+            continue
+        ring = request.sequence_size // ulysses
+        shard = layout_of(request, "auto", ring, ulysses, request.tokens).local_tokens
+        kernels = kernel_choices(request, shard)
+        if ring == 1:
+            yield from (Candidate(1, ulysses, "contiguous", True, choice, 0) for choice in kernels)
+            continue
+        layouts = dict.fromkeys(layout_names(request, ring, ulysses).values())
+        heads = message_sizes(request, ring, ulysses)
+        for parts in itertools.product(layouts, (True, False), kernels, heads):
+            yield Candidate(ring, ulysses, *parts)
+
+
+@lru_cache(maxsize=256)
+def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
+    """The layout of that name for sequences of `tokens`; RingLayoutError where the pattern has none."""
+    pattern = request.pattern
+    return make_layout(name, tokens=tokens, ring_size=ring, pattern=pattern, multiple_of=ulysses)
+
+
+def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
+    """Every layout that the pattern permits -> the first name for it."""
+    names: dict[str, str] = {}
+    first: dict[Layout, str] = {}
+    for name in LAYOUTS:
+        try:
+            layout = layout_of(request, name, ring, ulysses, request.tokens)
+        except RingLayoutError:
+            continue  # residue, for a pattern that is not dilated
+        names[name] = first.setdefault(layout, name)
+    return names
+
+
+def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
+    """Options of the kernel, the default first; of blocks that hold a whole shard only one."""
+    size = request.base.block_size
+    if request.kernel == "flex":
+        return [KernelChoice((), n) for n in dict.fromkeys((size, *BLOCK_SIZES))]
+    if request.kernel != "cpu":
+        return [KernelChoice((), size)]
+    covering = [n for n in BLOCKS if n >= shard_tokens]
+    one = BLOCK if BLOCK in covering else min(covering, default=BLOCK)
+    blocks = sorted({one, *(n for n in BLOCKS if n < shard_tokens)}, key=lambda n: (n != BLOCK, n))
+    triangles = sorted(TRIANGLES, key=lambda n: n != TRIANGLE)
+    pairs = itertools.product(blocks, triangles)
+    return [KernelChoice((("block", block), ("triangle", triangle)), size) for block, triangle in pairs]
+
+
+def head_bytes(request: Request, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
+    """Bytes of K of one head of a ring shard."""
+    shard = layout_of(request, layout, ring, ulysses, tokens).local_tokens
+    return request.batch * shard * request.head_dim * request.item_bytes
+
+
+def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int:
+    """K/V heads that go round together if nobody says how many; 0 in a ring of one."""
+    if ring == 1:
+        return 0
+    most = _largest_class(request, ulysses)
+    of_a_head = head_bytes(request, ring, ulysses, tokens)
+    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, ring)
+    first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
+    return len(range(most)[first])
+
+
+def message_sizes(request: Request, ring: int, ulysses: int) -> list[int]:
+    """Heads per message: the default, one, and all that are read alike."""
+    most = _largest_class(request, ulysses)
+    return list(dict.fromkeys([default_heads(request, ring, ulysses, request.tokens), 1, most]))
+
+
+def _largest_class(request: Request, ulysses: int) -> int:
+    heads, kv_heads = request.heads // ulysses, request.kv_heads // ulysses
+    classes = head_classes(request.pattern, heads, kv_heads)
+    return max(len(range(kv_heads)[part]) for part, _ in classes)
+
+
+def keys_of(candidate: Candidate, request: Request, tokens: int) -> dict[str, Any]:
+    """The keys of the section that the candidate sets, for sequences of `tokens`."""
+    ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
+    keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
+    if ring > 1:  # or neither means anything: what the section says stays
+        keys |= {"layout": candidate.layout, "overlap": candidate.overlap}
+    keys |= {"block_size": candidate.kernel.block_size}
+    keys["kernel_options"] = _kernel_options(candidate, request)
+    keys["chunk_bytes"] = request.base.chunk_bytes
+    if heads and heads != default_heads(request, ring, ulysses, tokens):
+        keys["chunk_bytes"] = heads * head_bytes(request, ring, ulysses, tokens, candidate.layout)
+    return keys
+
+
+def _kernel_options(candidate: Candidate, request: Request) -> dict[str, Any]:
+    """The defaults are left out, so that the file serves on another device as well."""
+    chosen = dict(candidate.kernel.options)
+    kept = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
+    default = {"block": BLOCK, "triangle": TRIANGLE}
+    return kept if chosen == default else kept | chosen
+
+
+@lru_cache(maxsize=1024)
+def config_of(candidate: Candidate, request: Request, tokens: int) -> RingConfig:
+    """The section that the candidate comes to."""
+    keys = request.base.model_dump() | keys_of(candidate, request, tokens)
+    return RingConfig.model_validate(keys)

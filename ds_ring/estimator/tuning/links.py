@@ -1,0 +1,70 @@
+"""What the network gives: rate and latency between ring neighbours, and of an all-to-all.
+
+Messages go through the exchange, as those of a pass do, checks and waits included; all ranks send at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_ring.estimator.tuning.clock import Clock
+from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.mesh import RingMesh
+
+SMALL_BYTES, LARGE_BYTES = 64 << 10, 8 << 20
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Links:
+    """What moving costs; rates count what leaves a rank while every rank sends.
+
+    Attributes:
+        bytes_per_s: to the next rank of a ring of all ranks, of the slowest rank.
+        fastest_bytes_per_s: the same of the fastest rank.
+        latency_s: of a small message, its bytes at that rate taken off.
+        all_to_all_bytes_per_s: None where no more than one rank can split the heads.
+    """
+
+    bytes_per_s: float
+    fastest_bytes_per_s: float
+    latency_s: float
+    all_to_all_bytes_per_s: float | None
+
+
+def measure_links(ring: RingMesh, ulysses: RingMesh | None, clock: Clock) -> Links:
+    """On meshes whose ring, or whose Ulysses group, has more than one rank. All ranks must call."""
+    small = _neighbour_seconds(ring, SMALL_BYTES, clock)
+    large = _neighbour_seconds(ring, LARGE_BYTES, clock)
+    rates = [(LARGE_BYTES - SMALL_BYTES) / max(t - s, 1e-9) for s, t in zip(small, large, strict=True)]
+    latency = max(small[0] - SMALL_BYTES / rates[0], 1e-7)
+    swapped = None if ulysses is None else _all_to_all_rate(ulysses, clock)
+    return Links(rates[0], max(rates), latency, swapped)
+
+
+def _neighbour_seconds(mesh: RingMesh, size_bytes: int, clock: Clock) -> tuple[float, float]:
+    """Of the slowest and of the fastest rank, each the least of some rounds."""
+    exchange = Exchange(mesh)
+    sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
+
+    def swap() -> None:
+        exchange.post([Message(sent, ahead)], [Message(received, behind)]).wait()
+
+    swap()
+    seconds = []
+    for _ in range(ROUNDS):
+        clock.meet()
+        seconds.append(clock.own(swap))
+    own = min(seconds)
+    return clock.slowest(own), clock.least(own)
+
+
+def _all_to_all_rate(mesh: RingMesh, clock: Clock) -> float:
+    exchange, size = Exchange(mesh), mesh.ulysses_size
+    parts = [torch.zeros(LARGE_BYTES // size, dtype=torch.uint8, device=clock.device) for _ in range(size)]
+    exchange.all_to_all(parts, mesh.ulysses_group)
+    seconds = clock.together(lambda: exchange.all_to_all(parts, mesh.ulysses_group), ROUNDS)
+    return (size - 1) * (LARGE_BYTES // size) / seconds

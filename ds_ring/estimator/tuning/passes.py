@@ -1,0 +1,86 @@
+"""Real passes, timed: forward and backward of one attention layer on all ranks, as the JSON asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ds_ring.estimator.tuning.candidates import Candidate, config_of, default_heads, layout_of
+from ds_ring.estimator.tuning.clock import Clock
+from ds_ring.estimator.tuning.request import Request
+from ds_ring.module import RingAttention
+from ds_ring.runtime.mesh import RingMesh
+
+HEARTBEAT_S = 60.0
+TINY_TOKENS = 16  # of a rank, where only the number of hops counts
+
+
+class Passes:
+    """Runs candidates. All ranks must ask for the same ones in the same order.
+
+    Args:
+        request: shapes.
+        clock: of all ranks.
+    """
+
+    def __init__(self, request: Request, clock: Clock) -> None:
+        self.request, self.clock = request, clock
+        self.count = 0
+        self._meshes: dict[tuple[int, int], RingMesh] = {}
+        self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:
+        """The mesh of these sizes, made when first asked for."""
+        sizes = (ring_size, ulysses_size)
+        if sizes not in self._meshes:
+            self._meshes[sizes] = RingMesh.from_world(*sizes, heartbeat_timeout_s=HEARTBEAT_S)
+        return self._meshes[sizes]
+
+    def seconds(self, candidate: Candidate, tokens: int) -> float:
+        """Of one pass on the slowest rank, inputs not counted."""
+        ring, ulysses = candidate.ring_size, candidate.ulysses_size
+        layout = layout_of(self.request, candidate.layout, ring, ulysses, tokens)
+        attention = RingAttention(
+            config_of(candidate, self.request, tokens),
+            mesh=self.mesh(ring, ulysses),
+            layout=layout,
+            pattern=self.request.pattern,
+        )
+        q, k, v, grad = self._tensors(layout.local_tokens // ulysses)
+
+        def step() -> None:
+            out = attention(q, k, v)
+            torch.autograd.grad(out, (q, k, v), grad)
+
+        self.count += 1
+        return self.clock.together(step)
+
+    def hop_overhead(self, candidate: Candidate) -> float:
+        """Seconds of a hop that carries next to nothing; 0 in a ring of one."""
+        if candidate.ring_size == 1:
+            return 0.0
+        tokens = TINY_TOKENS * self.request.sequence_size
+        heads = default_heads(self.request, candidate.ring_size, candidate.ulysses_size, tokens)
+        candidate = replace(candidate, heads_per_message=heads)  # all that are read alike
+        self.seconds(candidate, tokens)
+        return min(self.seconds(candidate, tokens) for _ in range(5)) / (2 * candidate.ring_size + 1)
+
+    def close(self) -> None:
+        """Free what was made."""
+        self._inputs.clear()
+        for mesh in self._meshes.values():
+            mesh.close()
+
+    def _tensors(self, local_tokens: int) -> list[Tensor]:
+        """q, k, v and the gradient of out, [B, H, S, D]; those of one length are kept."""
+        request = self.request
+        shape = (request.batch, request.heads, local_tokens, request.head_dim)
+        if shape not in self._inputs:
+            self._inputs.clear()
+            dtype, device = getattr(torch, request.dtype), self.clock.device
+            shapes = [shape, *[(shape[0], request.kv_heads, *shape[2:])] * 2, shape]
+            made = [torch.randn(s, dtype=dtype, device=device) for s in shapes]
+            self._inputs[shape] = [*(x.requires_grad_() for x in made[:3]), made[3]]
+        return self._inputs[shape]

@@ -1,0 +1,131 @@
+"""What is to be tuned for: shapes, the number of ranks, and the section of the JSON that it starts from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY
+from ds_ring.config.json_text import Json
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError
+from ds_ring.masks.pattern import Pattern
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is tuned for; `request_from` checks it.
+
+    Attributes:
+        tokens: of a whole sequence.
+        heads, kv_heads: H and G of a layer.
+        head_dim: D.
+        batch: sequences of a micro batch.
+        dtype: "float32", "bfloat16" or "float16".
+        device: "cpu" or "cuda".
+        world_size: ranks that measure at once.
+        base: the section that is tuned; its sizes are replaced, what is not tuned is kept.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: str
+    device: str
+    world_size: int
+    base: RingConfig
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.base.sequence_parallel_size
+
+    @property
+    def pattern(self) -> Pattern:
+        """What attends to what, without the documents of a batch."""
+        return pattern_from_config(self.base)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element of q, k and v."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that will run, by its name."""
+        if self.base.kernel != "auto":
+            return self.base.kernel
+        return "cpu" if self.device == "cpu" else "flex"
+
+
+def request_from(
+    whole: Json,
+    *,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    world_size: int,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> Request:
+    """Check what was asked for.
+
+    Args:
+        whole: the DeepSpeed JSON; the section may be missing. Its `sequence_parallel_size` (or ring_size x
+            ulysses_size) is kept, without one all ranks share a sequence.
+        tokens: of a whole sequence.
+        heads, kv_heads: of a layer; kv_heads None is heads.
+        head_dim: of a head.
+        world_size: ranks that will measure.
+        batch: sequences of a micro batch.
+        device: "cpu" or "cuda".
+        dtype: None is float32 on the CPU and bfloat16 on CUDA.
+
+    Raises:
+        RingConfigError: sizes that cannot be, or a section that is refused.
+        RingMeshError: the ranks do not fall into whole sequence groups.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    sizes = {"tokens": tokens, "heads": heads, "kv-heads": kv_heads, "head-dim": head_dim}
+    for name, size in (sizes | {"processes": world_size, "batch": batch}).items():
+        if type(size) is not int or size < 1:
+            raise RingConfigError(f"{name}: expected a whole number of at least 1, got {size!r}; give one")
+    for name, word, words in (("device", device, DEVICES), ("dtype", dtype, tuple(ITEM_BYTES))):
+        if word not in words:
+            raise RingConfigError(f"{name}: expected one of {', '.join(words)}, got {word!r}; choose one")
+    if heads % kv_heads:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise RingConfigError(
+            f"kv-heads: expected a number that divides {heads} heads, got {kv_heads}; use one of {fits}"
+        )
+    base = _base_of(whole, world_size)
+    base.validate_world(world_size)
+    if tokens < base.sequence_parallel_size:
+        raise RingConfigError(
+            f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens};"
+            " give the length that you train with"
+        )
+    return Request(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base)
+
+
+def _base_of(whole: Json, world_size: int) -> RingConfig:
+    """The section with its sizes open; everything else in it must be sound."""
+    section = whole.get(SECTION, {})
+    if not isinstance(section, dict):
+        return RingConfig.from_deepspeed(whole)  # refuses it
+    size = whole.get(SP_KEY, "auto")
+    if size == "auto":
+        given = [section.get("ring_size", "auto"), section.get("ulysses_size", 1)]
+        size = math.prod(given) if all(type(n) is int and n > 0 for n in given) else world_size
+    open_sizes = {"ring_size": "auto", "ulysses_size": 1}
+    return RingConfig.from_deepspeed(copy.deepcopy(whole) | {SP_KEY: size, SECTION: section | open_sizes})

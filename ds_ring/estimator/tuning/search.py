@@ -1,0 +1,152 @@
+"""`tune`: measure, predict, prune, race. Every rank calls it with the same request, for the same result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ds_ring.errors import RingMeshError
+from ds_ring.estimator.tuning.candidates import Candidate, candidates, layout_of
+from ds_ring.estimator.tuning.clock import Clock
+from ds_ring.estimator.tuning.halving import Halving, Stage, field_of, stages_of
+from ds_ring.estimator.tuning.links import Links, measure_links
+from ds_ring.estimator.tuning.model import Measured, Model
+from ds_ring.estimator.tuning.passes import Passes
+from ds_ring.estimator.tuning.probe import LARGE_TOKENS, SMALL_TOKENS, TURNS, Probe
+from ds_ring.estimator.tuning.request import Request
+from ds_ring.estimator.tuning.result import Finalist, Result
+from ds_ring.runtime.mesh import RingMesh
+
+
+def tune(request: Request, *, progress: bool = False) -> Result:
+    """Choose the section for a request.
+
+    Args:
+        request: shapes and the section to start from; equal on all ranks.
+        progress: draw a bar with the time left on rank 0's stderr.
+
+    Returns:
+        What was measured, expected and chosen; the same on all ranks.
+
+    Raises:
+        RingMeshError: torch.distributed is not initialised, or its ranks are not those of the request.
+        RingMismatchError: ranks with different requests.
+        RingPeerError: another rank failed.
+    """
+    started = time.perf_counter()
+    clock = Clock(device_of(request))
+    clock.require_equal(str(request))
+    if dist.get_world_size() != request.world_size:
+        raise RingMeshError(
+            f"tune: expected {request.world_size} ranks, as the request says, got {dist.get_world_size()};"
+            " make it with world_size=torch.distributed.get_world_size()"
+        )
+    passes = Passes(request, clock)
+    try:
+        everyone = candidates(request)
+        with _bar(progress, TURNS * len({candidate.kernel for candidate in everyone}) + 3) as bar:
+            measured = measure_machine(everyone, request, clock, passes, bar)
+        return _race(everyone, request, measured, passes, progress, started)
+    finally:
+        passes.close()
+
+
+def device_of(request: Request) -> torch.device:
+    """This rank's device, made the current one."""
+    if request.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(0))
+    torch.cuda.set_device(device)
+    return device
+
+
+def measure_machine(
+    everyone: list[Candidate], request: Request, clock: Clock, passes: Passes, bar: tqdm[None]
+) -> Measured:
+    """Kernel rates, links and what a hop costs."""
+    probe, first = Probe(request, clock), everyone[0]
+    shard = layout_of(request, "auto", first.ring_size, 1, request.tokens).local_tokens
+    large = min(max(shard, 2 * SMALL_TOKENS), LARGE_TOKENS)
+    bar.set_description_str("kernels")
+    choices = list(dict.fromkeys(candidate.kernel for candidate in everyone))
+    kernels = probe.rates(choices, large, bar.update)
+    alone = probe.alone_speedup(first.kernel, dist.get_rank(), large // 2)
+    matmul = probe.matmul_flops()
+    bar.update()
+    bar.set_description_str("links")
+    links = _links(everyone, passes, clock) if request.sequence_size > 1 else None
+    bar.update()
+    overhead = passes.hop_overhead(first)
+    bar.update()
+    return Measured(kernels, alone, matmul, links, overhead)
+
+
+def _links(everyone: list[Candidate], passes: Passes, clock: Clock) -> Links:
+    sizes = {(candidate.ring_size, candidate.ulysses_size) for candidate in everyone}
+    whole = passes.mesh(passes.request.sequence_size, 1)
+    most_heads = max(ulysses for _, ulysses in sizes)
+    swapping: RingMesh | None = None
+    if most_heads > 1:
+        swapping = passes.mesh(passes.request.sequence_size // most_heads, most_heads)
+    return measure_links(whole, swapping, clock)
+
+
+def _race(
+    everyone: list[Candidate],
+    request: Request,
+    measured: Measured,
+    passes: Passes,
+    progress: bool,
+    started: float,
+) -> Result:
+    model, tokens = Model(request, measured), request.tokens
+    contestants, shortest = field_of(everyone, tokens, request.sequence_size, model)
+    race = Halving(tokens, model, passes.seconds)
+    fastest = min(contestants, key=lambda candidate: model(candidate, tokens))
+    plan = list(stages_of(len(contestants), shortest, tokens))
+    with _bar(progress, sum(_expected_s(stage, fastest, model) for stage in plan)) as bar:
+
+        def measure(candidate: Candidate, length: int) -> float:
+            seconds = passes.seconds(candidate, length)
+            bar.update(model(fastest, length))
+            return seconds
+
+        def told(stage: Stage) -> None:
+            bar.set_description_str(f"{stage.contestants} contestants, {stage.tokens} tokens")
+
+        race.measure = measure
+        chosen = race.run(everyone, contestants, shortest, told)
+    final = [one for one, length in race.seconds if length == tokens]
+    rows = [Finalist(one, model(one, tokens), tuple(race.seconds[one, tokens])) for one in final]
+    return Result(
+        request=request,
+        measured=measured,
+        chosen=chosen,
+        predicted=model.predict(chosen, tokens),
+        finalists=tuple(sorted(rows, key=lambda row: row.median_s)),
+        default=everyone[0],
+        candidates=len(everyone),
+        contestants=len(contestants),
+        passes=race.passes,
+        shortest_tokens=shortest,
+        ranks_per_node=passes.clock.ranks_here(),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _expected_s(stage: Stage, fastest: Candidate, model: Model) -> float:
+    """Units of the bar: seconds of the fastest, so that the time left is about right at every length."""
+    return stage.passes * model(fastest, stage.tokens)
+
+
+@contextmanager
+def _bar(progress: bool, total: float) -> Iterator[tqdm[None]]:
+    shown = progress and dist.get_rank() == 0
+    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
+    with tqdm(total=total, disable=not shown, bar_format=form, leave=False) as bar:
+        yield bar

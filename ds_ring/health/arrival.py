@@ -1,0 +1,187 @@
+"""The ranks on their way to the monitor process: nobody waits for one that is dead.
+
+Owns what ranks tell each other through the store of the process group until everybody is connected to the
+monitor. What is published there, and the connection, are `rendezvous.py`'s.
+
+[Note: joining]
+Every rank announces itself in the store of the process group: its host and process. When all have come,
+rank 0 starts the monitor and publishes the address; all connect. A rank that is late is waited for (it may
+load a model for minutes), one that is dead is not:
+  - who has announced itself and is on this host is asked for by its process id;
+  - where the default group is gloo, a collective of one number is under way meanwhile, which breaks in a
+    neighbour of a rank that dies: then whoever has not announced itself is that rank;
+  - once the monitor runs everybody is known to be there, so who does not join in time has failed.
+Whoever sees a death writes it down for the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ds_ring.health.host_addresses import Presence, presence
+from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health.watch import keep_for_ever
+
+START_S = 60.0  # of the monitor process
+PROBE_S = 1.0  # for the collective to end, once everybody is here
+FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two looks at the store
+LOOK_S_PER_RANK = 2e-4  # rank 0 asks for every rank
+ENDED = "its process ended while the ranks were starting (killed, or crashed)"
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PeerLost(Exception):
+    """A rank failed before everybody had joined.
+
+    Attributes:
+        fault: which, and what was seen.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
+
+class Arrival:
+    """The ranks of a job on their way to the monitor.
+
+    Args:
+        store: of the process group.
+        name: of this arrival; a process may join several times.
+        rank, world_size: of the world.
+        deadline: on the monotonic clock, until which all ranks must have come.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, deadline: float) -> None:
+        self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
+        self.deadline = deadline
+        self._mine = presence()
+        self._complete_at: float | None = None  # since when all are known to have come
+        self._known: dict[int, Presence] = {}
+        self._number = torch.zeros(1)
+        self._probe: dist.Work | None = None
+        near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
+        self._neighbours = frozenset(near) - {rank}
+
+    def announce(self) -> None:
+        """Say that this rank is here."""
+        self.store.set(f"{self.name}/{self.rank}", json.dumps(self._mine))
+        world = dist.group.WORLD
+        if world is not None and dist.get_backend(world) == "gloo":
+            self._probe = dist.all_reduce(self._number, group=world, async_op=True)
+
+    def end(self) -> None:
+        """Everybody is here, so the collective is about to end."""
+        end = time.monotonic() + PROBE_S
+        while self._probe is not None and not self._probe.is_completed() and time.monotonic() < end:
+            time.sleep(FIRST_LOOK_S)
+        if self._probe is not None and not self._probe.is_completed():
+            keep_for_ever(self._probe, self._number)
+
+    def wait_for_all(self) -> None:
+        """Until every rank has announced itself."""
+        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
+        self._wait(lambda: self.store.check(keys))
+
+    def check(self) -> None:
+        """Raise PeerLost where a rank that has come has died since."""
+        fault = self._or_lost(self._look)
+        if fault is not None:
+            raise self._tell(fault)
+
+    def wait_for(self, key: str) -> bytes:
+        """Until the key is there; its value."""
+        self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
+        return self.store.get(f"{self.name}/{key}")
+
+    def presences(self) -> list[Presence]:
+        """Of all ranks, once they have come."""
+        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
+        return [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        pause_s = FIRST_LOOK_S
+        while not self._or_lost(ready):
+            fault = self._or_lost(self._look)
+            if fault is not None:
+                raise self._tell(fault)
+            if time.monotonic() > self.deadline:
+                missing = self._missing() or [0]
+                late = "it did not come to where ds_ring starts before the deadline"
+                raise self._tell(Fault(missing[0], late))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
+
+    def _or_lost(self, ask: Callable[[], T]) -> T:
+        """What the store says; it is lost with the process that hosts it."""
+        try:
+            return ask()
+        except RuntimeError as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            cause = f"the process group's store is lost, and so, it seems, is the rank that hosts it: {text}"
+            raise PeerLost(Fault(0, cause)) from error
+
+    def _look(self) -> Fault | None:
+        """Who is known to be dead. Rank 0 decides as long as it lives; once all have come, the monitor."""
+        if self.store.check([f"{self.name}/fault"]):
+            return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
+        for rank in self._neighbours:
+            if rank not in self._known and self.store.check([f"{self.name}/{rank}"]):
+                self._known[rank] = Presence(*json.loads(self.store.get(f"{self.name}/{rank}")))
+            if rank in self._known and not self._lives(self._known[rank]):
+                if 0 in (rank, self.rank):
+                    return Fault(rank, ENDED)
+                self.store.set(f"{self.name}/dead", str(rank))
+        if self._is_broken():
+            self.store.set(f"{self.name}/broken", "")
+        if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
+            return Fault(int(self.store.get(f"{self.name}/dead")), ENDED)
+        if self.store.check([f"{self.name}/broken"]):
+            missing = self._missing()
+            if len(missing) == 1 and 0 in (missing[0], self.rank):
+                return Fault(missing[0], "its process ended before it came to where ds_ring starts")
+            self._complete_at = None if missing else self._complete_at or time.monotonic()
+            if self._complete_at is not None and time.monotonic() > self._complete_at + START_S:
+                return Fault(0, f"it did not start the monitor process within {START_S:g} s")
+        return None
+
+    def _is_broken(self) -> bool:
+        """True once the collective has failed here."""
+        try:
+            if self._probe is not None and self._probe.is_completed():
+                self._probe.wait()
+        except RuntimeError:
+            return True
+        return False
+
+    def _lives(self, other: Presence) -> bool:
+        """False where it is known to be dead."""
+        if other[:2] != self._mine[:2]:
+            return True
+        try:
+            return psutil.Process(other.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self.store.check([f"{self.name}/{rank}"])]
+
+    def _tell(self, fault: Fault) -> PeerLost:
+        try:
+            self.store.set(f"{self.name}/fault", json.dumps(fault))
+        except RuntimeError:
+            log.warning("the store is lost: other ranks cannot be told that rank %d has failed", fault.rank)
+        if self._probe is not None and not self._probe.is_completed():
+            keep_for_ever(self._probe, self._number)
+        return PeerLost(fault)

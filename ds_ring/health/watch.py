@@ -1,0 +1,271 @@
+"""A rank's side of the failure detector: it sends heartbeats, says what it waits for, and hears who failed.
+
+Owns the connection to the monitor process (`monitor/`, where the verdict is made), the thread that keeps it,
+and what has to happen when a process ends. How a rank finds the monitor is `rendezvous.py`'s. Knows nothing
+of tensors or of rings: ranks here are world ranks.
+
+[Note: the end of a process]
+An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing, and
+the end of its connection tells the monitor. After a fault a process lingers for a moment before it ends, so
+that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as one is gone. A
+thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter from shutting down:
+then the process ends without that, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import util
+from typing import Any
+
+from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health.monitor.waits import ranges_of
+
+LINGER_S = 1.5
+BEATS_PER_TIMEOUT = 5
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """This rank's connection to the monitor process, kept by a thread.
+
+    Args:
+        rank: of the world.
+        connection: to the monitor, authenticated.
+        monitor_rank: the rank on whose host the monitor is.
+        heartbeat_timeout_s: the monitor's: a rank that is silent for so long has failed.
+        exit_after_s: see below.
+
+    Attributes:
+        fault: who failed first, once that is known; it stays.
+        noticed: an error about it was raised here.
+        exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
+            leaves the process alone.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connection: socket.socket,
+        monitor_rank: int,
+        heartbeat_timeout_s: float,
+        exit_after_s: float | None = None,
+    ) -> None:
+        self.rank, self.heartbeat_timeout_s = rank, heartbeat_timeout_s
+        self.fault: Fault | None = None
+        self.noticed, self.exit_after_s = False, exit_after_s
+        self._host = monitor_rank
+        self._since = 0.0  # when the fault was known here
+        # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
+        self._lock, self._sending = threading.RLock(), threading.RLock()
+        self._waiting: set[threading.Event] = set()
+        self._connection = connection
+        self._connection.settimeout(heartbeat_timeout_s)
+        self._open = True
+        _prepare_the_end()
+        threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
+        _living.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False once this rank has left, or the monitor is lost."""
+        return self._open
+
+    def expect(self, wake: threading.Event) -> None:
+        """Set this event when a fault becomes known."""
+        with self._lock:
+            self._waiting.add(wake)
+        if self.fault is not None:
+            wake.set()
+
+    def expect_no_more(self, wake: threading.Event) -> None:
+        with self._lock:
+            self._waiting.discard(wake)
+
+    def waits(self, on: Sequence[int], place: tuple[int, int], what: str) -> None:
+        """This rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
+        self._send({"kind": "wait", "on": ranges_of(on), "place": place, "what": what})
+
+    def goes_on(self) -> None:
+        """That wait is over."""
+        self._send({"kind": "go"})
+
+    def accuse(self, on: Sequence[int], cause: str) -> None:
+        """The world ranks `on` are late, or a connection failed: the monitor decides who is to blame."""
+        self._send({"kind": "accuse", "on": ranges_of(on), "cause": cause})
+
+    def broken(self, cause: str) -> None:
+        """A collective that is not ours has failed here: the monitor decides who is to blame, if anybody."""
+        self._send({"kind": "broken", "cause": cause[:300]})
+
+    def failed(self, cause: str) -> None:
+        """This rank has failed in a way that leaves the others waiting."""
+        self._send({"kind": "failed", "cause": cause})
+        self._know(Fault(self.rank, cause))
+
+    def leave(self) -> None:
+        """Say goodbye; the connection ends."""
+        if self._open:
+            self._send({"kind": "bye"})
+            self._close()
+        _living.discard(self)
+
+    def say_unnoticed(self) -> None:
+        """Name who failed where this process ends for another reason, or for one that it did not see."""
+        if self.fault is not None and not self.noticed and self.fault.rank != self.rank:
+            log.error(
+                "rank %d ends; rank %d had failed before: %s", self.rank, self.fault.rank, self.fault.cause
+            )
+
+    def linger(self) -> None:
+        """Wait until others had time to say what they saw; see [Note: the end of a process]."""
+        if self.fault is not None:
+            time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
+
+    def _know(self, fault: Fault) -> None:
+        with self._lock:
+            if self.fault is None:
+                self.fault, self._since = fault, time.monotonic()
+                self._start_last_resort()
+            waiting = list(self._waiting)
+        for wake in waiting:
+            wake.set()
+
+    def _start_last_resort(self) -> None:
+        if self.exit_after_s is not None:
+            timer = threading.Timer(self.exit_after_s, self._last_resort)
+            timer.daemon = True
+            timer.start()
+
+    def _last_resort(self) -> None:
+        """End a process that is stuck where no error can be raised: in a collective of somebody else."""
+        if self._open and not self.noticed and self.fault is not None:
+            faulthandler.dump_traceback(all_threads=True)
+            # The last line of all, so that it is what is read first: who failed, not where this rank stood.
+            log.critical(
+                "rank %d ends: rank %d has failed (%s), and this rank has not noticed for %.0f s, in a"
+                " collective outside ds_ring perhaps; its stacks stand above",
+                self.rank, self.fault.rank, self.fault.cause, self.exit_after_s,
+            )  # fmt: skip
+            logging.shutdown()
+            os._exit(1)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            if not self._open:
+                return
+            try:
+                self._connection.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                return  # the reader notices, too, and says so
+
+    def _close(self) -> None:
+        self._open = False
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the reader
+        self._connection.close()
+
+    def _run(self) -> None:
+        """Beat, and listen. The monitor answers every beat: silence there means that its host is lost."""
+        interval = self.heartbeat_timeout_s / BEATS_PER_TIMEOUT
+        unread = b""
+        answered = before = next_beat = time.monotonic()
+        selector = selectors.DefaultSelector()
+        selector.register(self._connection, selectors.EVENT_READ)
+        while self._open:
+            now = time.monotonic()
+            if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the monitor's
+                answered += now - before
+            before = now
+            if now >= next_beat:
+                next_beat = now + interval
+                self._send({"kind": "beat"})
+            if now - answered > self.heartbeat_timeout_s:
+                self._lose_the_monitor(f"no answer for {now - answered:.1f} s")
+                return
+            if not selector.select(max(0.0, next_beat - now)):
+                continue
+            data = self._read()
+            if not data:
+                self._lose_the_monitor("the connection ended")
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                answered = time.monotonic()
+                if message["kind"] == "fault":
+                    self._know(Fault(message["rank"], message["cause"]))
+
+    def _read(self) -> bytes:
+        """What came; empty where the connection is over."""
+        try:
+            return self._connection.recv(65536)
+        except OSError:  # reset, or closed by this process
+            return b""
+
+    def _lose_the_monitor(self, how: str) -> None:
+        if self._open and self.fault is None:
+            host = f"the host of rank {self._host}"
+            self._know(Fault(self._host, f"{host}, where the monitor process is, is lost: {how}"))
+        self._close()
+
+
+_living: weakref.WeakSet[Watch] = weakref.WeakSet()
+_stuck: list[object] = []  # what a thread that waits for ever still uses
+
+
+def keep_for_ever(*things: object) -> None:
+    """Buffers that torch may still write to are never freed; [Note: the end of a process]."""
+    _stuck.extend(things)
+
+
+def _say_goodbye() -> None:
+    """[Note: the end of a process]."""
+    error = getattr(sys, "last_value", None)
+    watches = list(_living)
+    for watch in watches:
+        if error is not None and watch.fault is None:
+            watch.failed(f"it ended with {type(error).__name__}: {str(error)[:300]}")
+    for watch in watches:
+        watch.say_unnoticed()
+        watch.linger()
+        watch.leave()
+    if _stuck:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+_prepared_in: set[int] = set()
+
+
+def _prepare_the_end() -> None:
+    """Children of multiprocessing run no atexit functions, and forget at their start what was registered."""
+    if os.getpid() not in _prepared_in:
+        _prepared_in.add(os.getpid())
+        util.Finalize(None, _say_goodbye, exitpriority=100)
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep the connection open after this process's end."""
+    for watch in list(_living):
+        watch._open = False
+        watch._connection.close()
+    _living.clear()
+
+
+atexit.register(_say_goodbye)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,213 @@
+"""Loading only checkpoints that are whole, decided on all ranks alike.
+
+Owns what `engine.load_checkpoint` does on an engine of `ds_ring.initialize`, and how the ranks come to one
+decision. Saving is save.py's; the files and what damage looks like are manifest.py's.
+
+[Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
+`latest`: then the checkpoint before is as good as any, and is taken. A link, a FIFO, a file more, a path that
+leads out, code in a pickle are somebody's doing: loading stops, and a person decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_ring.errors import (
+    RingCheckpointError,
+    RingCheckpointMissingError,
+    RingConfigError,
+    RingMismatchError,
+)
+from ds_ring.integrations.checkpoint.lock import FolderLocks
+from ds_ring.integrations.checkpoint.manifest import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MANIFEST,
+    earlier_tags,
+    faults_of,
+    files_in,
+    read_latest,
+    require_folder,
+    strangers_in,
+    unfinished_tags,
+    verify_checkpoint,
+)
+from ds_ring.integrations.checkpoint.paths import require_plain_tag
+from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
+from ds_ring.integrations.checkpoint.save import save_checkpoint
+from ds_ring.integrations.checkpoint.storage import Storage, storage_of, together
+
+__all__ = ["guard_checkpoints", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+
+def guard_checkpoints(engine: DeepSpeedEngine) -> None:
+    """Make `engine.save_checkpoint` that of save.py and `engine.load_checkpoint` the one below.
+
+    Raises:
+        RingConfigError: the JSON chose a checkpoint writer that goes on writing in the background.
+    """
+    if engine.checkpoint_engine.is_decoupled():
+        raise RingConfigError(
+            f"checkpoint: expected files that are complete when save_checkpoint returns, got"
+            f" {type(engine.checkpoint_engine).__name__}, which writes on in the background where no manifest"
+            ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
+        )
+    engine.save_checkpoint = types.MethodType(partial(save_checkpoint, locks=FolderLocks()), engine)
+    engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """DeepSpeed's load_checkpoint of the newest checkpoint that is whole. Collective.
+
+    Without a tag it starts from the one that `latest` names and goes back, one checkpoint at a time, past
+    what does not verify; each step is logged as an error with the file, what was expected and what is there.
+    Without a file `latest` it returns (None, None), as DeepSpeed does. The path tells which one was taken.
+    Nothing that is pickled there is run ([Note: weights only] in pickles.py).
+
+    Raises:
+        RingCheckpointMissingError: there is no checkpoint of the tag asked for.
+        RingCheckpointError: the tag asked for, or every checkpoint, is damaged or unfinished, or the first
+            that is whole has what no crash leaves there ([Note: damage or a stranger]). On every rank.
+        RingMismatchError: the ranks ask for different tags.
+    """
+    chosen = _choose(engine, Path(load_dir), tag)
+    if chosen is None:
+        return None, None
+    if engine.zero_optimization_partition_weights() and not load_optimizer_states:
+        _require_latest(Path(load_dir), chosen)
+    with weights_only_below(Path(load_dir)):
+        path, client_state = type(engine).load_checkpoint(
+            engine,
+            load_dir,
+            chosen,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+    return path, client_state
+
+
+def _storage_of(engine: DeepSpeedEngine) -> Storage:
+    return storage_of(engine.local_rank, engine.use_node_local_storage())
+
+
+def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
+    """The tag to load, the same on every rank; None where there is nothing to load and none was asked for."""
+    asked = together(lambda: None if tag is None else _existing(root, str(tag)))
+    if len(set(asked)) > 1:
+        raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
+    universal = bool(engine.load_universal_checkpoint())
+    proposals = together(lambda: _proposals(root, asked[0], universal) if dist.get_rank() == 0 else [])[0]
+    storage, found = _storage_of(engine), []
+    for position, name in enumerate(proposals):
+        _require_no_stranger(root / name)
+        faults = _faults_everywhere(root / name, storage, universal)
+        if not faults:
+            _require_nothing_runs(root / name, storage)
+            _say_what_was_left(root, name)
+            return name
+        found += [f"checkpoint {name}:", *faults]
+        after = proposals[position + 1 : position + 2]
+        then = f"trying {after[0]} instead" if after else "and there is no other to try"
+        _log_on_rank_0(f"checkpoint {name} is damaged, {then}: {'; '.join(faults)}")
+    if found:
+        which = "every checkpoint" if tag is None else "the one asked for"
+        raise RingCheckpointError(
+            "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *found])
+        )
+    return None
+
+
+def _existing(root: Path, tag: str) -> str:
+    require_folder(root / require_plain_tag(tag, "tag"))
+    return tag
+
+
+def _require_latest(root: Path, chosen: str) -> None:
+    """Collective. DeepSpeed 0.19.8 then reads the weights of what `latest` names, whatever was asked for."""
+    named = together(lambda: read_latest(root) if dist.get_rank() == 0 else None)[0]
+    if named != chosen:
+        raise RingCheckpointError(
+            f"{root}: with load_optimizer_states=False ZeRO 3 takes the weights of the checkpoint that"
+            f" '{LATEST}' names, expected that to be {chosen}, got {named}; load the optimizer states, too,"
+            f" or write {chosen} into '{LATEST}'"
+        )
+
+
+def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
+    """Tags in the order in which to try them."""
+    if tag is not None:
+        return [tag]
+    if universal:
+        newest = read_latest(root, LATEST_UNIVERSAL)
+        if newest is None:
+            raise RingCheckpointMissingError(
+                f"{root}: expected a file '{LATEST_UNIVERSAL}', got none; pass a tag"
+            )
+        return [newest]
+    newest = read_latest(root)
+    if newest is None:
+        sealed = [tag for tag in earlier_tags(root, "") if not tag.startswith(".")]
+        hint = f"; whole checkpoints are there: pass tag={sealed[0]!r}" if sealed else ""
+        log.warning("no file '%s' in %s, nothing is loaded%s", LATEST, root, hint)
+        return []
+    return [newest, *earlier_tags(root, newest)]
+
+
+def _require_no_stranger(folder: Path) -> None:
+    """Collective."""
+
+    def look() -> None:
+        if os.path.lexists(folder) and (found := strangers_in(folder)):
+            raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
+
+    together(look)
+
+
+def _require_nothing_runs(folder: Path, storage: Storage) -> None:
+    """Collective: each rank reads its share of the pickled files."""
+    together(
+        lambda: require_weights_only(folder, list(files_in(folder))[storage.share :: len(storage.ranks)])
+    )
+
+
+def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
+    """What is wrong with a checkpoint on any storage, each fault once. Collective."""
+    if universal and not any(together((folder / MANIFEST).exists)):
+        _log_on_rank_0(f"{folder} is a universal checkpoint without {MANIFEST}: it is loaded unverified")
+        return []
+    everyones = together(lambda: faults_of(folder, storage.share, len(storage.ranks)))
+    return list(dict.fromkeys(fault for faults in everyones for fault in faults))
+
+
+def _say_what_was_left(root: Path, chosen: str) -> None:
+    """Saving that was cut short leaves a folder that nobody names: say that it is not used."""
+    if dist.get_rank() == 0 and (left := [tag for tag in unfinished_tags(root) if tag != chosen]):
+        log.error("unfinished in %s and not used: %s (no manifest); taking %s", root, ", ".join(left), chosen)
+
+
+def _log_on_rank_0(text: str) -> None:
+    if dist.get_rank() == 0:
+        log.error(text)

@@ -1,0 +1,296 @@
+"""The manifest of a checkpoint: which files belong to it, their sizes and sha256. Knows no deepspeed.
+
+Owns the file `ds_ring_manifest.json` in a tag's folder and the order of the checkpoints of a run. Who hashes
+what on which rank, and what follows from damage, is checkpoint.py's.
+
+[Note: sealed] The manifest is written last, after every file of every rank, so a folder without one was never
+finished: it needs no other mark. It carries a digest of itself: a flipped bit in it is not taken for damage
+to the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
+from ds_ring.integrations.checkpoint.atomic_file import write_at_once
+from ds_ring.integrations.checkpoint.file_record import (
+    HASHING_THREADS,
+    FileRecord,
+    Strict,
+    fault_of_content,
+    fault_of_size,
+    record_files,
+)
+from ds_ring.integrations.checkpoint.paths import (
+    entries_of,
+    is_folder,
+    is_plain_path,
+    kind_of,
+    read_small,
+    require_plain_tag,
+)
+
+MANIFEST = "ds_ring_manifest.json"
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+NO_TAG = "(unreadable)"  # what a torn `latest` names
+_MOST_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
+_MOST_LATEST_BYTES = 4096
+_FAULTS_NAMED = 20
+
+
+class Manifest(Strict):
+    """All files of a checkpoint.
+
+    Attributes:
+        format: 1; another number is another version's.
+        global_steps: optimizer steps done, which puts the checkpoints of a run in order.
+        saved_unix_seconds: when; tells checkpoints of one step apart.
+        files: sorted by path.
+        digest: sha256 of everything above.
+    """
+
+    format: Annotated[int, Field(ge=1, le=1)] = 1
+    global_steps: int
+    saved_unix_seconds: float
+    files: tuple[FileRecord, ...]
+    digest: str = ""
+
+    def digest_of_the_rest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Relative paths of all files below `folder`, the manifest and its unfinished copies left out.
+
+    Raises:
+        RingCheckpointError: something there is neither a folder nor a regular file.
+    """
+    for path, status in entries_of(folder):
+        if not stat.S_ISREG(status.st_mode):
+            raise RingCheckpointError(
+                f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
+            )
+        if not _is_ours_or_nfs(path):
+            yield path
+
+
+def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int) -> Manifest:
+    """Seal the checkpoint in `folder` ([Note: sealed])."""
+    files = tuple(sorted(files, key=lambda record: record.path))
+    manifest = Manifest(global_steps=global_steps, saved_unix_seconds=time.time(), files=files)
+    manifest = manifest.model_copy(update={"digest": manifest.digest_of_the_rest()})
+    write_at_once(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; RingCheckpointError where there is none to trust."""
+    require_folder(folder)
+    try:
+        manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MOST_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise RingCheckpointError(
+            f"{folder}: expected {MANIFEST}, got none: saving was cut short, or the checkpoint was not"
+            " written through ds_ring; if you know it to be whole, seal it with"
+            f" `ds-ring verify-checkpoint {folder.parent} --tag {folder.name} --accept`"
+        ) from None
+    except (OSError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise RingCheckpointError(f"{folder / MANIFEST}: damaged, cannot be read: {reason}") from None
+    if manifest.digest != manifest.digest_of_the_rest():
+        raise RingCheckpointError(f"{folder / MANIFEST}: damaged, its own digest does not match")
+    return manifest
+
+
+def require_folder(folder: Path) -> None:
+    """Raise RingCheckpointMissingError, with the tags that are there, unless `folder` is one.
+
+    RingCheckpointError where a link or a file has that name.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise RingCheckpointError(
+            f"{folder}: expected the folder of a checkpoint, got {kind_of(folder.lstat().st_mode)}; name the"
+            " folder itself"
+        )
+    if not folder.is_dir():
+        there = [tag for tag in earlier_tags(folder.parent, "") if not tag.startswith(".")]
+        hint = f": {', '.join(there[:5])} {'are' if there[1:] else 'is'} there" if there else ""
+        raise RingCheckpointMissingError(
+            f"{folder}: expected the folder of a checkpoint, got none; check the tag{hint}"
+        )
+
+
+def strangers_in(folder: Path) -> list[str]:
+    """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths.
+
+    One sentence each; nothing is opened but a manifest that is a regular file. Somebody has changed such a
+    folder, so that a person has to look: going back one checkpoint would not help against it.
+    """
+    if not is_folder(folder):
+        return [f"{folder}: expected a folder, got {kind_of(folder.lstat().st_mode)}; name the folder itself"]
+    names = dict(entries_of(folder))
+    faults = [
+        f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
+        for path, status in names.items()
+        if not stat.S_ISREG(status.st_mode)
+    ]
+    if faults or MANIFEST not in names:
+        return _few(faults)
+    try:
+        manifest = read_manifest(folder)
+    except RingCheckpointError:
+        return []  # damaged: faults_of says so
+    known = {record.path for record in manifest.files}
+    disk = os.statvfs(folder)
+    faults = [
+        f"{folder / MANIFEST}: expected paths below its folder, got {path!r}; do not use this checkpoint"
+        for path in sorted(known)
+        if not is_plain_path(path)
+    ]
+    faults += [
+        f"{folder / path}: expected only the files that {MANIFEST} names, got one more; move it elsewhere"
+        for path in names
+        if path not in known and not _is_ours_or_nfs(path)
+    ]
+    faults += [
+        f"{folder / path}: expected a file that its disk can hold, got {status.st_size} bytes; remove it"
+        for path, status in names.items()
+        if status.st_size > disk.f_blocks * disk.f_frsize > 0
+    ]
+    return _few(faults)
+
+
+def faults_of(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """What is wrong with the checkpoint in `folder`: one sentence for each fault, with expected and got.
+
+    Every caller looks at all sizes; hashes are divided: share `share` of `shares` reads its part of them.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except RingCheckpointError as error:
+        return [str(error)]
+    sizes = {path: status.st_size for path, status in entries_of(folder)}
+    wrong_sizes = [
+        text for one in manifest.files if (text := fault_of_size(folder, one, sizes.get(one.path)))
+    ]
+    if wrong_sizes:
+        return _few(wrong_sizes)  # no need to read gigabytes any more
+    by_size = sorted(manifest.files, key=lambda record: -record.bytes)
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        found = threads.map(lambda record: fault_of_content(folder, record), by_size[share::shares])
+    return [text for text in found if text]
+
+
+def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Manifest:
+    """Read a whole checkpoint and compare it with its manifest, in this process alone.
+
+    Args:
+        directory: what `save_checkpoint` was given.
+        tag: which checkpoint; None for the one that `latest` names.
+
+    Raises:
+        RingCheckpointMissingError: there is no such tag, or no file `latest`.
+        RingCheckpointError: it is not whole; the message names each file, what was expected and was got.
+    """
+    root = Path(directory)
+    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
+    if tag is None:
+        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
+    require_folder(root / tag)
+    try:
+        faults = strangers_in(root / tag) or faults_of(root / tag)
+    except OSError as error:
+        raise RingCheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    if faults:
+        raise RingCheckpointError("\n".join([f"checkpoint {tag} in {root} is damaged:", *faults]))
+    return read_manifest(root / tag)
+
+
+def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
+    """Seal a checkpoint that was written without a manifest, as it is now; its user knows that it is whole.
+
+    Its place in the order of checkpoints follows from the number at the end of the tag (global_step120).
+
+    Raises:
+        RingCheckpointMissingError: there is no such checkpoint.
+        RingCheckpointError: it has a manifest.
+    """
+    folder = Path(directory, require_plain_tag(tag, "tag"))
+    files = list(files_in(folder)) if folder.is_dir() else []
+    if not files:
+        raise RingCheckpointMissingError(
+            f"{folder}: expected the folder of a checkpoint, got none; check the tag"
+        )
+    if (folder / MANIFEST).exists():
+        raise RingCheckpointError(f"{folder}: expected no {MANIFEST} yet, got one; it says what was saved")
+    number = re.search(r"\d+$", tag)
+    return write_manifest(folder, record_files(folder, files), int(number.group()) if number else -1)
+
+
+def read_latest(root: Path, name: str = LATEST) -> str | None:
+    """The tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file.
+
+    Raises:
+        RingCheckpointError: what it holds is text and no plain name, or it is no small regular file.
+    """
+    try:
+        data = read_small(root / name, _MOST_LATEST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RingCheckpointError(f"{root / name}: cannot be read: {error.strerror}") from None
+    tag = data.decode("utf-8", errors="replace").strip()
+    torn = not tag or not tag.isprintable()  # by a crash; a path is nothing that a crash leaves
+    return NO_TAG if torn else require_plain_tag(tag, str(root / name))
+
+
+def earlier_tags(root: Path, tag: str) -> list[str]:
+    """Tags of sealed checkpoints older than `tag`, newest first; all others where `tag` tells no age."""
+    ages = {folder.name: age for folder in _folders(root) if (age := _age(folder)) is not None}
+    limit = ages.pop(tag, None)
+    kept = [name for name in ages if limit is None or ages[name] < limit]
+    return sorted(kept, key=ages.__getitem__, reverse=True)
+
+
+def unfinished_tags(root: Path) -> list[str]:
+    """Folders that hold a checkpoint's files and no manifest. Universal checkpoints have none either."""
+    return [
+        folder.name
+        for folder in _folders(root)
+        if not (folder / MANIFEST).exists() and not (folder / "zero").is_dir() and any(folder.glob("*.pt"))
+    ]
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if is_folder(path)) if root.is_dir() else []
+
+
+def _age(folder: Path) -> tuple[int, float] | None:
+    try:
+        manifest = read_manifest(folder)
+    except RingCheckpointError:
+        return None
+    return manifest.global_steps, manifest.saved_unix_seconds
+
+
+def _is_ours_or_nfs(path: str) -> bool:
+    """The manifest, its unfinished copies, and what NFS keeps of a file that was removed while open."""
+    return path.startswith((MANIFEST, f".{MANIFEST}")) or path.rpartition("/")[2].startswith(".nfs")
+
+
+def _few(faults: list[str]) -> list[str]:
+    """Enough of them to act on."""
+    left = len(faults) - _FAULTS_NAMED
+    return faults if left <= 0 else [*faults[:_FAULTS_NAMED], f"and {left} more of this kind"]

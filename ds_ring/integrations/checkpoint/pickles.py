@@ -1,0 +1,103 @@
+"""Reading a checkpoint's pickled files without running code from them: torch's `weights_only`.
+
+Owns the list of classes that DeepSpeed's files may name. DeepSpeed 0.19.8 loads every file with
+`weights_only=False`, in its checkpoint engine and, for universal checkpoints, by itself.
+
+[Note: weights only] A pickle may call any function while it is read, and a manifest does not help: who can
+put a file into the folder can write its manifest, too. So every file is read by torch's restricted unpickler
+before any rank hands the folder to DeepSpeed (mapped, not read: it is the pickle that counts), all ranks hear
+of what it refuses, and while DeepSpeed loads, `torch.load` is restricted for all files of the folder, whoever
+calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from numpy._core import multiarray
+
+from ds_ring.errors import RingCheckpointError
+from ds_ring.integrations.checkpoint.paths import open_regular
+
+# What DeepSpeed's own states hold at ZeRO 0 to 3, measured: nothing of it does more than keep numbers.
+_DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
+# Client states hold numpy's random state, or numbers that came out of numpy. Arrays of objects are refused.
+_NUMPY: tuple[type[Any], ...] = (np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bhilqBHILQefdFD"})
+_NUMPY_FUNCTIONS: tuple[tuple[Callable[..., Any], str], ...] = tuple(
+    (function, f"{module}.{function.__name__}")
+    for function in (multiarray._reconstruct, multiarray.scalar)
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2, of numpy 1
+)
+
+
+def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
+    """Read those of `paths` below `folder` that torch has pickled, without running anything from them.
+
+    Raises:
+        RingCheckpointError: a file names a class or function that is none of torch's, DeepSpeed's or numpy's
+            ([Note: weights only]), or cannot be read.
+    """
+    for path in paths:
+        if path.endswith(".pt"):
+            _require_weights_only(folder / path)
+
+
+@contextmanager
+def weights_only_below(root: Path) -> Iterator[None]:
+    """Let `torch.load` read files below `root` with `weights_only=True`, whatever its caller says."""
+    inside, load = os.path.abspath(root), torch.load
+
+    def restricted(f: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and Path(os.path.abspath(f)).is_relative_to(inside):
+            options["weights_only"] = True
+        return load(f, *args, **options)
+
+    with _allowed():
+        _replace_load(restricted)
+        try:
+            yield
+        finally:
+            _replace_load(load)
+
+
+def _replace_load(load: Callable[..., Any]) -> None:
+    torch.load = load
+
+
+def _allowed() -> Any:
+    return torch.serialization.safe_globals([*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS])
+
+
+def _require_weights_only(path: Path) -> None:
+    open_regular(path).close()
+    try:
+        with _allowed():
+            # The older format cannot be mapped: such a file is read as a whole.
+            torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:  # the unpickler meets arbitrary bytes, and raises what they make
+        raise RingCheckpointError(f"{path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    named = re.search(r"(?:GLOBAL|got <class|type) '?([\w.]+)", text)
+    if "eights" not in text or named is None:  # "Weights only load failed", "WeightsUnpickler error"
+        return (
+            f"expected a file of torch.save, got {type(error).__name__}: {text.partition(chr(10))[0][:200]}"
+        )
+    return (
+        f"expected tensors, numbers, strings and containers of them, got {named.group(1)}, which loading"
+        " would run; if it is yours and you trust the file, call torch.serialization.add_safe_globals([...])"
+        " with it before saving and loading, or keep plain values in the client state"
+    )

@@ -1,0 +1,203 @@
+"""Saving a checkpoint so that the one before stays, whatever happens: files, a manifest, one rename.
+
+Owns what `engine.save_checkpoint` does on an engine of `ds_ring.initialize`. DeepSpeed's files are written to
+a hidden folder beside the one of the tag, `.TAG.saving`, which gets the tag's name with its manifest.
+
+[Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
+storage puts the manifest together from their reports, after it has found every file in its own view of the
+folder, so a folder that the hosts do not share is noticed when it is written. With DeepSpeed's
+`"checkpoint": {"use_node_local_storage": true}` each host is a storage of its own, with its own manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint.atomic_file import sync_folder, write_at_once
+from ds_ring.integrations.checkpoint.file_record import FileRecord, record_files
+from ds_ring.integrations.checkpoint.lock import FolderLocks
+from ds_ring.integrations.checkpoint.manifest import LATEST, MANIFEST, files_in, write_manifest
+from ds_ring.integrations.checkpoint.paths import is_folder, require_plain_tag
+from ds_ring.integrations.checkpoint.pickles import require_weights_only
+from ds_ring.integrations.checkpoint.storage import Storage, storage_of, together
+
+__all__ = ["save_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    *,
+    locks: FolderLocks,
+) -> bool:
+    """DeepSpeed's save_checkpoint, then a manifest, then the tag's name, then `latest`. Collective.
+
+    However it is cut short, `latest` names a checkpoint that was finished, and one of the same tag that was
+    there before is whole until the new one is. That takes the disk space of both.
+
+    Raises:
+        RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),
+            another job saves in `save_dir`, hosts do not share it, the tag is no plain name, or the client
+            state has what loading would refuse. On every rank; what was written of it is removed.
+        RingMismatchError: the ranks save different tags.
+    """
+    if not save_dir:
+        raise RingConfigError(f"save_dir: expected the path of a folder, got {save_dir!r}; pass one")
+    root, storage = Path(save_dir), storage_of(engine.local_rank, engine.use_node_local_storage())
+    tag = _agreed_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    hidden = root / f".{tag}.saving"
+    together(lambda: _make_room(root, hidden, locks) if storage.leads else None)
+    writes = _Writes(hidden)
+    try:
+        with writes.watching(engine):
+            done = type(engine).save_checkpoint(
+                engine,
+                save_dir,
+                hidden.name,
+                client_state=client_state or {},
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        reports = together(writes.records)
+        together(lambda: _seal(hidden, storage, reports, engine.global_steps) if storage.leads else None)
+    except RingCheckpointError:  # the same on all ranks: nobody writes any more
+        if storage.leads:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    together(lambda: _give_its_name(hidden, root / tag) if storage.leads else None)
+    if save_latest:
+        together(lambda: write_at_once(root / LATEST, tag) if storage.leads else None)
+    return bool(done)
+
+
+def _agreed_tag(tag: str) -> str:
+    tags = together(lambda: require_plain_tag(tag, "tag"))
+    if len(set(tags)) > 1:
+        raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
+    return tag
+
+
+def _make_room(root: Path, hidden: Path, locks: FolderLocks) -> None:
+    """Make and claim the folders that DeepSpeed writes into, before any rank is in a barrier of its own."""
+    root.mkdir(parents=True, exist_ok=True)
+    locks.claim(root)
+    if is_folder(hidden):
+        shutil.rmtree(hidden)  # of a save that was cut short
+    hidden.mkdir()
+
+
+class _Writes:
+    """What this rank wrote below a folder, as relative paths, and what went wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.paths, self.fault = folder, dict[str, None](), ""
+
+    def records(self) -> list[FileRecord]:
+        """The records of all files, or RingCheckpointError if one could not be written or loaded again."""
+        if self.fault:
+            raise RingCheckpointError(self.fault)
+        require_weights_only(self.folder, self.paths)
+        return record_files(self.folder, self.paths)
+
+    @contextmanager
+    def watching(self, engine: DeepSpeedEngine) -> Iterator[None]:
+        """Note what is written. An error is kept for later: DeepSpeed's other ranks wait in a barrier."""
+        write = engine.checkpoint_engine.save
+
+        def save(state_dict: Any, path: str) -> Any:
+            if Path(path).is_relative_to(self.folder):
+                self.paths[Path(path).relative_to(self.folder).as_posix()] = None
+            return self._try(path, write, state_dict, path)
+
+        copy_script, copy_tree = engine._copy_recovery_script, shutil.copytree
+        engine.checkpoint_engine.save = save
+        # DeepSpeed copies a script on rank 0, and the tensors that it has swapped out on all, the latter by a
+        # copytree that it imports when it needs it.
+        engine._copy_recovery_script = lambda path: self._try(path, copy_script, path)
+        _replace_copytree(lambda *args, **options: self._try(str(args[1]), copy_tree, *args, **options))
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine.save = write
+            del engine._copy_recovery_script
+            _replace_copytree(copy_tree)
+
+    def _try(self, path: str, write: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self.fault:
+            return None  # the disk is full: more would only take time
+        try:
+            return write(*args, **options)
+        except Exception as error:  # torch names a full disk by a RuntimeError; pickling raises what it likes
+            self.fault = f"{path}: cannot be written: {type(error).__name__}: {error}"
+
+
+def _replace_copytree(copytree: Callable[..., Any]) -> None:
+    shutil.copytree = copytree
+
+
+def _seal(folder: Path, storage: Storage, reports: Sequence[Sequence[FileRecord]], global_steps: int) -> None:
+    """Write the manifest of one storage, over its ranks' files and whatever else lies in the folder."""
+    files: dict[str, FileRecord] = {}
+    for rank in storage.ranks:
+        for record in reports[rank]:
+            _require_seen(folder, record, rank, storage.rank)
+            files[record.path] = record
+    others = [path for path in files_in(folder) if path not in files]  # swapped-out tensors, say
+    write_manifest(folder, [*files.values(), *record_files(folder, others)], global_steps)
+
+
+def _require_seen(folder: Path, record: FileRecord, writer: int, leader: int) -> None:
+    path = folder / record.path
+    got = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
+    if got != f"{record.bytes} bytes":
+        raise RingCheckpointError(
+            f"{path}: rank {writer} wrote {record.bytes} bytes, rank {leader} sees {got}; save into a folder"
+            ' that all hosts share, or set "checkpoint": {"use_node_local_storage": true} in the JSON'
+        )
+
+
+def _give_its_name(hidden: Path, folder: Path) -> None:
+    """Rename a sealed folder. What had the name is removed if it is an older checkpoint, else set aside."""
+    before = None
+    if os.path.lexists(folder):
+        sealed = is_folder(folder) and (folder / MANIFEST).exists()
+        before = _free_name(folder, "replaced" if sealed else "unsealed")
+        os.rename(folder, before)
+        if not sealed:
+            log.warning("%s had no %s: it is %s now", folder, MANIFEST, before)
+    try:
+        os.rename(hidden, folder)
+    except OSError:
+        if before is not None:
+            os.rename(before, folder)
+        raise
+    sync_folder(folder.parent)
+    if before is not None and before.name.startswith("."):
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _free_name(folder: Path, why: str) -> Path:
+    """`.TAG.replaced`, to be removed, or a visible TAG.unsealed, TAG.unsealed2 and so on, to be kept."""
+    if why == "replaced":
+        hidden = folder.with_name(f".{folder.name}.replaced")
+        shutil.rmtree(hidden, ignore_errors=True)
+        return hidden
+    number = 1
+    while os.path.lexists(kept := folder.with_name(f"{folder.name}.{why}{number if number > 1 else ''}")):
+        number += 1
+    return kept

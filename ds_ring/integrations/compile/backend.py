@@ -1,0 +1,212 @@
+"""`torch.compile(model, backend="ds_ring")`: models that know nothing of the ring, on a ring.
+
+Owns the backend's options and what happens to a refusal; the rewriting is graph_rewrite.py's. The rest of the
+graph goes to Inductor, or to the backend that `inner` names.
+
+    options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout}
+    model = torch.compile(model, backend="ds_ring", options=options)
+    logits = model(input_ids=ids_local, position_ids=positions_local, use_cache=False).logits
+
+Under `ds_ring.initialize` say `engine.compile(backend="ds_ring")`: the session knows the rest.
+
+[Note: refusals of a backend]
+Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that raises
+the RingError, as it is, whenever it is called, and tells the other ranks first where there is a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from torch._dynamo import list_backends, lookup_backend
+from torch.fx import GraphModule
+
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError, RingError, RingMeshError
+from ds_ring.integrations.compile.graph_placement import Places, SessionSource, Source, StaticSource
+from ds_ring.integrations.compile.graph_rewrite import Rewriting
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.module import options_from_config
+from ds_ring.runtime.context import Options, context_for, refusing_context
+from ds_ring.runtime.mesh import RingMesh
+
+NAME = "ds_ring"
+MASKS = ("check", "replace")
+_OF_A_PASS = tuple(
+    f.name for f in fields(Options) if f.name not in ("scale", "kernel_options", "chunk_bytes")
+)
+_OF_THE_RING = ("mesh", "pattern", "layout", "config", *_OF_A_PASS)
+_OF_THE_BACKEND = ("inner", "inner_options", "masks")
+
+_WHAT_TO_PASS = (
+    'pass options={"mesh": RingMesh.from_world(...), "pattern": ds_ring.Causal(), "layout": ...} to'
+    ' torch.compile, or start with ds_ring.initialize and say engine.compile(backend="ds_ring")'
+)
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What the backend is told.
+
+    Attributes:
+        source: where tokens lie.
+        inner: the backend for the rewritten graph, by its name.
+        inner_options: that backend's own options.
+        masks: "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern.
+    """
+
+    source: Source
+    inner: str = "inductor"
+    inner_options: Mapping[str, Any] | None = None
+    masks: str = "check"
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], session: RingSession | None = None) -> BackendOptions:
+        """The options of torch.compile; with a session, mesh and pattern are its own.
+
+        Raises:
+            RingConfigError: an unknown key or value, or no word about where the tokens lie.
+        """
+        given = dict(options)
+        session = given.pop("session", session)
+        known = _OF_THE_BACKEND if session is not None else (*_OF_THE_RING, *_OF_THE_BACKEND)
+        for key in given:
+            if key not in known:
+                close = get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                why = " (the session of ds_ring.initialize knows the ring)" if session is not None else ""
+                raise RingConfigError(f"options: expected some of {', '.join(known)}{why}, got {key!r}{hint}")
+        own = {key: given.pop(key) for key in _OF_THE_BACKEND if key in given}
+        if own.get("inner", "inductor") not in list_backends(exclude_tags=()):
+            raise RingConfigError(
+                f"options: inner: expected one of torch's backends ({', '.join(list_backends())}), got"
+                f" {own['inner']!r}"
+            )
+        if own.get("masks", "check") not in MASKS:
+            raise RingConfigError(f"options: masks: expected one of {', '.join(MASKS)}, got {own['masks']!r}")
+        source = _static_source(given) if session is None else _session_source(session)
+        if own.get("masks") == "replace" and isinstance(source, StaticSource):
+            _refuse_unknown_length(source)
+        return cls(source, **own)
+
+
+def _session_source(session: Any) -> SessionSource:
+    if not isinstance(session, RingSession):
+        raise RingConfigError(
+            f"options: session: expected the engine.ring of ds_ring.initialize, got {type(session).__name__}"
+        )
+    _refuse_ulysses(session.mesh)
+    return SessionSource(session)
+
+
+def _static_source(given: dict[str, Any]) -> StaticSource:
+    mesh, config = given.pop("mesh", None), given.pop("config", None)
+    if not isinstance(mesh, RingMesh):
+        got = "none" if mesh is None else type(mesh).__name__
+        raise RingMeshError(f'backend="{NAME}": expected to be told the mesh, got {got}; {_WHAT_TO_PASS}')
+    _refuse_ulysses(mesh)
+    if config is not None:
+        if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
+            raise RingConfigError(
+                "options: config: expected a RingConfig, and beside it only mesh, layout and pattern, got"
+                f" {type(config).__name__} and {', '.join(given) or 'nothing'}"
+            )
+        options = options_from_config(config)
+        given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
+    missing = [key for key in ("pattern", "layout") if given.get(key) is None]
+    if missing:
+        raise RingConfigError(f"options: expected {' and '.join(missing)}, got none; {_WHAT_TO_PASS}")
+    pattern, layout = given.pop("pattern"), given.pop("layout")
+    if config is None:
+        options = Options(**given)
+    context_for(pattern, layout, mesh, options)  # refuses what is no pattern, or a layout of another ring
+    return StaticSource(mesh, pattern, layout, options)
+
+
+def _refuse_unknown_length(source: StaticSource) -> None:
+    # Masks that are not read leave nothing that tells padding slots from tokens.
+    if isinstance(source.layout, str) and source.mesh.ring_size > 1:
+        raise RingConfigError(
+            "options: layout: expected a layout of known length beside masks='replace', got"
+            f" {source.layout!r}; pass ds_ring.make_layout({source.layout!r}, tokens=T,"
+            f" ring_size={source.mesh.ring_size})"
+        )
+
+
+def _refuse_ulysses(mesh: RingMesh) -> None:
+    if mesh.ulysses_size > 1:
+        raise RingConfigError(
+            f'backend="{NAME}": expected ulysses_size 1, got {mesh.ulysses_size}; use ring_size'
+            f" {mesh.sequence_size}, or leave a transformers model uncompiled: its attention is the ring's"
+        )
+
+
+def backend(
+    module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+) -> Compiled:
+    """The backend by its name, as torch.compile calls it with a Dynamo graph.
+
+    Raises:
+        RingError: nothing here; the function that it returns does ([Note: refusals of a backend]).
+    """
+    return _compile(module, inputs, options or {}, more, None)
+
+
+def backend_of(session: RingSession) -> Callable[..., Compiled]:
+    """The backend that knows a session; torch.compile's `options` say the rest.
+
+    Raises:
+        RingConfigError: the session has Ulysses ranks, which graphs are not rewritten for.
+    """
+    _refuse_ulysses(session.mesh)
+
+    def ds_ring(
+        module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+    ) -> Compiled:
+        return _compile(module, inputs, options or {}, more, session)
+
+    return ds_ring
+
+
+def _compile(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    more: Mapping[str, Any],
+    session: RingSession | None,
+) -> Compiled:
+    mesh = session.mesh if session is not None else options.get("mesh")
+    try:
+        read = BackendOptions.read(options, session)
+        mesh, places = read.source.mesh, Places(read.source)
+        Rewriting(places.handle, read.masks == "replace").run(module)
+    except RingError as error:
+        return _refusing(error, mesh)
+    compiled = lookup_backend(read.inner)(module, list(inputs), **_keywords(read, more))
+
+    def run(*args: Any) -> Any:
+        assert places.source is read.source  # keeps the number in the graph alive
+        return compiled(*args)
+
+    return run
+
+
+def _keywords(read: BackendOptions, more: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(more) | ({"options": dict(read.inner_options)} if read.inner_options else {})
+
+
+def _refusing(error: RingError, mesh: object) -> Compiled:
+    """See [Note: refusals of a backend]."""
+
+    def refuse(*_: Any) -> Any:
+        if isinstance(mesh, RingMesh):
+            refusing_context(mesh, error).refuse(error)
+        raise error
+
+    return refuse

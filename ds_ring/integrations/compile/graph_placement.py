@@ -1,0 +1,268 @@
+"""Where the tokens of a compiled model lie: asked for, and held against its masks, in every run of the graph.
+
+Owns the sources of placements (options of the backend, or a session), the operator
+`ds_ring::place_attention` that the backend puts into a graph once per kind of mask, and the rule by which a
+pattern may stand for a mask.
+See [Note: placements in compiled code] in runtime/compiled_attention.py.
+
+[Note: what may replace a mask]
+A graph's mask is over local slots; the configured pattern says what was meant, in global positions. It stands
+for the mask if nothing can differ but what the configuration says explicitly:
+- both are causal, or neither is; a narrower pattern (LongNet, documents) is the configuration's own word;
+- a sliding window of the mask is exactly the pattern's, unless it is as long as the sequence;
+- where the mask is computed from position ids, these ids are this rank's positions of the layout. Then they
+  restart nowhere, and what looks like packed documents in a shard is where the layout was cut. With documents
+  in the pattern they may also count within each document.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.packing import positions_in_documents
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.documents import Documents
+from ds_ring.masks.pattern import Both, Pattern
+from ds_ring.runtime.compiled_attention import Placed
+from ds_ring.runtime.context import Options, RingContext, context_for, refusing_context
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.layout import Layout
+
+Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]
+KEPT = 64  # placements of a source; more batches are never between a forward and its backward pass
+
+
+class Place(NamedTuple):
+    """Where a batch lies, and what attends in it. `layout` is None where only its name is known."""
+
+    mesh: RingMesh
+    pattern: Pattern
+    layout: Layout | None
+    parts: Parts
+    checks_positions: bool = True
+
+
+class Source(Protocol):
+    """Knows, whenever a graph runs, where its tokens lie."""
+
+    @property
+    def mesh(self) -> RingMesh:
+        """This process's place."""
+
+    def place(self, local_tokens: int | None, scale: float | None) -> Place:
+        """The placement of the batch in the model; `local_tokens` where the graph knows them."""
+
+
+@dataclass(eq=False)
+class StaticSource:
+    """Mesh, pattern and layout from the options of the backend."""
+
+    mesh: RingMesh
+    pattern: Pattern
+    layout: Layout | str
+    options: Options
+
+    def place(self, local_tokens: int | None, scale: float | None) -> Place:
+        options = Options(**{**vars(self.options), "scale": scale})
+        context = context_for(self.pattern, self.layout, self.mesh, options)
+        context.in_a_graph = True
+        layout = self.layout if isinstance(self.layout, Layout) else None
+        if layout is None and local_tokens is not None:
+            layout = context.layout_for(local_tokens * self.mesh.ulysses_size)
+        return Place(self.mesh, self.pattern, layout, ((context, ()),))
+
+
+@dataclass(eq=False)
+class SessionSource:
+    """The placement of the batch that the engine of `ds_ring.initialize` is working on.
+
+    With documents the positions are not looked at again: they are the batch's own, `shard_batch` read the
+    documents off them or was given both.
+    """
+
+    session: RingSession
+
+    @property
+    def mesh(self) -> RingMesh:
+        return self.session.mesh
+
+    def place(self, local_tokens: int | None, scale: float | None) -> Place:
+        placement = self.session.placements.current
+        parts = placement.attention(scale).contexts
+        return Place(placement.mesh, placement.pattern, placement.layout, parts, not placement.groups)
+
+
+@dataclass(eq=False)
+class Places:
+    """A source under a number that a graph can carry, with its latest placements."""
+
+    source: Source
+    handle: int = field(default_factory=itertools.count().__next__)
+    _recent: OrderedDict[Parts, Placed] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        _places[self.handle] = self
+
+    def placed(self, parts: Parts) -> Placed:
+        """The one placement of these parts."""
+        if parts not in self._recent:
+            self._recent[parts] = Placed(parts)
+            if len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(parts)
+        return self._recent[parts]
+
+
+_places: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
+
+
+def places_of(source: int) -> Places:
+    """The `Places` of a number in a graph."""
+    places = _places.get(source)
+    assert places is not None, f"source {source} of placements is gone: its compiled model was dropped"
+    return places
+
+
+@torch.library.custom_op("ds_ring::place_attention", mutates_args=())
+def place_op(
+    positions: Tensor,
+    checked: bool,
+    source: int,
+    scale: float | None,
+    causal: bool | None,
+    window: int | None,
+    mixed_window: int | None,
+) -> Tensor:
+    """The number of the placement of this run, int64 [1]: what `placed_attention` takes.
+
+    A placement that must not replace the mask becomes one whose attention raises: there the other ranks hear
+    of it, too.
+
+    Args:
+        positions: position ids [S], [1, S] or [B, S] that the mask is computed from; any tensor if not
+            `checked`.
+        checked: there are such positions.
+        source: number of the `Places`.
+        scale: of the scores; None is 1 / sqrt(D).
+        causal: whether the mask is; None leaves it to the pattern.
+        window: tokens that the mask lets a token see, itself included; None: no window.
+        mixed_window: the shortest window in the graph if not all of its masks have the same one.
+    """
+    places = places_of(source)
+    mesh = places.source.mesh
+    try:
+        place = places.source.place(int(positions.shape[-1]) if checked else None, scale)
+        mesh = place.mesh
+        check_mask(place, causal, window, mixed_window)
+        if checked and place.checks_positions:
+            check_positions(positions, place)
+        parts = place.parts
+    except RingError as error:
+        parts = ((refusing_context(mesh, error), ()),)
+    return torch.tensor([places.placed(parts).handle], dtype=torch.int64)
+
+
+@place_op.register_fake
+def _(
+    positions: Tensor,
+    checked: bool,
+    source: int,
+    scale: float | None,
+    causal: bool | None,
+    window: int | None,
+    mixed_window: int | None,
+) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def check_mask(place: Place, causal: bool | None, window: int | None, mixed_window: int | None) -> None:
+    """RingPatternError unless the pattern may stand for a mask: [Note: what may replace a mask]."""
+    pattern, tokens = place.pattern, None if place.layout is None else place.layout.tokens
+    if causal is not None and causal != pattern.is_causal:
+        raise RingPatternError(
+            f"attention: the model's mask is {'' if causal else 'not '}causal, the pattern {pattern} is"
+            f" {'' if pattern.is_causal else 'not '}causal; configure a pattern that is what the model asks"
+            ' for ("causal" in the JSON, or options={"pattern": ...})'
+        )
+    if mixed_window is not None and (tokens is None or mixed_window < tokens):
+        raise RingPatternError(
+            f"attention: some layers of the model see {mixed_window} tokens, others see otherwise, and a ring"
+            " has one pattern for all layers: make the windows of the model's configuration all alike"
+        )
+    if window is None or (tokens is not None and window >= tokens):
+        return
+    if pattern.distance != (0, window - 1):
+        raise RingPatternError(
+            f"attention: the model's mask is a sliding window of {window} tokens, and the pattern {pattern}"
+            f" lets each of {'the' if tokens is None else tokens} tokens see otherwise; configure the window"
+            f' ("window": {window} in the "pattern" section of the JSON, or options={{"pattern":'
+            f" SlidingWindow({window})}}), or set it to None in the model's configuration"
+        )
+
+
+def check_positions(positions: Tensor, place: Place) -> None:
+    """RingError unless the position ids are those of this rank's slots."""
+    assert place.layout is not None
+    layout, mesh = place.layout, place.mesh
+    shard = layout.positions(mesh.ring_rank)
+    part = len(shard) // mesh.ulysses_size
+    mine = shard[mesh.ulysses_rank * part : (mesh.ulysses_rank + 1) * part]
+    rows = positions.detach().cpu().numpy().reshape(-1, positions.shape[-1])
+    if rows.shape[1] != len(mine):
+        raise RingShapeError(
+            f"position_ids: expected {len(mine)} local tokens, a rank's part of {layout.tokens}, got"
+            f" {rows.shape[1]}; shard ids and position ids with shard_sequence(x, layout, mesh=mesh, dim=1)"
+        )
+    real = mine >= 0
+    wanted = [mine, *_positions_in_documents(place.pattern, mine)]
+    differs = [((rows != one) & real).any(axis=1) for one in wanted]
+    bad = np.logical_and.reduce(differs)
+    if bad.any():
+        row = int(bad.argmax())
+        slot = int(((rows[row] != mine) & real).argmax())
+        raise RingPatternError(
+            f"position_ids: expected this rank's positions of {layout} (slot {slot}: {mine[slot]}), got"
+            f" {rows[row, slot]} in sample {row}. The model's mask is computed from them; positions that"
+            " restart mean packed documents, which the pattern"
+            f" {place.pattern} does not have. Pass position_ids ="
+            " shard_sequence(torch.arange(T)[None], layout, mesh=mesh, dim=1); for packed documents say so in"
+            ' the pattern: Causal() & Documents(...), or "documents": true in the JSON'
+        )
+
+
+def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarray]:
+    """This rank's positions counted within documents, if the pattern has some."""
+    if isinstance(pattern, Both):
+        return _positions_in_documents(pattern.first, mine) + _positions_in_documents(pattern.second, mine)
+    if not isinstance(pattern, Documents):
+        return []
+    ids = np.repeat(np.array(pattern.ids), np.diff(pattern.starts, append=pattern.tokens))
+    whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
+    return [whole[np.minimum(mine, pattern.tokens - 1)]]
+
+
+@torch.library.custom_op("ds_ring::needs_backend", mutates_args=())
+def needs_backend_op(position_ids: Tensor) -> Tensor:
+    """A mark on the position ids of a model whose own attention would see local tokens only.
+
+    The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
+    """
+    raise RingConfigError(
+        "the model's own attention would attend to this rank's tokens only, and this call does not go through"
+        ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'
+        ' "ring" and do not compile'
+    )
+
+
+@needs_backend_op.register_fake
+def _(position_ids: Tensor) -> Tensor:
+    return torch.empty_like(position_ids)

@@ -1,0 +1,198 @@
+"""A Dynamo graph with its attention replaced by the ring's.
+
+Owns the surgery. What attention asks for is read in graph_attention.py, what its masks mean in
+graph_masks.py, and whether the pattern may stand for them is decided in every run by graph_placement.py.
+
+Inner graphs (activation checkpoints) are rewritten as well; the placement is computed once outside and handed
+in, so that a recomputation is the same attention.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ds_ring.errors import RingPatternError
+from ds_ring.integrations.compile.graph_attention import (
+    Attention,
+    inner_graph,
+    is_tensor,
+    read_flex,
+    read_sdpa,
+    refuse_other_attention,
+    scopes_of,
+)
+from ds_ring.integrations.compile.graph_masks import Facts, Scope, name_of, where
+from ds_ring.integrations.compile.graph_placement import needs_backend_op
+from ds_ring.integrations.compile.graph_positions import ask_for_greatest_positions
+
+
+@dataclass
+class Rewriting:
+    """One pass over a graph.
+
+    Attributes:
+        source: number of the `Places` that the graph asks.
+        replace_masks: masks that cannot be read are the pattern's.
+    """
+
+    source: int
+    replace_masks: bool
+    _which: dict[Any, Node] = field(default_factory=dict)
+    _instead: dict[Node, Node] = field(default_factory=dict)  # of attention that feeds attention
+
+    def run(self, module: GraphModule) -> int:
+        """Rewrite a graph in place; how many attentions it had.
+
+        Raises:
+            RingError: something in it cannot be honoured.
+        """
+        for scope in scopes_of(module):
+            _take_marks_away(scope.module)
+            ask_for_greatest_positions(scope.module, self.source)
+        scopes = list(scopes_of(module))
+        found = [one for scope in scopes for one in self._attentions(scope)]
+        windows = {None if one.facts is None else one.facts.window for one in found}
+        mixed = min((w for w in windows if w is not None), default=None) if len(windows) > 1 else None
+        for one in found:
+            self._replace(one, mixed)
+        for scope in reversed(scopes):
+            _erase_unused(scope.module)
+            scope.module.recompile()
+        return len(found)
+
+    def _attentions(self, scope: Scope) -> Iterator[Attention]:
+        for node in scope.module.graph.nodes:
+            name = name_of(node)
+            try:
+                if name == "scaled_dot_product_attention":
+                    yield read_sdpa(node, scope, self.replace_masks)
+                elif name == "flex_attention":
+                    yield read_flex(node, scope, self.replace_masks)
+                else:
+                    refuse_other_attention(node, name)
+            except RingPatternError as error:
+                raise type(error)(f"attention{where(node)}: {error}") from None
+
+    def _replace(self, one: Attention, mixed_window: int | None) -> None:
+        graph, node = one.scope.module.graph, one.node
+        which = self._which_of(one, mixed_window)
+        q, k, v = (self._instead.get(x, x) for x in (one.q, one.k, one.v))
+        k, v = _without_repeats(k, v)
+        with graph.inserting_before(node):
+            pair = graph.call_function(torch.ops.ds_ring.placed_attention.default, (q, k, v, which))
+            out = graph.call_function(operator.getitem, (pair, 0))
+        if name_of(node) == "flex_attention":
+            for user in list(node.users):
+                if user.args[1] == 0:
+                    user.replace_all_uses_with(out)
+                    self._instead[user] = out
+                graph.erase_node(user)
+        else:
+            node.replace_all_uses_with(out)
+            self._instead[node] = out
+        graph.erase_node(node)
+
+    def _which_of(self, one: Attention, mixed_window: int | None) -> Node:
+        """The node with the placement's number; one for all attentions that ask the same."""
+        facts = one.facts or Facts()
+        root = one.scope.root
+        asked = (
+            one.scale,
+            None if one.facts is None else facts.causal,
+            facts.window,
+            mixed_window,
+        )
+        if facts.positions is None:  # any tensor of the whole graph will do: nothing is read off it
+            any_tensor = next(n for n in root.module.graph.nodes if is_tensor(n))
+            at = any_tensor
+        elif facts.positions.graph is not root.module.graph:
+            raise RingPatternError(
+                "its mask is computed inside an activation checkpoint; make it outside, once for all layers"
+            )
+        else:
+            at = facts.positions
+        key = (facts.positions, *asked)
+        if key not in self._which:
+            graph = root.module.graph
+            with graph.inserting_after(_last_placeholder(graph) if at.op == "placeholder" else at):
+                like = graph.call_method("detach", (at,))
+            with graph.inserting_after(like):
+                arguments = (like, facts.positions is not None, self.source, *asked)
+                self._which[key] = graph.call_function(torch.ops.ds_ring.place_attention.default, arguments)
+        return _handed_in(self._which[key], one.scope)
+
+
+def _take_marks_away(module: GraphModule) -> None:
+    """`needs_backend` has done its duty: this is the backend."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in (
+            torch.ops.ds_ring.needs_backend.default,
+            torch.ops.ds_ring.needs_backend,
+            needs_backend_op,
+        ):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _without_repeats(k: Node, v: Node) -> tuple[Node, Node]:
+    """K/V heads before they were repeated for grouped queries: what travels is then that much less."""
+    plain_k, plain_v = _before_repeat(k), _before_repeat(v)
+    return (k, v) if plain_k is None or plain_v is None else (plain_k, plain_v)
+
+
+def _before_repeat(node: Node) -> Node | None:
+    """x [B, G, S, D] of `x[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D)`; None for others."""
+    if name_of(node) not in ("reshape", "view"):
+        return None
+    wide = node.args[0]
+    if not isinstance(wide, Node) or name_of(wide) != "expand" or not isinstance(wide.args[0], Node):
+        return None
+    split = wide.args[0]
+    plain = split.args[0] if name_of(split) in ("getitem", "unsqueeze") else None
+    if not isinstance(plain, Node) or not all(is_tensor(n) for n in (node, wide, split, plain)):
+        return None
+    (b, g, s, d), wanted = plain.meta["example_value"].shape, list(wide.meta["example_value"].shape)
+    n = wanted[2] if len(wanted) == 5 else 0
+    shapes = [list(x.meta["example_value"].shape) for x in (split, node)]
+    fits = wanted == [b, g, n, s, d] and shapes == [[b, g, 1, s, d], [b, g * n, s, d]]
+    return plain if fits else None
+
+
+def _last_placeholder(graph: torch.fx.Graph) -> Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+
+def _handed_in(which: Node, scope: Scope) -> Node:
+    """`which` of the whole graph, as a node of the scope: an argument more of each call on the way."""
+    if scope.outer is None:
+        return which
+    outside = _handed_in(which, scope.outer)
+    for placeholder, given in scope.given.items():
+        if given is outside:
+            return placeholder
+    calls = [
+        node
+        for node in scope.outer.module.graph.nodes
+        if name_of(node) == "tag_activation_checkpoint"
+        and inner_graph(node.args[0], scope.outer) is scope.module
+    ]
+    graph = scope.module.graph
+    with graph.inserting_after(_last_placeholder(graph)):
+        placeholder = graph.placeholder("ds_ring_placement")
+    for call in calls:
+        call.args = (*call.args, outside)
+    scope.given[placeholder] = outside
+    return placeholder
+
+
+def _erase_unused(module: GraphModule) -> None:
+    """The nodes that computed masks: a mask is O(S^2), and nobody asks for it any more."""
+    for node in reversed(list(module.graph.nodes)):
+        if not node.users and node.op != "placeholder" and not node.is_impure():
+            module.graph.erase_node(node)

@@ -1,0 +1,279 @@
+"""One global batch of a causal language model, and the part of it that one rank trains on.
+
+Owns what must happen to labels, position ids and padding masks *before* the tokens are cut apart, and the
+two ways of cutting: along the sequence, or (a short batch) along the samples. Pure: no collective, no model.
+Which layout is used, and whether the ranks hold the same batch, is `session.py`'s.
+
+Shapes: B samples, T global tokens, S local tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.packing import (
+    DOCUMENT_IDS,
+    check_ids,
+    has_no_label,
+    ids_from_positions,
+    positions_in_documents,
+    without_padding,
+)
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.shard import shard_sequence
+from ds_ring.schedule.layout import Layout
+
+IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
+LABEL_KEYS = ("labels", "shift_labels")
+REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
+
+Batch = dict[str, Tensor]
+
+
+def prepare_batch(
+    batch: Mapping[str, Tensor], pattern: Pattern, documents: bool = False, real_tokens: bool = False
+) -> Batch:
+    """The batch with everything that looks across token borders done, so that it may be cut anywhere.
+
+    Labels come out aligned with the logits that predict them, under both names (`shift_labels` is what
+    transformers' loss takes as already shifted). `attention_mask` is checked and gone. Position ids are
+    there. With `documents`, `document_ids` are there as well: see [Note: packing] in packing.py. With
+    `real_tokens` so is `REAL_TOKENS`. Every tensor of the result is [B, T, ...] or [1, T, ...], but for
+    labels [B] of whole samples, which stay as they are.
+    """
+    tensors = _as_tensors(batch)
+    shape = token_shape(tensors)
+    of_samples = _labels_of_samples(tensors, shape)
+    mask_BT = tensors.pop("attention_mask", None)
+    _check_rows(tensors, shape)
+    if mask_BT is not None:
+        _check_mask_shape(mask_BT, shape)
+    if documents:
+        _find_documents(tensors, mask_BT)
+    elif DOCUMENT_IDS in tensors:
+        raise RingPatternError(
+            f"batch[{DOCUMENT_IDS!r}]: expected none, since the pattern {pattern} lets documents see each"
+            ' other; set "documents": true in the "pattern" section of the JSON, or take them out'
+        )
+    tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
+    labels_BT = _aligned_labels(tensors, pattern)
+    if labels_BT is not None:
+        tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
+    if real_tokens:
+        tensors[REAL_TOKENS] = _real_tokens(tensors, mask_BT, shape)
+    if not documents:
+        _check_positions(tensors["position_ids"], pattern)
+        if mask_BT is not None:
+            _check_padding(mask_BT, labels_BT, pattern)
+    return tensors | of_samples
+
+
+def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """(B, T) of a batch."""
+    tokens = _tokens_of(tensors)
+    if tokens.ndim < 2 or 0 in tokens.shape[:2]:
+        raise RingShapeError(
+            "batch: expected input_ids [samples, tokens] with at least one of each, got"
+            f" {list(tokens.shape)}; a single sequence is [1, tokens]"
+        )
+    return tokens.shape[0], tokens.shape[1]
+
+
+def valid_tokens(tensors: Mapping[str, Tensor]) -> int:
+    """How many tokens of a prepared batch count in the loss."""
+    labels_BT = tensors.get("labels")
+    return 0 if labels_BT is None else int((labels_BT != IGNORE).sum())
+
+
+def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) -> Batch:
+    """This rank's tokens of every sample: [B, T, ...] -> [B, S, ...]. Padding slots carry no label."""
+    return {
+        key: tensor
+        if tensor.ndim == 1
+        else shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=_pad_value(key))
+        for key, tensor in tensors.items()
+    }
+
+
+def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Batch:
+    """This rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...].
+
+    Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
+    are zeros without labels.
+    """
+    batch_rows, length = token_shape(tensors)
+    if any(tensor.ndim == 1 for tensor in tensors.values()):
+        raise RingShapeError(
+            f"labels: expected one for each token, got one for each sample in a batch of {length} tokens,"
+            " below"
+            " min_sequence_length, which is spread over the ranks by samples; set"
+            ' "min_sequence_length": 0 in the "ring_attention" section'
+        )
+    rows = -(-batch_rows // places)
+    mine = slice(place * rows, min((place + 1) * rows, batch_rows))
+    local: Batch = {}
+    for key, tensor in tensors.items():
+        if tensor.shape[0] == 1 and batch_rows > 1:  # the same for every sample: position ids, mostly
+            local[key] = tensor
+            continue
+        part = tensor[mine]
+        missing = part.new_full((rows - part.shape[0], *part.shape[1:]), _pad_value(key))
+        local[key] = torch.cat([part, missing])
+    return local
+
+
+def _labels_of_samples(tensors: Batch, shape: tuple[int, int]) -> Batch:
+    """Take labels of whole samples, [B], out of `tensors`: a sequence classifier's."""
+    labels = tensors.get("labels")
+    if labels is None or tuple(labels.shape) != shape[:1]:
+        return {}
+    return {"labels": tensors.pop("labels")}
+
+
+def _real_tokens(tensors: Batch, mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    real_BT = torch.ones(shape, dtype=torch.int64, device=_tokens_of(tensors).device)
+    if mask_BT is not None:
+        real_BT = real_BT * mask_BT.bool()
+    if DOCUMENT_IDS in tensors:
+        real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
+    return real_BT
+
+
+def _pad_value(key: str) -> int:
+    return IGNORE if key in LABEL_KEYS else 0
+
+
+def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise RingShapeError(
+            f"batch: expected a mapping of names to tensors, got {type(batch).__name__}; let the data set or"
+            ' the collate_fn return {"input_ids": ..., "labels": ...}'
+        )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise RingShapeError(
+                f"batch[{key!r}]: expected a tensor, got {type(value).__name__}; take it out of the batch"
+            )
+    return dict(batch)
+
+
+def _tokens_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    for key in ("input_ids", "inputs_embeds"):
+        if key in tensors:
+            return tensors[key]
+    raise RingShapeError(f"batch: expected input_ids or inputs_embeds, got the keys {sorted(tensors)}")
+
+
+def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    batch_rows, tokens = shape
+    for key, tensor in tensors.items():
+        rows_fit = tensor.ndim >= 2 and (
+            tensor.shape[0] == batch_rows or (tensor.shape[0] == 1 and key not in LABEL_KEYS)
+        )
+        if not rows_fit or tensor.shape[1] != tokens:
+            raise RingShapeError(
+                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
+                f" {list(tensor.shape)}; take it out of the batch and hand it to the model yourself"
+            )
+    position_ids = tensors.get("position_ids")
+    if position_ids is not None and position_ids.ndim != 2:
+        raise RingShapeError(
+            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)}; multi-axis rotary"
+            " positions cannot be sharded yet"
+        )
+
+
+def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
+    """Add `document_ids` (from positions if there are none) and positions (from ids if there are none)."""
+    position_ids = tensors.get("position_ids")
+    if DOCUMENT_IDS in tensors:
+        check_ids(tensors[DOCUMENT_IDS])
+        if position_ids is None:
+            tensors["position_ids"] = positions_in_documents(tensors[DOCUMENT_IDS])
+    elif position_ids is not None:
+        tensors[DOCUMENT_IDS] = ids_from_positions(position_ids)
+    else:  # every sample is one document
+        tokens = _tokens_of(tensors)
+        tensors[DOCUMENT_IDS] = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
+    if mask_BT is not None:
+        tensors[DOCUMENT_IDS] = without_padding(tensors[DOCUMENT_IDS], mask_BT)
+
+
+def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor | None:
+    """Labels where the logits that predict them are: shifted here unless the caller has done it.
+
+    Labels that were shifted before lose those at document borders, too, if the pattern is causal; if it is
+    not they need not be next tokens.
+    """
+    document_ids = tensors.get(DOCUMENT_IDS)
+    labels_BT = tensors.get("shift_labels")
+    if labels_BT is None:
+        labels_BT = _shifted(tensors.get("labels"), pattern)
+    if labels_BT is None or document_ids is None:
+        return labels_BT
+    unlabelled = has_no_label(document_ids) if pattern.is_causal else document_ids < 0
+    return labels_BT.masked_fill(unlabelled, IGNORE)
+
+
+def _shifted(labels_BT: Tensor | None, pattern: Pattern) -> Tensor | None:
+    if labels_BT is None:
+        return None
+    if not pattern.is_causal:
+        raise RingPatternError(
+            "labels: under a pattern that is not causal the next token can be seen, so predicting it"
+            ' teaches nothing; set "causal": true, or give "shift_labels", aligned with their logits'
+        )
+    return torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORE)
+
+
+def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
+    """Positions that restart mean packed documents (transformers reads them so, too): never ignore them."""
+    jumps = (position_ids.diff(dim=1) != 1).nonzero()
+    if len(jumps):
+        row, token = jumps[0].tolist()
+        raise RingPatternError(
+            f"position_ids: expected positions that rise by one, got {position_ids[row, token].item()}"
+            f" followed by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed"
+            f" documents, which the pattern {pattern} would let see each other; set"
+            ' "documents": true in the "pattern" section of the JSON, or leave position_ids out'
+        )
+
+
+def _check_mask_shape(mask_BT: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(mask_BT.shape) != shape:
+        raise RingShapeError(
+            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
+            " pairs belongs into the pattern, which every rank can read"
+        )
+
+
+def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) -> None:
+    """A causal pattern ignores padding on the right by itself; any other padding takes documents."""
+    real_BT = mask_BT.bool()
+    if bool(real_BT.all()):
+        return
+    if not pattern.is_causal:
+        raise RingPatternError(
+            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} lets"
+            " every query see them; use batches without padding, a causal pattern, or"
+            ' "documents": true, which leaves padding out'
+        )
+    restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
+    if len(restarts):
+        row, token = restarts[0].tolist()
+        raise RingPatternError(
+            f"attention_mask: expected padding on the right only, got a masked token {token} before the real"
+            f" token {token + 1} in sample {row}; set the tokenizer's padding_side to 'right', or"
+            ' "documents": true in the "pattern" section of the JSON'
+        )
+    if labels_BT is not None and bool(((labels_BT != IGNORE) & ~real_BT).any()):
+        count = int(((labels_BT != IGNORE) & ~real_BT).sum())
+        raise RingPatternError(
+            f"labels: {count} of them are predicted from masked positions; set the labels of padding to"
+            f" {IGNORE}"
+        )

@@ -1,0 +1,106 @@
+"""One small collective per batch: do the ranks of a sequence hold the same samples, how many tokens count?
+
+Owns the report that every rank gives of its batch, its exchange over the whole world, and the errors that
+follow, raised on every rank alike: a ring whose ranks hold different samples would train on a mixture
+without a word. Tokens themselves are not exchanged, only checksums of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ring.errors import RingError, RingMismatchError
+from ds_ring.integrations.deepspeed.batch import LABEL_KEYS, token_shape, valid_tokens
+from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.mesh import RingMesh
+
+
+class BatchReport(NamedTuple):
+    """What one rank says of its prepared batch; whole numbers only, so that it travels as one tensor."""
+
+    refused: int
+    samples: int
+    tokens: int
+    keys_crc: int
+    inputs_crc: int
+    labels_crc: int
+    valid_tokens: int
+
+
+REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)
+
+_COMPARED = {
+    "samples": "samples in the batch",
+    "tokens": "tokens in a sample",
+    "keys_crc": "names of tensors",
+    "inputs_crc": "input tokens (checksum)",
+    "labels_crc": "labels (checksum)",
+}
+
+
+def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
+    """The report of a prepared batch."""
+    inputs_crc = labels_crc = 0
+    for key in sorted(tensors):
+        if key in LABEL_KEYS:
+            labels_crc = _crc(tensors[key], labels_crc)
+        else:
+            inputs_crc = _crc(tensors[key], inputs_crc)
+    samples, tokens = token_shape(tensors)
+    keys_crc = zlib.crc32(" ".join(sorted(tensors)).encode())
+    return BatchReport(0, samples, tokens, keys_crc, inputs_crc, labels_crc, valid_tokens(tensors))
+
+
+def agree(mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: torch.device) -> int:
+    """Exchange the reports of all ranks; the labelled tokens of the whole world, each counted once.
+
+    Args:
+        mine: this rank's report, `REFUSED` if it could not prepare its batch.
+        fault: why it could not.
+        mesh: the ranks that share a sequence are consecutive in the world.
+        device: where collectives of the default group live.
+
+    Raises:
+        RingPeerError: another rank failed.
+        RingError: `fault`, on the rank that has one.
+        RingMismatchError: on all other ranks then, and on all ranks if any sequence group disagrees.
+    """
+    reports, sequence_size = _all_reports(mine, mesh, device), mesh.sequence_size
+    refusing = [rank for rank, report in enumerate(reports) if report.refused]
+    if refusing:
+        if fault is not None:
+            raise fault
+        raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
+    for rank, report in enumerate(reports):
+        first = rank - rank % sequence_size
+        for name, words in _COMPARED.items():
+            expected, got = getattr(reports[first], name), getattr(report, name)
+            if expected != got:
+                raise RingMismatchError(
+                    f"{words}: expected the same on ranks {first} to {first + sequence_size - 1}, which share"
+                    f" each sequence, got {expected} on rank {first} and {got} on rank {rank}; take the"
+                    " batches from the loader of ds_ring.initialize or from engine.ring.loader(dataset,"
+                    " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
+                    " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
+                )
+    return sum(report.valid_tokens for report in reports[::sequence_size])
+
+
+def _all_reports(mine: BatchReport, mesh: RingMesh, device: torch.device) -> list[BatchReport]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    row = torch.tensor(mine, dtype=torch.int64, device=device)
+    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
+    return [BatchReport(*values) for values in torch.stack(rows).tolist()]
+
+
+def _crc(tensor: Tensor, start: int) -> int:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().tobytes(), start)

@@ -1,0 +1,174 @@
+"""Where the tokens of a batch lie, and finding that again when the batch reaches the model.
+
+A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch`
+records where each batch went, and a forward pass looks its batch up: by the identity of its tensors, or,
+where they were copied, by their local length if that leaves no doubt. A doubt is an error, never a guess.
+Owns no tensors: it holds weak references.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingShapeError
+from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.masks.pattern import Pattern
+from ds_ring.module import RingAttention
+from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.layout import Layout
+
+REMEMBERED = 64  # batches; more are never between a loader and the model
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """What attention must know of a batch.
+
+    Attributes:
+        config: kernel, transport and the other options; its layout and ring size are not looked at.
+        layout: where the batch's tokens lie.
+        mesh: the ranks they are spread over: one rank for a batch that is not cut.
+        pattern: who attends to whom in every sample; packed documents narrow it further.
+        groups: rows by their documents; none if all rows have `pattern`.
+        longest: the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
+        slots: position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks.
+        real_tokens: 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none.
+    """
+
+    config: RingConfig
+    layout: Layout
+    mesh: RingMesh
+    pattern: Pattern
+    groups: tuple[RowGroup, ...] = ()
+    longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
+    slots: Tensor | None = field(default=None, repr=False)
+    real_tokens: Tensor | None = field(default=None, repr=False)
+    _by_scale: dict[float | None, RowsAttention] = field(default_factory=dict, repr=False)
+
+    @property
+    def local_tokens(self) -> int:
+        """Slots of this rank, S: its part of the shard where Ulysses ranks share one."""
+        return self.layout.local_tokens // self.mesh.ulysses_size
+
+    def with_slots(self, device: torch.device) -> Placement:
+        """The same, with `slots`."""
+        whole = self.layout.positions(self.mesh.ring_rank)
+        first = self.mesh.ulysses_rank * self.local_tokens
+        mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
+        return replace(self, slots=mine.to(device))
+
+    def attention(self, scale: float | None = None) -> RowsAttention:
+        """The attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
+        if scale not in self._by_scale:
+            patterns = [group.pattern for group in self.groups] or [self.pattern]
+            parts = [
+                RingAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=pattern)
+                for pattern in patterns
+            ]
+            self._by_scale[scale] = RowsAttention(parts, tuple(group.rows for group in self.groups))
+        return self._by_scale[scale]
+
+
+class RowsAttention:
+    """Attention whose pattern differs between the rows of a batch: one pass for each group of equal rows.
+
+    Every rank of a ring walks the groups in the same order, since all were told the same documents.
+    """
+
+    def __init__(self, parts: list[RingAttention], rows: tuple[tuple[int, ...], ...]) -> None:
+        self._parts, self._rows = parts, rows
+        flat = [row for group in rows for row in group]
+        self._back = sorted(range(len(flat)), key=flat.__getitem__)
+
+    @property
+    def contexts(self) -> tuple[tuple[RingContext, tuple[int, ...]], ...]:
+        """The context of each pass and its rows, in the order of the passes; no rows stand for all."""
+        if len(self._parts) == 1:
+            return ((self._parts[0].context, ()),)
+        return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
+
+    def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+        """[B, H, S, D] of the queries; rows stay where they are."""
+        if len(self._parts) == 1:
+            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSD)
+            return out
+        if q_BHSD.shape[0] != len(self._back):
+            raise RingShapeError(
+                f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"
+                f" {q_BHSD.shape[0]}; hand the model the whole batch that shard_batch returned"
+            )
+        outs = [
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSD)))
+            for part, rows in zip(self._parts, self._rows, strict=True)
+        ]
+        return _take(torch.cat(outs), tuple(self._back))
+
+
+def _take(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Some rows in some order; consecutive ones without a copy."""
+    if rows == tuple(range(rows[0], rows[0] + len(rows))):
+        return x[rows[0] : rows[0] + len(rows)]
+    return x[list(rows)]
+
+
+class PlacementBook:
+    """The placements of the latest batches, and the one that the model is working on."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[list[weakref.ref[Tensor]], Placement]] = deque(maxlen=REMEMBERED)
+        self._current: Placement | None = None
+
+    @property
+    def current(self) -> Placement:
+        """The placement of the batch selected (or, before any forward, recorded) last."""
+        if self._current is None:
+            raise RingShapeError(
+                "expected a sharded batch, got none so far; take batches from the loader of"
+                " ds_ring.initialize, or pass your own through engine.ring.shard_batch(batch)"
+            )
+        return self._current
+
+    def record(self, local: Iterable[Tensor], placement: Placement) -> None:
+        """Remember that these local tensors are placed so."""
+        self._recent.append(([weakref.ref(tensor) for tensor in local], placement))
+        self._current = placement
+
+    def select(self, local: Iterable[Tensor]) -> Placement:
+        """Find the placement of the tensors that a model was called with, and make it the current one."""
+        tensors = [tensor for tensor in local if tensor.ndim >= 2]
+        self._current = self._by_identity(tensors) or self._by_length(tensors)
+        return self._current
+
+    def _by_identity(self, tensors: list[Tensor]) -> Placement | None:
+        for references, placement in reversed(self._recent):
+            alive = [reference() for reference in references]
+            if any(tensor is one for tensor in tensors for one in alive):
+                return placement
+        return None
+
+    def _by_length(self, tensors: list[Tensor]) -> Placement:
+        lengths = sorted({tensor.shape[1] for tensor in tensors})
+        seen = {placement.local_tokens: placement for _, placement in self._recent}
+        fitting = {placement for _, placement in self._recent if placement.local_tokens in lengths}
+        if not fitting:
+            raise RingShapeError(
+                f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
+                f" got {lengths or 'no tensor of [samples, tokens]'}; pass it through"
+                " engine.ring.shard_batch(batch)"
+            )
+        if len(fitting) > 1:
+            totals = sorted(placement.layout.tokens for placement in fitting)
+            raise RingShapeError(
+                f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
+                " tokens in all, or packed otherwise; hand the model the very tensors that shard_batch"
+                " returned (they are on its device)"
+            )
+        return fitting.pop()

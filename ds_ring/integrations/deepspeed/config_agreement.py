@@ -1,0 +1,122 @@
+"""Do all ranks start with the same configuration? Two small collectives at start, errors on every rank alike.
+
+Owns the comparison of the whole DeepSpeed JSON, our section and theirs: ranks of different ZeRO stages or
+ring sizes would wait for each other in different collectives. A hash is compared first; only where hashes
+differ are the configurations themselves exchanged, to name the rank, the key and both values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_ring.config.deepspeed_file import SP_KEY
+from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.errors import RingError, RingMismatchError
+from ds_ring.health.guarded_call import call_guarded
+from ds_ring.health.joining import leave_on_error
+from ds_ring.health.watch import Watch
+from ds_ring.schedule.grid import Grid
+
+_NAMED_KEYS = 5
+_TIMEOUT_S = 1800.0  # of one comparison
+# What a host may have for itself: where it logs and where it swaps to.
+_OF_THE_HOST = ("path", "dir", "folder", "job_name")
+_LOGGING = ("tensorboard", "wandb", "csv_monitor", "comet")
+
+Flat = dict[str, str]
+
+
+def agree_on_config(
+    config: RingConfig | None,
+    deepspeed_config: Mapping[str, Any],
+    fault: RingError | None,
+    watch: Watch | None,
+) -> None:
+    """Collective over the world. `config` is None where this rank could not read one, and `fault` says why.
+
+    Nobody waits for a rank that is dead: `watch` guards the two collectives.
+
+    Raises:
+        RingPeerError: another rank failed meanwhile; names it.
+        RingError: `fault`, on the rank that has one.
+        RingMismatchError: another rank has a fault, or ranks differ in a key; the rank and the key are named.
+    """
+    with leave_on_error(watch):
+        _agree(config, deepspeed_config, fault, watch)
+
+
+def _agree(
+    config: RingConfig | None,
+    deepspeed_config: Mapping[str, Any],
+    fault: RingError | None,
+    watch: Watch | None,
+) -> None:
+    mine = {} if config is None else by_json_key(config) | _flatten(deepspeed_config)
+    flat = {key: json.dumps(value, default=_without_address) for key, value in mine.items()}
+    reports = _gather((None if fault is None else str(fault), _digest(flat)), watch, 0)
+    if fault is not None:
+        raise fault
+    refusing = [rank for rank, (refused, _) in enumerate(reports) if refused is not None]
+    if refusing:
+        raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
+    if len({digest for _, digest in reports}) > 1:
+        raise RingMismatchError(_describe(_gather(flat, watch, 1)))
+
+
+def _describe(configs: list[Flat]) -> str:
+    """The message for configurations that differ: the first rank that has another one than rank 0."""
+    rank = next(rank for rank, config in enumerate(configs) if config != configs[0])
+    keys = sorted(configs[0].keys() | configs[rank].keys())
+    missing = "no such key"
+    pairs = [(key, configs[0].get(key, missing), configs[rank].get(key, missing)) for key in keys]
+    different = [
+        f"{key}: {first} on rank 0, {other} on rank {rank}" for key, first, other in pairs if first != other
+    ]
+    more = f" and {len(different) - _NAMED_KEYS} keys more" if len(different) > _NAMED_KEYS else ""
+    return (
+        "expected the same configuration on all ranks, got "
+        + "; ".join(different[:_NAMED_KEYS])
+        + f"{more}. Start every host with the same DeepSpeed JSON"
+    )
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of DeepSpeed's part; what a host may have for itself is left out."""
+    return dict(_leaves(section, prefix))
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if name in (SP_KEY, *_LOGGING) or str(key).endswith(_OF_THE_HOST):
+            continue
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _without_address(value: object) -> str:
+    """A value that no JSON has (a dict may hold anything), by its type: its repr could hold an address."""
+    return f"<{type(value).__name__}>"
+
+
+def _digest(flat: Flat) -> str:
+    return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
+
+
+def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
+    size = dist.get_world_size()
+
+    def gather() -> list[Any]:
+        everyones: list[Any] = [None] * size
+        dist.all_gather_object(everyones, mine)
+        return everyones
+
+    what = "the comparison of configurations"
+    return call_guarded(gather, watch, Grid(size, size), what, step, _TIMEOUT_S)

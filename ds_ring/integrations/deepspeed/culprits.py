@@ -1,0 +1,134 @@
+"""Whoever fails first is named first, wherever in a DeepSpeed job the others notice it.
+
+Owns what happens to a RuntimeError of torch.distributed outside the ring: in the engine's own collectives,
+and in those of the training script. Who failed is the monitor's to say (`health/monitor/`).
+
+[Note: outside the ring]
+A rank that dies in `engine.step` shows on the others as a broken connection of gloo or NCCL, without a name.
+The methods of the engine wait a moment for the verdict and raise RingPeerError from it. A collective of the
+script is nobody's to wrap: there the error is left as it is, and when it ends the process, the culprit is
+said before the traceback. Who is stuck in a collective instead ends by the last resort of `health/watch.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from ds_ring.config.section import RingConfig
+from ds_ring.health.guarded_call import is_of_distributed, peer_error, verdict
+from ds_ring.health.joining import join_monitor
+from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health.watch import Watch
+from ds_ring.integrations.deepspeed.job_secret import job_secret
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.grid import Grid
+
+P = ParamSpec("P")
+T = TypeVar("T")
+DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
+# What a training script calls on an engine and what talks to other ranks.
+METHODS = (
+    "forward",
+    "backward",
+    "step",
+    "allreduce_gradients",
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_16bit_model",
+    "save_fp16_model",
+    "module_state_dict",
+    "load_module_state_dict",
+    "get_global_grad_norm",
+    "destroy",
+)
+
+
+def join_job(config: RingConfig | None) -> Watch | None:
+    """Join the failure detector of an initialised world, with the launcher's secret. Collective.
+
+    Args:
+        config: the section; None where this rank could not read it, which it tells the others later on.
+
+    Raises:
+        RingPeerError, RingMeshError: of `health/joining.py`.
+    """
+    size = dist.get_world_size()
+    heartbeat_s = DEFAULT_HEARTBEAT_S if config is None else config.heartbeat_timeout_seconds
+    exit_after_s = None if config is None else config.hop_timeout_seconds
+    watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret())
+    _say_culprit_at_exit(watch)
+    return watch
+
+
+def name_culprits(engine: Any, mesh: RingMesh) -> None:
+    """Let the engine's methods raise RingPeerError where another rank's failure is why they fail."""
+    if mesh.watch is None:
+        return
+    for name in METHODS:
+        if hasattr(type(engine), name):  # the engine itself also has the model's attributes
+            setattr(engine, name, culprits_named(getattr(engine, name), mesh))
+
+
+def culprits_named(call: Callable[P, T], mesh: RingMesh) -> Callable[P, T]:
+    """Return `call` with its collectives' RuntimeErrors explained: RingPeerError where a rank has failed."""
+
+    @functools.wraps(call)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            watch = mesh.watch
+            fault = _verdict_on(error, watch) if watch is not None and is_of_distributed(error) else None
+            if watch is None or fault is None:
+                raise
+            watch.noticed = True
+            raise peer_error(mesh.grid, watch.rank, None, fault) from error
+
+    return named
+
+
+def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
+    """Which other rank has failed, if the monitor knows of one within a moment."""
+    watch.broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    fault = verdict(watch)
+    return None if fault is None or fault.rank == watch.rank else fault
+
+
+_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
+_hooked: list[bool] = []  # once for a process
+
+
+def _say_culprit_at_exit(watch: Watch | None) -> None:
+    """Print who failed before the traceback, where an error of torch.distributed ends this process."""
+    if watch is None:
+        return
+    if not _hooked:
+        _hooked.append(True)
+        sys.excepthook = _hook(sys.excepthook)
+    _named_at_exit.add(watch)
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def _hook(before: Hook) -> Hook:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_of_distributed(error):
+            for watch in list(_named_at_exit):
+                fault = _verdict_on(error, watch)
+                if fault is not None:
+                    watch.noticed = True
+                    text = f"ds_ring: rank {fault.rank} has failed first: {fault.cause}"
+                    text += f". What follows is how rank {watch.rank} noticed"
+                    print(text, file=sys.stderr, flush=True)
+                    break
+        before(kind, error, trace)
+
+    return hook

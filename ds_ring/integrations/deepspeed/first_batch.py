@@ -1,0 +1,337 @@
+"""`"verify_first_batch": true`: the first training step on the ring against the same model on one process.
+
+Owns what is recorded of that step, the model's copy that rank 0 runs by itself, and the error that all ranks
+raise. How runs are compared is comparison.py's. Reads the engine and changes nothing in it: parameters,
+gradients, buffers, optimizer and random numbers are what they would be without it.
+
+[Note: one process]
+    Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for
+    a short first batch. The copy has the model's own attention, made before the ring's was given to it; where
+    the JSON asks for another one than the model's (LongNet, another window), it has the ring's kernel on all
+    tokens at once, which shows hops and positions to be right but not the pattern. Modules of your own may
+    ask `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's
+    mesh, cannot be run on one rank. The step compared is the one before the first `engine.step()` at a
+    boundary of gradient accumulation; gradients are compared as the engine reduced them.
+
+Shapes: B samples, T tokens, S local tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError, RingVerifyError
+from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.comparison import (
+    Difference,
+    Numbers,
+    Tolerance,
+    beyond,
+    compare_gradients,
+    compare_outputs,
+    largest,
+    recording,
+)
+from ds_ring.integrations.deepspeed.lone_model import (
+    arguments_for,
+    choose_attention,
+    filled,
+    on_device,
+    refuse_dropout,
+    skeleton,
+)
+from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.shard import gather_sequence
+from ds_ring.schedule.layout import make_layout
+
+log = logging.getLogger(__name__)
+
+_NAMED = 8  # differences in the message
+_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
+
+
+class Attended(NamedTuple):
+    """What a batch's attention is, wherever its tokens lie."""
+
+    tokens: int
+    pattern: Pattern
+    groups: tuple[RowGroup, ...]
+
+
+@dataclass
+class Forward:
+    """A forward pass of the step: what went in and came out, of this rank's tokens or of all.
+
+    Attributes:
+        loss_factor: what the training loop made of `loss`: its gradient; None where it is not used.
+        logits_gradient: gradient of the logits, for a loss of the training loop's own.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attended: Attended
+    logits: Tensor
+    loss: Tensor | None
+    layers: dict[str, Tensor]
+    loss_factor: Tensor | None = None
+    logits_gradient: Tensor | None = None
+    placement: Placement | None = None
+
+
+@dataclass
+class FirstBatch:
+    """Compares the first step of an engine with one process.
+
+    Raises:
+        RingConfigError: the model has dropout, which no two runs share, or cannot be copied, or no optimizer.
+    """
+
+    model: nn.Module
+    session: RingSession
+    trains: bool = True
+    _alone: nn.Module | None = None
+    _forwards: list[Forward] = field(default_factory=list)
+    _done: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.trains:
+            raise RingConfigError(
+                "verify_first_batch: expected an optimizer, got none: there is no training step to compare;"
+                " set it to false, or give an optimizer"
+            )
+        refuse_dropout(self.model)
+        self._alone = skeleton(self.model)
+
+    def watch(self, engine: Any) -> None:
+        """Record the engine's forward passes, and compare before its first step."""
+        forward, step = engine.forward, engine.step
+
+        @functools.wraps(forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self._done or not (engine.module.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            placement = self.session.placements.current
+            with recording(engine.module) as layers:
+                output = forward(*args, **kwargs)
+            attended = Attended(placement.layout.tokens, placement.pattern, placement.groups)
+            logits, loss = _results(output)
+            seen = Forward(args, kwargs, attended, logits, loss, layers, placement=placement)
+            self._forwards.append(_hooked(seen))
+            return output
+
+        @functools.wraps(step)
+        def verified(*args: Any, **kwargs: Any) -> Any:
+            if not self._done and engine.is_gradient_accumulation_boundary():
+                self._verify(engine)
+            return step(*args, **kwargs)
+
+        engine.forward, engine.step = recorded, verified
+
+    @torch.no_grad()
+    def _verify(self, engine: Any) -> None:
+        """Collective: gather the step on rank 0, compare there, and tell all ranks."""
+        used = [
+            one for one in self._forwards if one.loss_factor is not None or one.logits_gradient is not None
+        ]
+        self._forwards = []
+        if not used:
+            return
+        means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
+        pieces = [_gathered(self._piece(one)) for one in used]
+        gradients = _gradients(engine.module)
+        weights = _weights(engine.module)
+        verdict: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                verdict = [self._judge(engine.module, weights, pieces, means, gradients)]
+            except Exception as error:
+                verdict = [f"the model on one process raised {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(verdict, src=0, device=self.session.device)
+        if verdict[0] == _AGAIN:
+            log.info("verify_first_batch: gradients overflowed in fp16, the next step is compared")
+            return
+        self._done, self._alone = True, None
+        if verdict[0] is not None:
+            raise RingVerifyError(
+                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; do not train"
+                " with this: report the model, or set verify_first_batch to false if you know better"
+            )
+
+    def _judge(
+        self,
+        module: nn.Module,
+        weights: dict[str, Tensor],
+        pieces: list[list[Forward]],
+        means: list[float | None],
+        gradients: dict[str, Tensor],
+    ) -> str | None:
+        """On rank 0: None if the ring's numbers are right, or what differs."""
+        dtype = next((x.dtype for x in weights.values() if x.is_floating_point()), torch.float32)
+        if dtype is torch.float16 and not all(bool(x.isfinite().all()) for x in gradients.values()):
+            return _AGAIN
+        assert self._alone is not None
+        alone = filled(self._alone, module, weights, self.session.device)
+        choose_attention(alone, self.session.config)
+        found: list[Difference] = []
+        for parts, mean in zip(pieces, means, strict=True):
+            found += self._forward_alone(alone, parts, mean)
+        expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
+        found += compare_gradients(gradients, expected)
+        wrong = beyond(found, Tolerance.of(dtype))
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            return "; ".join(str(one) for one in wrong[:_NAMED]) + more
+        worst = ", ".join(str(one) for one in largest(found).values())
+        log.info("verify_first_batch: the ring equals one process; largest relative errors: %s", worst)
+        return None
+
+    def _forward_alone(self, alone: nn.Module, parts: list[Forward], mean: float | None) -> list[Difference]:
+        """One forward pass of the step, replica by replica; its gradients add up in `alone`."""
+        found, total = [], 0.0
+        divisor = self.session.gradient_divisor
+        for part in parts:
+            devices = [self.session.device] if self.session.device.type == "cuda" else []
+            with (
+                torch.enable_grad(),
+                torch.random.fork_rng(devices),
+                recording(alone) as layers,
+                self._one_rank(part.attended) as single,
+            ):
+                given = arguments_for(alone, part.kwargs, single, divisor)
+                args, given = on_device((part.args, given), self.session.device)
+                output = alone(*args, **given)
+                logits, loss = _results(output)
+                if part.loss_factor is not None and loss is not None:
+                    (loss * part.loss_factor.to(loss)).backward()
+                    total += float(loss.detach())
+                else:
+                    assert part.logits_gradient is not None
+                    logits.backward(part.logits_gradient.to(logits) / divisor)
+            rows = Numbers(logits.detach().cpu(), layers={name: x.cpu() for name, x in layers.items()})
+            found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
+        if mean is not None and parts[0].loss_factor is not None:
+            both = (Numbers(torch.ones(1, 1), value) for value in (mean, total))
+            found += [one for one in compare_outputs(*both) if one.kind == "loss"]
+        return found
+
+    @contextmanager
+    def _one_rank(self, attended: Attended) -> Iterator[Placement]:
+        """Let `session.attention()` attend to all tokens on this rank meanwhile."""
+        book = self.session.placements
+        single = Placement(
+            self.session.config,
+            make_layout("contiguous", tokens=attended.tokens, ring_size=1),
+            RingMesh.single(),
+            attended.pattern,
+            attended.groups,
+        )
+        before, book._current = book._current, single
+        try:
+            yield single
+        finally:
+            book._current = before
+
+    def _piece(self, one: Forward) -> Forward | None:
+        """The whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
+        placement, mesh = one.placement, self.session.mesh
+        assert placement is not None
+        whole = placement.mesh is not mesh  # a short batch: this rank's samples are whole already
+
+        def take(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            sharded = value.ndim >= 2 and value.shape[1] == placement.local_tokens and not whole
+            value = value.detach()
+            return (
+                (gather_sequence(value, placement.layout, mesh=mesh, dim=1) if sharded else value)
+                .cpu()
+                .contiguous()
+            )
+
+        taken = Forward(
+            tuple(take(value) for value in one.args),
+            {name: take(value) for name, value in one.kwargs.items()},
+            one.attended,
+            take(one.logits),
+            take(one.loss),
+            {name: take(value) for name, value in one.layers.items()},
+            take(one.loss_factor),
+            take(one.logits_gradient),
+        )
+        return taken if whole or mesh.sequence_rank == 0 else None
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """The whole parameters, on rank 0. Collective at ZeRO 3."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                found[name] = parameter.detach().cpu().clone()
+    return found
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+        if gradient is not None and dist.get_rank() == 0:
+            found[name] = gradient.detach().float().cpu().clone()
+    return found
+
+
+def _gathered(piece: Forward | None) -> list[Forward]:
+    """The pieces of all ranks that hold one, on rank 0. Collective."""
+    pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(piece, pieces, dst=0)
+    return [one for one in pieces or () if one is not None]
+
+
+def _results(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Logits (or hidden states) and loss of a model's output."""
+    if isinstance(output, Tensor):
+        return (output, None) if output.ndim else (output[None], output)
+    loss = getattr(output, "loss", None)
+    for name in ("logits", "last_hidden_state"):
+        logits = getattr(output, name, None)
+        if isinstance(logits, Tensor):
+            return logits, loss
+    tensors = (
+        [item for item in output if isinstance(item, Tensor)] if isinstance(output, (tuple, list)) else []
+    )
+    if not tensors:
+        raise RingVerifyError(
+            f"verify_first_batch: expected logits or a tensor as the model's output, got"
+            f" {type(output).__name__}; set verify_first_batch to false"
+        )
+    return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
+
+
+def _hooked(one: Forward) -> Forward:
+    """Let the backward pass note what the training loop made of the results."""
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            setattr(one, name, gradient.detach())
+
+        return hook
+
+    if one.loss is not None and one.loss.requires_grad:
+        one.loss.register_hook(note("loss_factor"))
+    if one.logits is not one.loss and one.logits.requires_grad:
+        one.logits.register_hook(note("logits_gradient"))
+    return one

@@ -1,0 +1,304 @@
+"""`ds_ring.initialize`: deepspeed.initialize with a ring.
+
+Owns the order of things at start (configuration, process groups, mesh, model, engine, loader) and what a ring
+cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `session.py`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.data import Dataset
+
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig, strip_section
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.health.joining import leave_on_error
+from ds_ring.health.watch import Watch
+from ds_ring.integrations.checkpoint.load import guard_checkpoints
+from ds_ring.integrations.deepspeed.auto_values import resolve_auto
+from ds_ring.integrations.deepspeed.config_agreement import agree_on_config
+from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
+from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evaluates, without_optimizer
+from ds_ring.integrations.deepspeed.features import refuse_direct_backward, refuse_features
+from ds_ring.integrations.deepspeed.first_batch import FirstBatch
+from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
+from ds_ring.integrations.deepspeed.ring_use import RingUse
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.mesh import RingMesh
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
+
+Source = str | dict[str, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
+    """deepspeed.initialize's arguments and result; the "ring_attention" section of the JSON says the rest.
+
+    The loader yields this rank's part of each batch, and `engine.ring` (a `RingSession`) shards batches of
+    other loaders, so an ordinary loop stays as it is:
+
+        engine, optimizer, loader, scheduler = ds_ring.initialize(args=args, model=model, training_data=data)
+        for batch in loader:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+
+    `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
+    `engine.save_checkpoint` and `engine.load_checkpoint` have DeepSpeed's arguments and results, and use no
+    checkpoint that is not whole (checkpoint.py).
+
+    Raises:
+        RingConfigError: the JSON, an argument or the model does not go with a ring.
+        RingMismatchError: another rank refused to start, or has another configuration; names rank and key.
+    """
+    ring_config: RingConfig | None = None
+    deepspeed_config: dict[str, Any] = {}
+    fault: RingError | None = None
+    try:
+        source = _config_source(args, config, config_params)
+        _refuse_arguments(model, mpu, mesh_param, training_data)
+        assert model is not None
+        brought = optimizer is not None, lr_scheduler is not None
+        ring_config, deepspeed_config = _configurations(source, model, *brought)
+    except RingError as error:
+        if not dist.is_initialized():
+            raise  # nobody hears of it: the launcher ends the ranks that wait for this one
+        fault = error
+    device = _init_distributed(distributed_port, dist_init_required)
+    watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
+    compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
+    agree_on_config(ring_config, compared, fault, watch)
+    assert model is not None and ring_config is not None
+    trains = has_optimizer(deepspeed_config, optimizer)
+    session = _session(ring_config, watch, device, _gradient_divisor(deepspeed_config))
+    first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
+    attached = _attach(model, session)
+    engine, engine_optimizer, _, scheduler = culprits_named(deepspeed.initialize, session.mesh)(
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=deepspeed_config if trains else without_optimizer(deepspeed_config),
+    )
+    _equip(engine, session)
+    _teach_compile(engine, session, attached)
+    if first_batch is not None:
+        first_batch.watch(engine)
+    if session.config.monitor:
+        monitor_ring(engine, session)
+    if trains:
+        refuse_direct_backward(engine)
+    else:
+        only_evaluates(engine)
+    if engine.checkpoint_engine is not None:
+        guard_checkpoints(engine)
+    name_culprits(engine, session.mesh)
+    loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
+    return engine, engine_optimizer, loader, scheduler
+
+
+def _configurations(
+    source: Source, model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
+) -> tuple[RingConfig, dict[str, Any]]:
+    """Our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
+    ring_config = RingConfig.from_deepspeed(source)
+    deepspeed_config = strip_section(source)
+    refuse_features(deepspeed_config, model)
+    deepspeed_config = resolve_auto(deepspeed_config, model, brings_optimizer, brings_scheduler)
+    check_monitor(ring_config.monitor, deepspeed_config)
+    _refuse_model(model, ring_config)
+    return ring_config, deepspeed_config
+
+
+def _session(
+    config: RingConfig, watch: Watch | None, device: torch.device, gradient_divisor: float
+) -> RingSession:
+    """The ring of a configuration, its process groups included. Collective over the world."""
+    with leave_on_error(watch):
+        config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(
+        config.ring_size,
+        config.ulysses_size,
+        heartbeat_timeout_s=config.heartbeat_timeout_seconds,
+        exit_after_fault_s=config.hop_timeout_seconds,
+        watch=watch,
+    )
+    return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
+
+
+def _uses_transformers() -> bool:
+    """transformers is optional; a model of it cannot exist without its having been imported."""
+    return "transformers" in sys.modules
+
+
+def _config_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """The one DeepSpeed configuration among the three places where deepspeed.initialize takes it from."""
+    places = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in places.items() if value is not None}
+    if len(given) == 1:
+        return next(iter(given.values()))
+    got = " and ".join(given) if given else "none"
+    raise RingConfigError(
+        f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict, or"
+        " start the script with --deepspeed_config ds_config.json and pass args"
+    )
+
+
+def _without_config(args: Any) -> Any:
+    """DeepSpeed refuses a configuration in two places; it gets ours, without the section, as a dict."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args
+
+
+def _attach(model: torch.nn.Module, session: RingSession) -> list[Any]:
+    """The transformers models in `model`, on the ring now."""
+    if not _uses_transformers():
+        return []
+    from ds_ring.integrations.transformers.attention import attach
+
+    return list(attach(model, session))
+
+
+def _refuse_model(model: torch.nn.Module | None, ring_config: RingConfig) -> None:
+    if model is not None and _uses_transformers():
+        from ds_ring.integrations.transformers.attention import check_model
+
+        check_model(model, ring_config)
+
+
+def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, training_data: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise RingConfigError(
+            f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=..."
+        )
+    if mesh_param is not None:
+        raise RingConfigError(
+            f"mesh_param: expected None, got {mesh_param!r}; DeepSpeed then averages gradients over the"
+            " data-parallel axis only and the ranks of a ring drift apart: set sequence_parallel_size in the"
+            " JSON"
+        )
+    if mpu is not None:
+        raise RingConfigError(
+            f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs"
+            " between ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
+        )
+    if training_data is not None:
+        check_dataset(training_data)
+
+
+def _gradient_divisor(config: dict[str, Any]) -> float:
+    """[Note: gradient scale] in loss.py."""
+    return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
+
+
+def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:
+    """Start (or find) the process groups; this rank's device, made current as the engine does later."""
+    if get_accelerator().device_name() == "cpu":
+        # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        log.info("deepspeed_shm_comm is not built: gloo carries DeepSpeed's collectives on the CPU")
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    local_rank = deepspeed.comm.get_local_rank()
+    get_accelerator().set_device(local_rank)
+    return torch.device(get_accelerator().device_name(local_rank))
+
+
+def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
+    """Give the engine `engine.ring`, and let each forward find out where its batch lies.
+
+    A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
+    """
+    engine.ring = session
+
+    def find_placement(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+    engine.register_forward_pre_hook(find_placement, with_kwargs=True)
+    use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
+    engine.forward = use.wrap(engine.forward)
+
+
+def _teach_compile(engine: DeepSpeedEngine, session: RingSession, attached: list[Any]) -> None:
+    """Let `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
+    compile_as_before = engine.compile
+
+    @functools.wraps(compile_as_before)
+    def compile_with_session(backend: Any = _DEFAULT_BACKEND, *args: Any, **kwargs: Any) -> None:
+        if backend == "ds_ring":
+            if engine.is_deepcompile_enabled():
+                raise RingConfigError(
+                    'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has'
+                    " a backend of its own; set it to false"
+                )
+            if engine.is_compiled:
+                raise RingConfigError(
+                    'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that'
+                    " is: DeepSpeed would keep its first backend; say it once, before the first batch"
+                )
+            from ds_ring.integrations.compile.backend import backend_of
+
+            backend = backend_of(session)
+            for one in attached:
+                one.rewritten = True
+        compile_as_before(backend, *args, **kwargs)
+
+    engine.compile = compile_with_session
+
+
+def _training_loader(
+    engine: DeepSpeedEngine, dataset: Dataset[Any], collate_fn: Callable[..., Any] | None
+) -> RingLoader:
+    loader = engine.ring.loader(
+        dataset,
+        engine.train_micro_batch_size_per_gpu(),
+        shuffle=True,
+        drop_last=engine.dataloader_drop_last(),
+        collate_fn=collate_fn,
+    )
+    loader.on_batch = engine.tput_timer.start  # as DeepSpeed's loader does: the timer covers loading, too
+    engine.training_dataloader = loader
+    return loader

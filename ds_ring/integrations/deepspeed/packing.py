@@ -1,0 +1,129 @@
+"""Packed documents of a batch: who belongs to whom, and what ends at a document's border.
+
+Owns the document of every token (read off ids, positions or padding), the positions that restart and the
+labels that a border takes away, and the rows of a batch put together by equal documents: core's `Documents`
+is one sequence, so a batch of several is a few patterns. Pure: no collective, no model.
+
+[Note: packing]
+    With "documents": true in the JSON's "pattern" a token attends within its own document only.
+    Documents come from `document_ids` [B, T] in the batch (equal within a document; negative: padding, which
+    sees nothing and is not seen), or else from `position_ids` that restart. Given ids and no positions,
+    positions count within each document, as Hugging Face packs. Where the document changes between tokens t
+    and t + 1 the label that token t predicts is -100 (Hugging Face's packing collators do the same): nothing
+    in one document tells how the next one begins. An attention_mask marks padding. A model never sees
+    `document_ids`: its attention gets them as patterns.
+
+Shapes: B samples, T global tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.masks.documents import Documents
+from ds_ring.masks.pattern import Pattern
+
+DOCUMENT_IDS = "document_ids"
+PADDING = -1  # the document of tokens that belong to none
+
+
+class RowGroup(NamedTuple):
+    """Rows of a batch that attend alike; one ring pass.
+
+    Attributes:
+        pattern: who attends to whom in these rows.
+        rows: of the local batch, ascending.
+    """
+
+    pattern: Pattern
+    rows: tuple[int, ...]
+
+
+def check_ids(document_ids: Tensor) -> None:
+    """RingShapeError unless there is one integer for each token."""
+    if document_ids.ndim != 2 or document_ids.is_floating_point() or document_ids.dtype == torch.bool:
+        raise RingShapeError(
+            f"batch[{DOCUMENT_IDS!r}]: expected integers [samples, tokens], equal within a document, got"
+            f" {str(document_ids.dtype).removeprefix('torch.')} {list(document_ids.shape)}"
+        )
+
+
+def ids_from_positions(position_ids: Tensor) -> Tensor:
+    """The document of every token where positions restart: [B, T] numbers that rise at every break."""
+    breaks = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    return breaks.cumsum(dim=1)
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """How many tokens of its own document stand before each token, [B, T]; padding counts like a document."""
+    rows = []
+    for ids_T in document_ids.cpu().numpy():
+        starts, lengths = _stretches(ids_T)
+        before, counted = np.empty_like(starts), defaultdict[int, int](int)
+        for index, (own, length) in enumerate(zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)):
+            before[index] = counted[own]
+            counted[own] += length
+        rows.append(np.arange(len(ids_T)) - np.repeat(starts - before, lengths))
+    return torch.from_numpy(np.stack(rows)).to(document_ids.device)
+
+
+def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
+    """The documents, tokens that an attention_mask hides taken out of them."""
+    if mask_BT.numel() and int(mask_BT.max()) > 1:
+        raise RingPatternError(
+            f"attention_mask: expected 0 and 1, got {int(mask_BT.max())}; if it numbers packed documents,"
+            f" hand it over as {DOCUMENT_IDS}"
+        )
+    return document_ids.masked_fill(~mask_BT.bool(), PADDING)
+
+
+def has_no_label(document_ids: Tensor) -> Tensor:
+    """Bool [B, T]: padding, and the last token of every stretch of a document; see [Note: packing]."""
+    ends = torch.nn.functional.pad(document_ids.diff(dim=1) != 0, (0, 1), value=True)
+    return ends | (document_ids < 0)
+
+
+def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
+    """Rows with equal documents together; the group whose attention is most work comes first.
+
+    Args:
+        pattern: what the JSON says of every document.
+        document_ids: [B, T], or [1, T] for all rows alike.
+        batch_rows: B.
+    """
+    documents = [_documents(row) for row in document_ids.cpu().numpy()]
+    if len(documents) == 1:
+        documents *= batch_rows
+    rows_of: dict[Documents, list[int]] = {}
+    for row, own in enumerate(documents):
+        rows_of.setdefault(own, []).append(row)
+    groups = sorted(rows_of.items(), key=lambda group: -_pairs(group[0]))
+    return tuple(RowGroup(pattern & own, tuple(rows)) for own, rows in groups)
+
+
+def _documents(ids_T: np.ndarray) -> Documents:
+    """Documents numbered as they appear, so that equal borders make equal patterns whatever the ids were."""
+    starts, lengths = _stretches(ids_T)
+    _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
+    numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
+    return Documents(np.repeat(numbers, lengths))
+
+
+def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length of every stretch of equal ids."""
+    starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)
+    return starts, np.diff(starts, append=len(ids_T))
+
+
+def _pairs(documents: Documents) -> int:
+    """Query and key pairs of one document each: what attention costs, but for the static pattern."""
+    ids = np.array(documents.ids)
+    lengths = np.diff(documents.starts, append=documents.tokens)[ids >= 0]
+    tokens = np.bincount(ids[ids >= 0], weights=lengths) if len(lengths) else np.zeros(1)
+    return int((tokens**2).sum())

@@ -1,0 +1,128 @@
+"""Does a model use the ring? Looked at in the first forward pass of training, and of evaluation.
+
+A module of one's own that calls plain `scaled_dot_product_attention` would attend to this rank's tokens only
+and train on something else without a word. Owns how that is noticed: no ring pass has run in a forward pass
+that needs one, or plain attention over exactly this rank's tokens was called in it. What a transformers model
+may ask for is checks.py's.
+
+Every rank of a sequence runs the same model on the same placement, so all of them raise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.pattern import Causal
+from ds_ring.runtime.context import forward_passes
+
+_WHAT_TO_DO = (
+    'say engine.compile(backend="ds_ring") before the first batch (it rewrites scaled_dot_product_attention),'
+    " call engine.ring.attention()(q, k, v) or ds_ring.RingAttention in the module, or use a transformers"
+    ' model, which gets the ring\'s attention by itself unless the section says "attention": "as_is"'
+)
+_PLAIN = "scaled_dot_product_attention", "flex_attention"
+_SOFTMAX = "softmax", "_softmax"
+
+
+class RingUse:
+    """Watches the first forward passes of an engine's model.
+
+    Args:
+        session: knows where the batch in the model lies.
+        is_training: whether the model is; each mode has its own first forward pass.
+        is_compiled: whether the model is; then graphs are not looked into, the backend has read them.
+    """
+
+    def __init__(
+        self, session: RingSession, is_training: Callable[[], bool], is_compiled: Callable[[], bool]
+    ) -> None:
+        self._session = session
+        self._is_training = is_training
+        self._is_compiled = is_compiled
+        self._seen: set[bool] = set()
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` with the check around its first calls that need a ring."""
+
+        @functools.wraps(forward)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            training = self._is_training()
+            if training in self._seen or not self._needed():
+                return forward(*args, **kwargs)
+            before = forward_passes()
+            with self._no_plain_attention():
+                output = forward(*args, **kwargs)
+            if forward_passes() == before:
+                raise RingConfigError(self._no_pass())
+            self._seen.add(training)
+            return output
+
+        return checked
+
+    def _needed(self) -> bool:
+        """Whether the model's own attention over this rank's tokens would be wrong for the batch in it."""
+        placement = self._session.placements.current
+        plain = placement.pattern == Causal() and not placement.groups
+        return placement.mesh.sequence_size > 1 or not plain
+
+    def _no_plain_attention(self) -> AbstractContextManager[Any]:
+        placement = self._session.placements.current
+        if placement.mesh.sequence_size == 1 or self._is_compiled():
+            return nullcontext()
+        return _PlainAttention(placement)
+
+    def _no_pass(self) -> str:
+        placement = self._session.placements.current
+        if placement.mesh.sequence_size > 1:
+            tokens = f"the {placement.local_tokens} tokens of this rank only, of {placement.layout.tokens}"
+            fault = f"attention saw {tokens}"
+        else:
+            documents = " with documents" if placement.groups else ""
+            fault = f"the pattern {placement.pattern}{documents} was not applied"
+        return (
+            "expected the model to use ring attention, but no ring pass ran in its forward pass:"
+            f" {fault}; {_WHAT_TO_DO}"
+        )
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Refuses attention outside the ring over exactly the tokens of this rank.
+
+    Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self._tokens = placement.local_tokens
+        self._all_tokens = placement.layout.tokens
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if (name in _PLAIN and self._is_local(args, kwargs or {})) or (
+            name in _SOFTMAX and self._is_scores(args)
+        ):
+            raise RingConfigError(
+                f"expected ring attention, got {name} over the {self._tokens} tokens of this rank, of"
+                f" {self._all_tokens}: that part of the model would see no other rank's; {_WHAT_TO_DO}"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _is_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)][:2]
+        return all(x.ndim >= 2 and x.shape[-2] == self._tokens for x in tensors)
+
+    def _is_scores(self, args: tuple[Any, ...]) -> bool:
+        """Attention written out: scores [batch, heads, tokens, tokens]."""
+        shape: tuple[int, ...] = getattr(args[0], "shape", ()) if args else ()
+        return len(shape) == 4 and shape[-1] == shape[-2] == self._tokens

@@ -1,0 +1,269 @@
+"""transformers models on a ring: `attn_implementation="ds_ring"`.
+
+Owns the attention function and the mask function registered under that name, and `attach`, which gives a
+model that attention and ties it to a session. Importing this file registers the name. What a model may ask
+of attention that a ring would not do (a sliding window, dropout, a cache) is refused in
+`checks.py`: a model must never be trained on another attention than its own without a word.
+
+The placement of the batch travels as a keyword argument from the model's forward down to attention, so it
+is no global state and survives gradient checkpointing.
+
+Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.compile.graph_placement import needs_backend_op
+from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.classes import bypasses, check_class
+from ds_ring.integrations.transformers.families import equip
+from ds_ring.integrations.transformers.heads import check_outputs
+from ds_ring.integrations.transformers.windows import check_windows
+
+log = logging.getLogger(__name__)
+
+NAME = "ds_ring"
+UNMODIFIED = "sdpa"  # what backend.py rewrites
+PLACEMENT = "ds_ring_placement"
+REWRITTEN = "rewritten by the backend"  # in place of a placement: the graph asks for it
+
+
+def attention(
+    module: nn.Module,
+    q_BHSD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: heads in front of tokens in, tokens in front of heads out."""
+    placement: Placement | str | None = kwargs.pop(PLACEMENT, None)
+    if placement == REWRITTEN:
+        checks.refuse_foreign_arguments(type(module).__name__, kwargs)
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, q_BHSD, k_BGSD, v_BGSD, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return found
+    if not isinstance(placement, Placement):
+        raise RingConfigError(
+            f"{type(module).__name__}: attn_implementation='{NAME}' needs to know the ring and got none;"
+            " start with ds_ring.initialize(model=...), or call"
+            " ds_ring.integrations.transformers.attention.attach(model, session). (A model that does not hand"
+            " its keyword arguments down to attention cannot be used.)"
+        )
+    # In a graph of another compiler `mask` made one of the local position ids, which nobody reads.
+    given = None if torch.compiler.is_compiling() else attention_mask
+    checks.check_attention_call(module, placement, given, dropout, kwargs)
+    if k_BGSD.shape[2] != q_BHSD.shape[2]:
+        raise RingShapeError(
+            f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
+            " cache or cross attention is not supported: pass use_cache=False"
+        )
+    out_BHSD = placement.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
+    return out_BHSD.transpose(1, 2).contiguous(), None
+
+
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' mask interface: none, since the pattern is the mask; in a graph, one to be read there.
+
+    The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
+    """
+    if torch.compiler.is_compiling():  # Dynamo cannot look into functions
+        made: Tensor | None = sdpa_mask(*args, **kwargs)
+        return made
+    checks.refuse_masks(*args, **kwargs)
+    return None
+
+
+_choose_attention = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_choose_attention)
+def _choose_or_refuse(
+    self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """Refuse our name for a class that does not know it: Falcon raises a KeyError, others go without."""
+    if requested_attention == NAME and not self._supports_attention_backend:
+        raise bypasses(type(self))
+    chosen: str = _choose_attention(self, requested_attention, *args, **kwargs)
+    return chosen
+
+
+PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse  # type: ignore[method-assign]
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+
+def check_model(model: nn.Module, config: RingConfig) -> None:
+    """Refuse a transformers model that cannot be given the ring's attention, or must keep one that is local.
+
+    Raises:
+        RingConfigError: with the model's class and its attn_implementation.
+    """
+    for part in _pretrained(model):
+        implementation = part.config._attn_implementation
+        if _keeps_its_own(config) and implementation != NAME:
+            continue  # nothing to do for a ring
+        check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
+        if config.attention == "ring":
+            _check_can_be_switched(part)
+        elif implementation not in (NAME, UNMODIFIED):
+            _refuse_as_is(part, config)
+
+
+def _keeps_its_own(config: RingConfig) -> bool:
+    """True where a model's own causal attention over the whole sequence is what is asked for."""
+    return config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
+
+
+def _check_can_be_switched(part: PreTrainedModel) -> None:
+    if part.config._attn_implementation != NAME and not part._can_set_attn_implementation():
+        raise RingConfigError(
+            f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one whose"
+            " attention does not go through transformers' attention interface, so each rank would attend to"
+            " its own tokens only; use a model of transformers that does, such as Llama, Qwen or Mistral"
+        )
+
+
+def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
+    fault = (
+        "attend to this rank's tokens only"
+        if config.sequence_parallel_size > 1
+        else f"not apply the pattern {pattern_from_config(config)} of the JSON"
+        + (" and its documents" if config.pattern.documents else "")
+    )
+    raise RingConfigError(
+        f'{type(part).__name__}: "attention": "as_is" keeps its attn_implementation'
+        f" {part.config._attn_implementation!r}, which would {fault} and which no backend can rewrite; set"
+        f' "attention": "ring" in the section, or build the model with attn_implementation=\'{UNMODIFIED}\''
+        ' and say engine.compile(backend="ds_ring")'
+    )
+
+
+def attach(model: nn.Module, session: RingSession) -> list[Attached]:
+    """Give every transformers model inside `model` the ring's attention; other modules are left alone.
+
+    From then on a forward pass takes batches of `session.shard_batch` only, never uses a cache, and gets its
+    loss from labels that were shifted before they were sharded. With `"attention": "as_is"` a model with
+    sdpa keeps it, and runs through the backend "ds_ring" only.
+
+    Raises:
+        RingConfigError: `check_model`'s, or a sub-model did not take the attention.
+    """
+    check_model(model, session.config)
+    config, attached = session.config, []
+    for part in _pretrained(model, outermost=True):
+        before = part.config._attn_implementation
+        if before != NAME and _keeps_its_own(config):
+            continue
+        if config.attention == "ring":
+            _switch(part)
+        rewritten = part.config._attn_implementation != NAME
+        attached.append(_attach_one(part, session, rewritten))
+        if rewritten:
+            log.info(
+                'attn_implementation=%r in %s ("attention": "as_is"): its attention is the ring\'s after'
+                ' engine.compile(backend="ds_ring"), and a forward pass without it raises',
+                UNMODIFIED,
+                type(part).__name__,
+            )
+    return attached
+
+
+def _switch(model: PreTrainedModel) -> None:
+    """Give a model and the models inside it the ring's attention, and look whether all of them took it."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+    except (ValueError, ImportError) as error:
+        raise RingConfigError(
+            f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"
+            f" {before!r} and the error: {error}"
+        ) from error
+    for part in _pretrained(model):
+        if part.config._attn_implementation != NAME:
+            raise RingConfigError(
+                f"{type(part).__name__} inside {type(model).__name__}: expected it to take"
+                f" attn_implementation='{NAME}', but it keeps {part.config._attn_implementation!r} and would"
+                " attend to this rank's tokens only; leave that part out, or use another model"
+            )
+    if before != NAME:
+        log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
+
+
+@dataclass(eq=False)
+class Attached:
+    """A transformers model on a ring.
+
+    Attributes:
+        model: the outermost transformers model.
+        rewritten: its attention is the graph's to replace: the mark on its position ids raises wherever
+            backend="ds_ring" has not taken it away. What the masks ask for is checked where they are read.
+    """
+
+    model: PreTrainedModel
+    rewritten: bool
+
+
+def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -> Attached:
+    attached = Attached(model, rewritten)
+    guard = equip(model, session)
+    name, signature = type(model).__name__, inspect.signature(model.forward)
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        guard.start()
+        bound = signature.bind_partial(*args, **kwargs)
+        given = dict(bound.arguments) | kwargs
+        checks.check_model_call(name, given)
+        added: dict[str, Any] = {}
+        if "use_cache" not in given:
+            added["use_cache"] = False  # transformers' default would keep every layer's keys and values
+        if attached.rewritten:
+            added["position_ids"] = needs_backend_op(given["position_ids"])
+            if model.config._attn_implementation == NAME:
+                added[PLACEMENT] = REWRITTEN
+            return bound.args, bound.kwargs | added
+        if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
+            session.placements.select(x for x in given.values() if isinstance(x, Tensor))
+        placement = session.placements.current
+        checks.check_length(name, given, placement)
+        check_windows(model, placement)
+        return args, kwargs | added | {PLACEMENT: placement}
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        guard.check(model, output)
+        check_outputs(model, output, session.placements.current.local_tokens)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+    return attached
+
+
+def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
+    """The transformers models in `model`, without those inside another one if `outermost`."""
+    found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not outermost:
+        return found
+    inner = {id(part) for outer in found for part in outer.modules() if part is not outer}
+    return [part for part in found if id(part) not in inner]

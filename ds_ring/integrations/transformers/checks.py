@@ -1,0 +1,151 @@
+"""What a transformers model may not ask of attention on a ring, and the words to say so.
+
+Every check here guards against a silent mistake: a shard taken for the whole sequence, a mask dropped, a loss
+averaged over local tokens. Owns no behaviour of the ring. Errors depend on what all ranks have in common
+(the model, the call), so that they are raised on every rank together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ds_ring.config.section import PatternConfig, RingConfig
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.transformers.windows import check_window_of_call
+
+if TYPE_CHECKING:
+    pass
+
+THROUGH_SHARD_BATCH = (
+    "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
+)
+
+# Arguments with which models change what attention computes; a ring has none of it.
+_FOREIGN_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+)
+
+
+def is_plain_causal(config: RingConfig) -> bool:
+    """True if the pattern is what a causal model computes by itself.
+
+    Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
+    the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
+    """
+    return config.pattern == PatternConfig()
+
+
+def check_model_call(name: str, given: dict[str, Any]) -> None:
+    """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
+    if given.get("position_ids") is None:
+        raise RingShapeError(
+            f"{name}: expected position_ids, got none; transformers would number this rank's tokens from 0:"
+            f" {THROUGH_SHARD_BATCH}"
+        )
+    if given.get("attention_mask") is not None:
+        raise RingPatternError(
+            f"{name}: expected no attention_mask, got one of this rank's tokens; it must be checked against"
+            f" the whole sequence: {THROUGH_SHARD_BATCH}"
+        )
+    if given.get("use_cache") or given.get("past_key_values") is not None:
+        raise RingConfigError(
+            f"{name}: expected a call without a cache, got use_cache or past_key_values (generate sets them);"
+            " generate with the model loaded on one rank, without a ring"
+        )
+
+
+def check_length(name: str, given: dict[str, Any], placement: Placement) -> None:
+    """The tensors must be as long as this rank's part of the sequence."""
+    for key in ("input_ids", "inputs_embeds", "position_ids"):
+        tensor = given.get(key)
+        if tensor is not None and tensor.shape[1] != placement.local_tokens:
+            raise RingShapeError(
+                f"{name}: {key}: expected {placement.local_tokens} local tokens, a rank's part of"
+                f" {placement.layout.tokens}, got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
+            )
+
+
+def check_attention_call(
+    module: nn.Module, placement: Placement, mask: object, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    """Refuse dropout, masks, windows and extra terms of the scores."""
+    name = type(module).__name__
+    if dropout:
+        raise RingConfigError(
+            f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
+            " model's configuration (dropout elsewhere is fine)"
+        )
+    if mask is not None:
+        raise RingPatternError(
+            f"{name}: expected no mask tensor, got {type(mask).__name__} {list(getattr(mask, 'shape', []))};"
+            " it is written for one rank's tokens: say it with the pattern in the JSON"
+        )
+    is_causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if bool(causal) != placement.pattern.is_causal:
+        raise RingPatternError(
+            f"{name}: the model is {'' if causal else 'not '}causal, the pattern {placement.pattern} is"
+            f" {'' if placement.pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
+        )
+    check_window_of_call(name, kwargs, placement)
+    refuse_foreign_arguments(name, kwargs)
+
+
+def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
+    for key in _FOREIGN_ARGUMENTS:
+        if kwargs.get(key) is not None:
+            raise RingPatternError(f"{name}: expected no {key}, got one; ring attention does not compute it")
+
+
+def refuse_masks(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> None:
+    """Refuse the masks that no pattern stands for: a model may only want what the pattern says by itself.
+
+    Local position ids jump where a layout does, which transformers takes for packed documents: its mask for
+    them, of local tokens, is ignored. Real packing was refused, or turned into the pattern
+    ("documents": true), where whole batches are seen.
+    """
+    if attention_mask is not None:
+        raise RingPatternError(
+            f"attention_mask: expected none, got {list(attention_mask.shape)}; {THROUGH_SHARD_BATCH}"
+        )
+    unknown = sorted(set(_leaves(mask_function)) - _KNOWN_MASKS)
+    if unknown:
+        raise RingPatternError(
+            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
+            " model with plain causal or full attention"
+        )
+
+
+_KNOWN_MASKS = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+    "sliding_window_overlay.<locals>.inner_mask",  # its width is checked by check_windows
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",  # likewise
+    "chunked_overlay.<locals>.inner_mask",  # likewise
+}
+_COMPOSED_MASKS = {
+    "and_masks.<locals>.and_mask": "mask_functions",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+}
+
+
+def _leaves(function: Callable[..., Any]) -> list[str]:
+    """Names of the elementary mask functions that transformers put together into this one."""
+    name = function.__qualname__
+    if name not in _COMPOSED_MASKS:
+        return [name]
+    parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
+    return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]

@@ -1,0 +1,113 @@
+"""Which transformers models a ring can run at all, judged by their class and configuration.
+
+Owns what is known before any call: every reason here holds for each batch. What a call may not ask for is in
+checks.py. A property of the class decides where there is one; the table `_SETTINGS` is for what
+no property tells.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ds_ring.errors import RingConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_BYPASSES = "its attention bypasses transformers' attention interface"
+
+# Of a configuration: what the setting does with other tokens, and the value that does not.
+_SETTINGS: dict[str, tuple[str, str]] = {
+    "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
+    "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
+    "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
+    "attn_temperature_tuning": (  # Llama 4
+        "scales queries by their place among this rank's tokens (it has no effect below floor_scale tokens)",
+        "False",
+    ),
+}
+
+
+def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
+    """Refuse models that mix tokens otherwise than by attention, or number them by themselves.
+
+    Args:
+        model: a transformers model.
+        as_is: its attention is left to the backend "ds_ring", which needs no attention interface.
+
+    Raises:
+        RingConfigError: with the model's class and the reason.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):
+        raise bypasses(type(model))
+    layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    reasons = {
+        "it carries a recurrent state from token to token": model._is_stateful,
+        f"its layers {', '.join(sorted(layers))} mix tokens without attention": bool(layers),
+        "it takes no position_ids": not takes_positions(type(model)),
+        "it convolves tokens": _convolves(model),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise RingConfigError(
+                f"{name} cannot run on a ring: {reason}, so each rank would see its own"
+                " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
+            )
+    if as_is and getattr(config, "alibi", False):
+        raise RingConfigError(
+            f"{name} cannot run on a ring: config.alibi adds a distance to each score, which ring attention"
+            " does not compute; use a model with rotary or learned positions"
+        )
+    for key, (what, value) in _SETTINGS.items():
+        if getattr(config, key, None) and not _has_no_effect(key, config):
+            raise RingConfigError(
+                f"{name} cannot run on a ring: config.{key} {what}, and a rank knows its own tokens only;"
+                + (
+                    f" set config.{key} to {value}, if that is your model"
+                    if value != "none"
+                    else " use another model"
+                )
+            )
+
+
+def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
+    """Return the error of a class that has no attention interface; it says what works instead."""
+    if works_as_is(kind):
+        instead = (
+            'What works with it: build it with attn_implementation=\'sdpa\', set "attention": "as_is" in the'
+            ' "ring_attention" section, and say engine.compile(backend="ds_ring")'
+        )
+    else:
+        instead = 'The backend "ds_ring" cannot rewrite it either: use a model such as Llama, Qwen or Mistral'
+    return RingConfigError(
+        f"{kind.__name__} cannot run on a ring with attn_implementation='ds_ring': {_BYPASSES}, so each rank"
+        f" would see its own tokens only. {instead}"
+    )
+
+
+def works_as_is(kind: type[PreTrainedModel]) -> bool:
+    """Return whether the backend can replace its attention: it calls sdpa and is told positions."""
+    return bool(kind._supports_sdpa) and not kind._is_stateful and takes_positions(kind)
+
+
+def takes_positions(kind: type[PreTrainedModel]) -> bool:
+    """Whether the model's forward can be told where its tokens stand."""
+    return "position_ids" in inspect.signature(kind.forward).parameters
+
+
+def _convolves(model: PreTrainedModel) -> bool:
+    """A convolution over tokens in the language model's layers (not in a tower for images or sound)."""
+    layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return False
+    return any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for part in layers.modules())
+
+
+def _has_no_effect(key: str, config: Any) -> bool:
+    """Llama 4 scales in layers without rotary embedding only."""
+    return key == "attn_temperature_tuning" and all(getattr(config, "no_rope_layers", None) or [0])

@@ -1,0 +1,85 @@
+"""What some families of transformers models need beside the ring's attention, put together.
+
+Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
+(rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), pooling heads (heads.py). A
+model that has none of these is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op, shared_scale
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.heads import pool_over_ranks, pools_the_last_token
+from ds_ring.integrations.transformers.loss_guard import LossGuard
+from ds_ring.integrations.transformers.numbering import check_numbers_once, numbering_of
+from ds_ring.integrations.transformers.rotary import give_length
+from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
+
+
+def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
+    """Give `model` what its family needs of the whole sequence; the guard of its loss function.
+
+    Raises:
+        RingConfigError: it needs something that a ring cannot give it.
+    """
+    scale = shared_scale(session.mesh, session.gradient_divisor)
+    guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
+    model.loss_function = guard
+    check_numbers_once(model, session.mesh)
+    give_length(model, session.placements)
+    session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
+    _count_all_routers(model, guard, session)
+    if pools_the_last_token(model):
+        session.needs.slots = True
+        pool_over_ranks(model, session)
+    return guard
+
+
+def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> None:
+    """Replace the load balancing loss of local tokens, and its part of the loss, by that of all tokens.
+
+    A loss that cannot be replaced is refused where it is computed: most models never ask for it.
+    """
+    router: RouterLoss | RingConfigError | None
+    try:
+        router = read_router_loss(model)
+    except RingConfigError as refused:
+        router = refused
+    if isinstance(router, RouterLoss):
+        session.needs.slots = session.needs.real_tokens = True
+    scale = shared_scale(session.mesh, session.gradient_divisor)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(getattr(output, "aux_loss", None), Tensor):
+            return  # without output_router_logits there is none
+        if not isinstance(router, RouterLoss):
+            raise router or RingConfigError(
+                f"{type(model).__name__}: expected no aux_loss, got one, of this rank's tokens; leave out the"
+                " option that asks for it (output_router_logits)"
+            )
+        counted_BS = _counted(session.placements.current, output.router_logits[0])
+        number = number_of(session.mesh)
+        exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
+        output.aux_loss = exact
+        if output.loss is not None and guard.own is not None:
+            output.loss = guard.own + router.weight * exact
+            guard.expect(output.loss)
+
+    model.register_forward_hook(after)
+
+
+def _counted(placement: Placement, router_logits: Tensor) -> Tensor:
+    """1 for local tokens that one process would count, 0 for padding of batch or layout: [B, S]."""
+    if placement.real_tokens is not None:
+        return placement.real_tokens
+    assert placement.slots is not None
+    rows = router_logits.numel() // router_logits.shape[-1] // placement.local_tokens
+    return (placement.slots >= 0).to(torch.float32).expand(rows, -1)

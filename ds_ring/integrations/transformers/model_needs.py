@@ -1,0 +1,29 @@
+"""What a model needs to know of whole batches, which its forward pass on a shard cannot see.
+
+Owns the record that `attach` fills in (families.py) and that the session reads before it cuts a
+batch. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_ring.integrations.deepspeed.batch import Batch
+
+
+@dataclass
+class ModelNeeds:
+    """Empty for a model whose only use of other tokens is attention.
+
+    Attributes:
+        slots: the position of every local slot in the sequence goes with the placement.
+        real_tokens: which local tokens are no padding goes with it, too.
+        number_tokens: makes the position ids [B, T] of a prepared batch that came without any.
+    """
+
+    slots: bool = False
+    real_tokens: bool = False
+    number_tokens: Callable[[Batch], Tensor] | None = None

@@ -1,0 +1,142 @@
+"""A small model of a transformers family with random weights, a batch for it, and the section that suits it.
+
+Owns the heads that a model can have, weights that make every term of the mathematics matter, and which
+pattern the model's own attention is. Its configuration is small_section.py's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
+from ds_ring.integrations.transformers.small_config import VOCABULARY, special_tokens
+
+SAMPLES = 2
+MOST_PARAMETERS = 20_000_000
+HIDDEN_CLASSES = 8  # labels of a model without a head: its hidden states are taken for logits
+HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "sequence-classification")
+
+
+class Head(NamedTuple):
+    """The class that makes a model with this head, and transformers' table of the families that have one."""
+
+    maker: str
+    families: Any
+
+
+HEADS = {
+    "causal-lm": Head("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked-lm": Head("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "seq2seq-lm": Head("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "sequence-classification": Head(
+        "AutoModelForSequenceClassification",
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "token-classification": Head(
+        "AutoModelForTokenClassification",
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "base": Head("AutoModel", modeling_auto.MODEL_MAPPING_NAMES),
+}
+
+
+def section_for(config: PreTrainedConfig, head: str) -> dict[str, Any]:
+    """Return the section that says what the model's own attention is, as its user would write it."""
+    pattern: dict[str, Any] = {"causal": head != "masked-lm" and not _is_encoder(config)}
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and layer_types == {"sliding_attention"} and getattr(config, "use_sliding_window", True):
+        pattern["window"] = window
+    return {"pattern": pattern}
+
+
+def usual_head(config: PreTrainedConfig) -> str:
+    """Return the key of HEADS that the family is mostly used with."""
+    family = config.model_type
+    if config.is_encoder_decoder:
+        return "seq2seq-lm"
+    if _is_encoder(config):
+        return "masked-lm"
+    return "causal-lm" if family in HEADS["causal-lm"].families else "base"
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    return config.model_type in HEADS["masked-lm"].families and not getattr(config, "is_decoder", False)
+
+
+def build(config: PreTrainedConfig, head: str, seed: int) -> nn.Module:
+    """Return the model in float32, the same on every rank, with weights that leave nothing at zero or one.
+
+    Raises:
+        RingConfigError: there is no such head, or no such model, or it would be large.
+    """
+    if head not in HEADS:
+        raise RingConfigError(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
+    class_name, families = HEADS[head]
+    if config.model_type not in families:
+        having = [name for name, one in HEADS.items() if config.model_type in one.families]
+        raise RingConfigError(
+            f"{config.model_type}: expected a model with the head {head}, transformers has none of that type;"
+            f" use {' or '.join(having) or 'another model'}"
+        )
+    if head == "sequence-classification" and config.pad_token_id is None:
+        config.pad_token_id = 0  # transformers asks for one to find the last token of each sample
+    make = getattr(transformers, class_name).from_config
+    try:
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in make(config).parameters())
+        if parameters > MOST_PARAMETERS:
+            raise ValueError(f"it would still have {parameters:,} parameters")
+        torch.manual_seed(seed)
+        model = make(config, dtype=torch.float32)
+    except Exception as error:
+        raise RingConfigError(
+            f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}; give the"
+            " config.json of a model that is small already"
+        ) from error
+    _randomise(model, seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # those that have a default where the configuration is silent
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _randomise(model: nn.Module, seed: int) -> None:
+    """Make scores of attention and routing of order one (they start nearly flat), and no bias zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / max(parameter.shape[-2:]) ** 0.5)
+            else:
+                parameter.add_(0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias") and buffer.is_floating_point():  # of DeepSeek's routers
+                generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
+
+
+def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int) -> Batch:
+    """Return two samples without special tokens; some labels are left out, on one rank more than another."""
+    labels = config.num_labels or 2
+    special = special_tokens(config.to_dict())
+    plain = torch.tensor([token for token in range(VOCABULARY) if token not in special])
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (SAMPLES, tokens)
+    ids_BT = plain[torch.randint(len(plain), shape, generator=generator)]
+    if head == "sequence-classification":
+        return {"input_ids": ids_BT, "labels": torch.arange(SAMPLES) % labels}
+    classes = {"token-classification": labels, "base": HIDDEN_CLASSES}.get(head)
+    labels_BT = ids_BT.clone() if classes is None else torch.randint(classes, shape, generator=generator)
+    labels_BT[0, : tokens // 3] = IGNORE
+    return {"input_ids": ids_BT, ("labels" if head in HAVE_A_LOSS else "shift_labels"): labels_BT}

@@ -1,0 +1,224 @@
+"""Tiles: rectangles (query run x key run) of the attention matrix, selected and counted.
+
+A `Tiles` table is a struct of int64 columns, one row per tile, so that planning a million tokens is
+vectorised arithmetic. Slots say where a tile's tokens lie in the local tensors, positions where they stand
+in the sequence; both are arithmetic progressions. Empty tiles do not exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from ds_ring.masks.key_multiplicity import Weights
+from ds_ring.masks.mask_rule import Rule
+from ds_ring.masks.slot_ranges import IntArray
+
+
+class Kind(IntEnum):
+    """What of a tile is attended; i and j count queries and keys inside the tile."""
+
+    FULL = 0
+    CAUSAL = 1  # square, j <= i
+    ANTICAUSAL = 2  # square, j >= i: the lower edge of a sliding window
+    PARTIAL = 3  # the pattern's mask, evaluated inside
+    BAND = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One side of every tile: `length` tokens, at slot + i * slot_step, with position + i * position_step."""
+
+    slot: IntArray
+    slot_step: IntArray
+    position: IntArray
+    position_step: IntArray
+    length: IntArray
+
+    @property
+    def last_position(self) -> IntArray:
+        """Position of the last token of every row."""
+        return self.position + (self.length - 1) * self.position_step
+
+    def take(self, first: IntArray | int, length: IntArray | int, step: IntArray | int = 1) -> Axis:
+        """Of every row, `length` tokens from index `first` on, each `step`-th."""
+        return replace(
+            self,
+            slot=self.slot + first * self.slot_step,
+            slot_step=self.slot_step * step,
+            position=self.position + first * self.position_step,
+            position_step=self.position_step * step,
+            length=np.broadcast_to(np.asarray(length, dtype=np.int64), self.length.shape),
+        )
+
+    def rows(self, index: IntArray) -> Axis:
+        """A selection of rows."""
+        return Axis(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
+        """Of every row the tokens at positions low <= p < high; the length may become 0."""
+        first = np.clip(-((self.position - low) // self.position_step), 0, self.length)
+        end = np.clip(-((self.position - high) // self.position_step), first, self.length)
+        return self.take(first, end - first)
+
+    def residue(self, residue: int, modulus: int) -> Axis:
+        """Of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
+        if modulus == 1:
+            return self
+        first, step = np.zeros_like(self.slot), np.ones_like(self.slot)
+        exists = np.ones(len(self.slot), dtype=bool)
+        for position_step in np.unique(self.position_step).tolist():
+            rows = self.position_step == position_step
+            common = math.gcd(position_step, modulus)
+            reduced = modulus // common
+            gap = residue - self.position[rows]
+            exists[rows] = gap % common == 0
+            inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
+            first[rows], step[rows] = gap // common * inverse % reduced, reduced
+        count = np.where(exists, np.maximum(-((first - self.length) // step), 0), 0)
+        return self.take(first, count, step)
+
+    @staticmethod
+    def concat(parts: list[Axis]) -> Axis:
+        """The rows of several axes, one after the other."""
+        return Axis(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Axis)))
+
+    @staticmethod
+    def from_runs(runs: IntArray) -> Axis:
+        """The runs (start, step, length) of a shard, laid out in its slots one after the other."""
+        start, step, length = runs[:, 0], runs[:, 1], runs[:, 2]
+        return Axis(np.cumsum(length) - length, np.ones_like(start), start, step, length)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A table of tiles.
+
+    Attributes:
+        q, k: the query and the key side.
+        kind: a `Kind` per row.
+        member: which query head of each K/V head's group the row is for; -1 for all of them.
+        multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
+        weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
+        weights: what of m varies inside tiles, functions of query and key positions.
+        mask: what is attended inside PARTIAL tiles, a function of the size of the batch, query and key
+            positions; None without.
+        rule: what the tiles were cut from; the same pairs, with the same m. None where nobody said.
+    """
+
+    q: Axis
+    k: Axis
+    kind: IntArray
+    member: IntArray
+    multiplicity: IntArray
+    weight: IntArray
+    weights: tuple[Weights, ...] = ()
+    mask: Callable[[int, Any, Any], Any] | None = None
+    rule: Rule | None = None
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def pairs(self) -> IntArray:
+        """Attended (query, key) pairs per tile; of a PARTIAL tile the whole rectangle is counted."""
+        rectangle = self.q.length * self.k.length
+        triangle = self.q.length * (self.q.length + 1) // 2
+        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.ANTICAUSAL)
+        band = self.q.length * (self.k.length - self.q.length + 1)
+        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BAND, band, rectangle))
+
+    def rows(self, index: IntArray) -> Tiles:
+        """A selection of rows (indices or a boolean mask)."""
+        columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
+        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask, self.rule)
+
+    def sides(self, q: Axis, k: Axis) -> Tiles:
+        """The same rows with other sides; rows that became empty are dropped."""
+        part = replace(self, q=q, k=k)
+        keep = (q.length > 0) & (k.length > 0)
+        return part if keep.all() else part.rows(keep)
+
+    def take(
+        self,
+        q_first: IntArray | int,
+        q_length: IntArray | int,
+        k_first: IntArray | int,
+        k_length: IntArray | int,
+    ) -> Tiles:
+        """The sub-rectangle of every row; rows that become empty are dropped."""
+        return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
+
+    def of_kind(self, kind: Kind) -> Tiles:
+        """The same rectangles, declared to be of one kind."""
+        return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
+
+    def for_member(self, member: int) -> Tiles:
+        """What of the tiles concerns one query head of each group (-1: as they are)."""
+        if member < 0:
+            return self
+        concerned = (self.member < 0) | (self.member == member)
+        part = self if concerned.all() else self.rows(concerned)
+        return replace(part, member=np.full(len(part), member, dtype=np.int64))
+
+    def times(self, multiplicity: IntArray | int) -> Tiles:
+        """The same tiles, every pair counted so many times as often."""
+        return replace(self, multiplicity=self.multiplicity * multiplicity)
+
+    def weighted(self, weights: Weights) -> Tiles:
+        """The same tiles, every pair counted so many times as often as `weights` says of it."""
+        assert (self.weight < 0).all(), "weights of weights"
+        q, k = self.q, self.k
+        varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
+        constant = np.where(varies, 1, weights(q.position, k.position))
+        return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
+
+    @staticmethod
+    def concat(parts: list[Tiles]) -> Tiles:
+        """The rows of several tables, one after the other."""
+        weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
+        # the last entry is what -1 finds
+        places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
+        return Tiles(
+            Axis.concat([p.q for p in parts]),
+            Axis.concat([p.k for p in parts]),
+            np.concatenate([p.kind for p in parts]),
+            np.concatenate([p.member for p in parts]),
+            np.concatenate([p.multiplicity for p in parts]),
+            np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
+            weights,
+            next((p.mask for p in parts if p.mask is not None), None),
+            next((p.rule for p in parts if p.rule is not None), None),
+        )
+
+    def in_blocks(self, side: int) -> Tiles:
+        """Every rectangle cut into pieces of at most side x side."""
+        q_parts, k_parts = -(-self.q.length // side), -(-self.k.length // side)
+        row, which = repeat_rows(q_parts * k_parts)
+        q_first, k_first = which // k_parts[row] * side, which % k_parts[row] * side
+        cut = self.rows(row)
+        q = cut.q.take(q_first, np.minimum(side, cut.q.length - q_first))
+        return cut.sides(q, cut.k.take(k_first, np.minimum(side, cut.k.length - k_first)))
+
+    @staticmethod
+    def rectangles(q_runs: IntArray, k_runs: IntArray) -> Tiles:
+        """Every (query run x key run) rectangle of two shards, all FULL."""
+        q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
+        nq, nk = len(q_runs), len(k_runs)
+        q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
+        zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1)
+
+
+UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
+
+
+def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Row index and number within the row, for rows that are repeated `counts` times."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,189 @@
+"""Files that are no DeepSpeed JSON: the message names path, line and fault."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError
+from tests.clock import unqueued_seconds
+
+SOUND = '{"ring_attention": {"ring_size": 4}}'
+
+
+def refusal(source: str | os.PathLike[str]) -> str:
+    started = unqueued_seconds()
+    with pytest.raises(RingConfigError) as caught:
+        RingConfig.from_deepspeed(source)
+    assert unqueued_seconds() - started < 0.5
+    error = caught.value  # no traceback of json or of the file system stands above ours
+    assert error.__cause__ is None and (error.__suppress_context__ or error.__context__ is None)
+    return str(error)
+
+
+def refusal_of(text: str | bytes, folder: Path) -> str:
+    path = folder / "ds_config.json"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    message = refusal(path)
+    assert message.startswith(f"{path}: ")
+    return message
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_path_may_be_a_string_or_a_path(tmp_path: Path, as_text: bool) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(SOUND)
+    assert RingConfig.from_deepspeed(str(path) if as_text else path).ring_size == 4
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "windows.json"
+    path.write_bytes(b"\xef\xbb\xbf" + SOUND.encode())
+    assert RingConfig.from_deepspeed(path).ring_size == 4
+
+
+# (text, pieces: line and column, the line itself or the caret, the hint)
+BROKEN = [
+    ('{\n  "a": 1,\n  "b": 2,\n}', ["line 3, column 9: JSON allows no trailing comma", '  "b": 2,\n']),
+    ('{"a": [1, 2,]}', ["line 1, column 12: JSON allows no trailing comma; remove this one"]),
+    ('{"a": {"b": 1 , \n\n } }', ["line 1, column 15: JSON allows no trailing comma"]),
+    ('{\n  // the ring\n  "a": 1}', ["line 2, column 3: JSON has no comments; remove it", "// the ring"]),
+    ('{\n  # the ring\n  "a": 1}', ["line 2, column 3: JSON has no comments"]),
+    ("{'a': 1}", ["line 1, column 2: JSON strings stand in double quotes"]),
+    ('{"a": True}', ["line 1, column 7: Python's True, False and None are true, false and null"]),
+    ('{"a": None}', ["Python's True, False and None"]),
+    ('{\n  "a": 1\n  "b": 2\n}', ["line 3, column 3: expected a comma or a closing bracket", '  "b": 2']),
+    ('{"a": 1', ["line 1, column 8: the text ends too early"]),
+    ('{"a": "x}', ["the text ends too early (Unterminated string"]),
+    ('{"a": 1} {"b": 2}', ["line 1, column 10: expected one JSON object, got more text after its end"]),
+    ('{"a" 1}', ["line 1, column 6: Expecting ':' delimiter"]),
+    ("{a: 1}", ["line 1, column 2: ", "double quotes"]),
+    ('{"a": 01}', ["line 1, column 8: "]),
+    ("ring_size: 4", ["line 1, column 1: Expecting value"]),
+]
+
+
+@pytest.mark.parametrize(("text", "pieces"), BROKEN, ids=[text for text, _ in BROKEN])
+def test_broken_json_is_shown_with_line_column_and_hint(tmp_path: Path, text: str, pieces: list[str]) -> None:
+    message = refusal_of(text, tmp_path)
+    for piece in pieces:
+        assert piece in message
+
+
+def test_the_caret_stands_under_the_fault(tmp_path: Path) -> None:
+    _, line, caret = refusal_of('{\n\t"ring_attention": {"ring_size": 4,}\n}', tmp_path).splitlines()
+    assert line[caret.index("^")] == ","
+
+
+def test_a_long_line_is_cut_around_the_fault(tmp_path: Path) -> None:
+    text = "{" + ", ".join(f'"key{n}": {n}' for n in range(2000)) + ",}"
+    _, line, caret = refusal_of(text, tmp_path).splitlines()
+    assert len(line) < 120 and line[caret.index("^")] == ","
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"x"', "4", "null", "true"])
+def test_the_top_level_must_be_an_object(tmp_path: Path, text: str) -> None:
+    assert f"expected a JSON object {{...}} at the top level, got {text}; write" in refusal_of(text, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_an_empty_file(tmp_path: Path, text: str) -> None:
+    assert "expected a JSON object, got an empty file; it must hold at least" in refusal_of(text, tmp_path)
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    message = refusal_of('{"a": "ü"}'.encode("latin-1"), tmp_path)
+    assert "expected text in UTF-8, got the byte 0xfc at offset 7; save the file as UTF-8" in message
+    assert "expected text in UTF-8, got the byte 0xff" in refusal_of(SOUND.encode("utf-16"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"ring_attention": {"layout": "auto", "layout": "zigzag"}}', "ring_attention.layout"),
+        ('{"ring_attention": {}, "ring_attention": {}}', "ring_attention"),
+        ('{"ring_attention": {}, "list": [{"x": 1, "x": 1}]}', "list[0].x"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}, "ring_attention": {}}', "zero_optimization.stage"),
+    ],
+)
+def test_a_key_that_stands_twice(tmp_path: Path, text: str, key: str) -> None:
+    message = refusal_of(text, tmp_path)
+    assert (
+        f"{key}: expected each key once in an object, got this one more than once; keep one of them"
+        in message
+    )
+
+
+def test_a_doubled_key_inside_a_doubled_section_is_still_named(tmp_path: Path) -> None:
+    message = refusal_of('{"a": {"layout": 1, "layout": 2}, "a": {}}', tmp_path)
+    assert "layout: expected each key once" in message and "a: expected each key once" in message
+
+
+@pytest.mark.parametrize(
+    ("number", "got"), [("NaN", "nan"), ("Infinity", "inf"), ("-Infinity", "-inf"), ("1e999", "inf")]
+)
+def test_numbers_that_json_does_not_have(tmp_path: Path, number: str, got: str) -> None:
+    message = refusal_of(f'{{"optimizer": {{"lr": [1, {number}]}}, "ring_attention": {{}}}}', tmp_path)
+    assert f"optimizer.lr[1]: expected a finite number, got {got}; JSON has no NaN" in message
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' + "9" * 10_000 + "}"], ids=["nested", "long number"]
+)
+def test_what_json_itself_gives_up_on(tmp_path: Path, text: str) -> None:
+    assert "cannot be read as JSON: " in refusal_of(text, tmp_path)
+
+
+def test_a_problem_in_the_section_names_the_file(tmp_path: Path) -> None:
+    assert "ring_attention.layout: " in refusal_of(
+        '{"ring_attention": {"ring_size": 2, "layout": 1}}', tmp_path
+    )
+
+
+def test_a_missing_file_offers_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(SOUND)
+    (tmp_path / "notes.txt").write_text("")
+    missing = tmp_path / "ds_confg.json"
+    message = refusal(missing)
+    assert message.startswith(f"{missing}: the file does not exist: nothing of that name in {tmp_path}")
+    assert "did you mean ds_config.json?" in message
+    assert "the JSON files there: ds_config.json" in refusal(tmp_path / "zzz")
+
+
+def test_a_missing_relative_file_names_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refusal("nowhere.json")
+    assert f"the current folder is {tmp_path}" in message and "there is no JSON file there" in message
+    assert "the folder configs does not exist either" in refusal("configs/ds_config.json")
+
+
+def test_a_folder_offers_its_files(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"ds_{number}.json").write_text(SOUND)
+    message = refusal(tmp_path)
+    assert "expected a JSON file, got a directory; the JSON files there: ds_0.json, ds_1.json" in message
+    assert message.endswith("ds_4.json, ...")
+
+
+def test_json_text_in_place_of_a_path() -> None:
+    assert "expected the path of a file, got JSON text; pass json.loads(text)" in refusal(SOUND)
+    assert "expected the path of a file, got JSON text" in refusal(json.dumps({"k" * 300: 1}))
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", ""], ids=["long", "NUL", "empty"])
+def test_names_that_no_file_can_have(path: str) -> None:
+    assert refusal(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(SOUND)
+    path.chmod(0)
+    assert "cannot be read: " in refusal(path)

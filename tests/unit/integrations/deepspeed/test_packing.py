@@ -1,0 +1,193 @@
+"""Packed documents before the cut: whose token is whose, where positions restart, which labels go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import IGNORE, prepare_batch, valid_tokens
+from ds_ring.integrations.deepspeed.packing import (
+    group_rows,
+    has_no_label,
+    ids_from_positions,
+    positions_in_documents,
+)
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.pattern import Causal, Full, Pattern
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.grid import Grid
+
+IDS = torch.arange(1, 15).view(2, 7)
+DOCUMENTS = torch.tensor([[4, 4, 4, 9, 9, 9, 9], [5, 5, 5, 5, 5, 5, 7]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0]])
+
+
+def packed(pattern: Pattern | None = None, **others: Any) -> dict[str, torch.Tensor]:
+    return prepare_batch({"input_ids": IDS, **others}, pattern or Causal(), documents=True)
+
+
+def test_positions_restart_with_every_document():
+    assert packed(document_ids=DOCUMENTS)["position_ids"].equal(POSITIONS)
+
+
+def test_given_positions_stay():
+    positions = torch.arange(7)[None]
+    assert packed(document_ids=DOCUMENTS, position_ids=positions)["position_ids"].equal(positions)
+
+
+def test_a_document_in_two_pieces_is_counted_through():
+    positions = positions_in_documents(torch.tensor([[1, 1, 0, 1, 0, 0, -1, -1]]))
+    assert positions.tolist() == [[0, 1, 0, 2, 1, 2, 0, 1]]
+
+
+def test_restarting_positions_are_documents():
+    ids = ids_from_positions(torch.tensor([[0, 1, 0, 0, 1, 2, 7]]))
+    assert ids.tolist() == [[0, 0, 1, 2, 2, 2, 3]]
+
+
+@pytest.mark.parametrize("given", [{"document_ids": DOCUMENTS}, {"position_ids": POSITIONS}])
+def test_no_document_predicts_the_next_one(given):
+    prepared = packed(labels=IDS, **given)
+    expected = [[2, 3, IGNORE, 5, 6, 7, IGNORE], [9, 10, 11, 12, 13, IGNORE, IGNORE]]
+    assert prepared["labels"].tolist() == prepared["shift_labels"].tolist() == expected
+    assert valid_tokens(prepared) == 10
+
+
+def test_labels_that_are_shifted_already_lose_borders_only_if_causal():
+    causal = packed(document_ids=DOCUMENTS, shift_labels=IDS)["labels"]
+    assert causal.eq(IGNORE).tolist() == has_no_label(DOCUMENTS).tolist()
+    assert packed(Full(), document_ids=DOCUMENTS, shift_labels=IDS)["labels"].equal(IDS)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Full()])
+def test_padding_belongs_to_no_document(pattern):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0]])
+    prepared = packed(pattern, attention_mask=mask, document_ids=DOCUMENTS, shift_labels=IDS)
+    assert "attention_mask" not in prepared
+    assert prepared["document_ids"].tolist() == [[-1, -1, 4, 9, 9, 9, 9], [5, 5, 5, -1, 5, 5, -1]]
+    assert prepared["labels"][mask == 0].eq(IGNORE).all()
+
+
+def test_without_ids_and_positions_a_sample_is_one_document():
+    prepared = packed(labels=IDS)
+    assert prepared["document_ids"].tolist() == [[0] * 7]
+    assert prepared["position_ids"].tolist() == [list(range(7))]
+    assert valid_tokens(prepared) == 12
+
+
+def test_rows_with_equal_borders_share_a_pattern():
+    ids = torch.tensor([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [8, 8, 0, 0, 0], [1, 1, 2, 2, -1]])
+    groups = group_rows(Causal(), ids, 4)
+    assert [group.rows for group in groups] == [(1,), (0, 2), (3,)], "the most work first"
+    for group in groups:
+        mask = group.pattern.mask(torch.arange(5).numpy(), torch.arange(5).numpy())
+        for row in group.rows:
+            alike = (ids[row][:, None] == ids[row][None]) & (ids[row] >= 0)
+            assert mask.tolist() == alike.tril().tolist()
+
+
+def test_one_row_of_ids_stands_for_all():
+    (group,) = group_rows(Causal(), DOCUMENTS[:1], 3)
+    assert group.rows == (0, 1, 2)
+
+
+def session_of(mesh: RingMesh, **section: Any) -> RingSession:
+    section["pattern"] = {"documents": True}
+    config = RingConfig(ring_size=mesh.ring_size, **section)
+    return RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+
+
+def test_a_model_never_sees_document_ids():
+    local = session_of(RingMesh.single()).shard_batch({"input_ids": IDS, "document_ids": DOCUMENTS})
+    assert set(local) == {"input_ids", "position_ids"}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_short_batches_keep_their_own_rows_documents(place):
+    """Samples are dealt out whole: each rank's attention knows the documents of its own rows."""
+    session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8)
+    prepared, _, _ = session._prepare({"input_ids": IDS, "document_ids": DOCUMENTS})
+    local, placement = session._cut(prepared)
+    assert local["input_ids"].equal(IDS[place : place + 1])
+    assert placement.mesh.ring_size == 1
+    assert placement.groups == group_rows(Causal(), DOCUMENTS[place : place + 1], 1)
+
+
+def test_rows_come_back_in_their_order():
+    session = session_of(RingMesh.single())
+    ids = torch.tensor([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [8, 8, 0, 0, 0]])
+    session.shard_batch({"input_ids": ids, "document_ids": ids})
+    assert len(session.placements.current.groups) == 2
+    q, k, v = (torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    got = session.attention()(q, k, v)
+    slots = torch.from_numpy(session.layout.positions(0))
+    for row in range(3):
+        own = ids[row][slots]
+        mask = (own[:, None] == own[None]) & (slots[:, None] >= slots[None])
+        expected = torch.nn.functional.scaled_dot_product_attention(q[row], k[row], v[row], attn_mask=mask)
+        assert torch.allclose(got[row], expected, atol=1e-6)
+    with pytest.raises(RingShapeError, match=r"expected the 3 samples of the batch.*got 2"):
+        session.attention()(q[:2], k[:2], v[:2])
+
+
+def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
+    """Documents make new contexts with every batch, and the mesh keeps only the latest."""
+    monkeypatch.setattr("ds_ring.runtime.context.KEPT_CONTEXTS", 1)
+    session = session_of(RingMesh.single())
+    q = torch.randn(2, 2, 7, 4, requires_grad=True)
+    outs = []
+    for shift in range(3):
+        batch = {"input_ids": IDS, "document_ids": DOCUMENTS.roll(shift, dims=1)}
+        session.shard_batch(batch)
+        outs.append(session.attention()(q, q, q))
+    assert len(session.mesh.contexts) == 1
+    sum(out.square().sum() for out in outs).backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
+    "not asked for": (
+        {"document_ids": DOCUMENTS},
+        False,
+        RingPatternError,
+        'lets documents see each other; set "documents": true',
+    ),
+    "restarting positions": (
+        {"position_ids": POSITIONS},
+        False,
+        RingPatternError,
+        'packed documents, which .* see each other; set "documents": true in the "pattern" section',
+    ),
+    "floats": (
+        {"document_ids": DOCUMENTS.float()},
+        True,
+        RingShapeError,
+        r"expected integers \[samples, tokens\].*got float32 \[2, 7\]",
+    ),
+    "three dims": ({"document_ids": DOCUMENTS[..., None]}, True, RingShapeError, r"got int64 \[2, 7, 1\]"),
+    "too short": ({"document_ids": DOCUMENTS[:, :6]}, True, RingShapeError, r"expected \[2, 7, ...\]"),
+    "three axes": (
+        {"position_ids": torch.zeros(2, 7, 3, dtype=torch.int64)},
+        True,
+        RingShapeError,
+        "multi-axis rotary",
+    ),
+    "numbers in the mask": (
+        {"attention_mask": DOCUMENTS},
+        True,
+        RingPatternError,
+        "expected 0 and 1, got 9; .* hand it over as document_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_packed_is_refused(what):
+    others, documents, error, words = WRONG[what]
+    with pytest.raises(error, match=words):
+        prepare_batch({"input_ids": IDS, **others}, Causal(), documents)

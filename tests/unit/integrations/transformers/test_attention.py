@@ -1,0 +1,490 @@
+"""transformers models: the families that run, and every silent mistake that must be an error instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.attention import attach, check_model
+from ds_ring.runtime.mesh import RingMesh
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NO_DROPOUT: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+FAMILIES = {
+    "Llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "Qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "Qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "Mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "Mistral, long window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=33),
+    "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "GPT-2": lambda: transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT),
+    "Gemma 3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8),
+    "Mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+}
+IDS = torch.randint(0, 61, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+def session_of(**section: Any) -> RingSession:
+    config = RingConfig(ring_size=1, **section)
+    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+
+
+def build(config: Any, implementation: str = "ds_ring") -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def attached(config: Any = None, **section: Any) -> tuple[Any, RingSession]:
+    model, session = build(config or FAMILIES["Llama"]()), session_of(**section)
+    attach(model, session)
+    return model, session
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_that_of_sdpa(family):
+    expected = build(FAMILIES[family](), "sdpa")(input_ids=IDS, labels=IDS)
+    model, session = attached(FAMILIES[family]())
+    got = model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert got.past_key_values is None, "a cache would keep every layer's keys"
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3"])
+def test_the_rings_attention_compiles_to_one_graph(family):
+    """As engine.compile(backend="ds_ring") does it; every mask is read in the graph."""
+    from ds_ring.integrations.compile.backend import backend_of
+
+    expected = build(FAMILIES[family](), "sdpa")(input_ids=IDS, labels=IDS)
+    model, session = build(FAMILIES[family]()), session_of()
+    (attached_model,) = attach(model, session)
+    attached_model.rewritten = True
+    model.compile(backend=backend_of(session), fullgraph=True, options={"inner": "eager"})
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    assert model(**batch).loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    with pytest.raises(RingConfigError, match="does not go through the backend"):
+        model._call_impl(**batch)  # uncompiled
+
+
+def test_a_wrapped_model_is_attached_too():
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build(FAMILIES["Llama"]())
+
+        def forward(self, **batch: Any) -> Any:
+            return self.inner(**batch).loss
+
+    model, session = Wrapped(), session_of()
+    attach(model, session)
+    assert model(**session.shard_batch({"input_ids": IDS, "labels": IDS})).item() > 0
+
+
+def test_the_session_computes_the_same_loss_from_logits():
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    expected = model(**batch).loss
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = session.loss(logits, batch)
+    assert loss.backward_loss.item() == pytest.approx(expected.item())
+    assert loss.mean_loss.item() == pytest.approx(expected.item())
+    assert loss.valid_tokens.item() == 2 * 32
+
+
+FALCON_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
+    "Falcon": (
+        lambda: transformers.FalconConfig(**FALCON_SIZES),
+        "its attention bypasses transformers' attention interface",
+    ),
+    "Lfm2": (
+        lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+        "its layers conv mix tokens without attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", IMPOSSIBLE_MODELS)
+def test_models_that_mix_tokens_otherwise_are_refused(family):
+    config, words = IMPOSSIBLE_MODELS[family]
+    with pytest.raises(RingConfigError, match=words):
+        check_model(build(config(), "sdpa"), RingConfig(ring_size=2))
+
+
+AS_IS = {"attention": "as_is"}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_another_attention_that_is_kept_on_a_ring_is_refused(implementation):
+    with pytest.raises(RingConfigError, match=f"'{implementation}', which would .* this rank's tokens only"):
+        check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2, **AS_IS))
+    check_model(build(FAMILIES["Llama"](), implementation), RingConfig(ring_size=2))  # it is switched
+
+
+def test_another_attention_is_fine_on_one_rank_and_plain_causal():
+    check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, **AS_IS))
+    full = RingConfig(ring_size=1, pattern={"causal": False}, **AS_IS)
+    with pytest.raises(RingConfigError, match="its attn_implementation 'eager'"):
+        check_model(build(FAMILIES["Llama"](), "eager"), full)
+    model = build(FAMILIES["Llama"](), "eager")
+    assert attach(model, session_of()) == []
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_attach_switches_every_model_inside(implementation):
+    model = build(FAMILIES["Llama"](), implementation)
+    attach(model, session_of(pattern={"window": 33}))
+    assert {model.config._attn_implementation, model.model.config._attn_implementation} == {"ds_ring"}
+
+
+def test_a_submodel_that_keeps_its_attention_is_refused():
+    class Stubborn(type(build(FAMILIES["Llama"]()).model)):  # type: ignore[misc]
+        @classmethod
+        def _can_set_attn_implementation(cls) -> bool:
+            return False
+
+    model = build(FAMILIES["Llama"](), "sdpa")
+    model.model = Stubborn(transformers.LlamaConfig(**GROUPED, attn_implementation="sdpa"))
+    with pytest.raises(RingConfigError, match="Stubborn: expected a model that takes"):
+        attach(model, session_of(pattern={"window": 33}))
+
+
+def test_the_registered_attention_does_not_run_without_a_ring():
+    with pytest.raises(RingConfigError, match=r"start with ds_ring.initialize\(model=...\)"):
+        build(FAMILIES["Llama"]())(input_ids=IDS)
+
+
+def call(**changes: Any) -> Any:
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    return model(**{key: value for key, value in (batch | changes).items() if value is not None})
+
+
+WRONG_CALLS = {
+    "no positions": ({"position_ids": None}, RingShapeError, "would number this rank's tokens from 0"),
+    "a mask": ({"attention_mask": torch.ones_like(IDS)}, RingPatternError, "expected no attention_mask"),
+    "a cache": ({"use_cache": True}, RingConfigError, "expected a call without a cache"),
+    "an old cache": ({"past_key_values": transformers.DynamicCache()}, RingConfigError, "without a cache"),
+    "labels alone": ({"shift_labels": None}, RingShapeError, "expected shift_labels beside labels, got none"),
+    "a local mean": ({"num_items_in_batch": None}, RingShapeError, "would be a mean over this rank's tokens"),
+    "another length": (
+        {"input_ids": IDS[:, :9]},
+        RingShapeError,
+        "input_ids: expected 33 local tokens.*got 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_calls_that_would_be_silently_wrong_are_refused(what):
+    changes, error, words = WRONG_CALLS[what]
+    with pytest.raises(error, match=words):
+        call(**changes)
+
+
+def test_generate_is_refused():
+    model, session = attached()
+    session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingConfigError, match="generate with the model loaded on one rank"):
+        model.generate(IDS, max_new_tokens=2, attention_mask=None)
+
+
+WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
+    "dropout": (
+        lambda: transformers.GPT2Config(**GPT2_SIZES),
+        RingConfigError,
+        "no dropout inside attention, got 0.1",
+    ),
+    "a window": (
+        lambda: transformers.MistralConfig(**GROUPED, sliding_window=32),
+        RingPatternError,
+        "config.sliding_window is 32.*lets each of 33 tokens see otherwise",
+    ),
+    "windowed layers": (
+        lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
+        RingPatternError,
+        "config.sliding_window is 16",
+    ),
+    "attention sinks": (
+        lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=2),
+        RingPatternError,
+        "expected no s_aux",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MODELS)
+def test_models_that_ask_for_another_attention_are_refused(what):
+    config, error, words = WRONG_MODELS[what]
+    model, session = attached(config())
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    with pytest.raises(error, match=words):
+        model(**batch)
+
+
+def test_dropout_is_fine_in_evaluation():
+    model, session = attached(transformers.GPT2Config(**GPT2_SIZES))
+    model.eval()(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_a_causal_model_under_a_full_pattern_is_refused():
+    model, session = attached(pattern={"causal": False})
+    batch = session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingPatternError, match=r"the model is causal, the pattern Full\(\) is not causal"):
+        model(**batch)
+
+
+def test_masks_that_no_pattern_stands_for_are_refused():
+    from transformers.masking_utils import create_causal_mask
+
+    model, _ = attached()
+    embeds = torch.zeros(2, 33, 32)
+    with pytest.raises(RingPatternError, match="masks attention by or_masks"):
+        create_causal_mask(model.config, embeds, None, None, or_mask_function=prefix)
+    with pytest.raises(RingPatternError, match="masks attention by or_masks"):
+        create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
+    with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
+        create_causal_mask(model.config, embeds, torch.ones_like(IDS), None)
+    jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
+    assert create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping) is None
+
+
+def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return k < 4
+
+
+def test_a_model_that_computes_its_own_loss_is_refused():
+    model, session = attached()
+    original = type(model).forward
+
+    def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = original(self, **kwargs)
+        output.loss = output.logits.mean()
+        return output
+
+    model.forward = forward.__get__(model)
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    with pytest.raises(RingConfigError, match="computed a loss by itself"):
+        model(**batch)
+
+
+def test_packed_positions_reach_the_model_and_its_mask_is_accepted():
+    """transformers sees positions restart and builds a mask for them; the pattern has it already."""
+    positions = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
+    batch = {"input_ids": IDS, "position_ids": positions}
+    labels = IDS.masked_fill(positions == 0, -100)
+    # with a cache, transformers 5 takes restarting positions for one document
+    expected = build(FAMILIES["Llama"](), "sdpa")(**batch, labels=labels, use_cache=False)
+    model, session = attached(pattern={"documents": True})
+    got = model(**session.shard_batch({**batch, "labels": IDS}))
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_model_with_a_window_runs_where_the_pattern_has_the_same(documents):
+    """Both count the token itself; with documents, transformers counts within each."""
+    config = transformers.MistralConfig(**GROUPED, sliding_window=5)
+    batch = {"input_ids": IDS}
+    if documents:
+        batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
+    expected = build(config, "sdpa")(**batch, use_cache=False).logits
+    model, session = attached(config, pattern={"window": 5, "documents": documents})
+    got = model(**session.shard_batch(batch)).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got, expected[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [4, 6])
+def test_another_window_than_the_models_is_refused(window):
+    model, session = attached(
+        transformers.MistralConfig(**GROUPED, sliding_window=5), pattern={"window": window}
+    )
+    with pytest.raises(RingPatternError, match=r'sliding_window is 5; .*set "window": 5 in the "pattern"'):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_layers_with_and_without_a_window_are_refused():
+    config = transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16)
+    config.layer_types = ["sliding_attention", "full_attention"]
+    model, session = attached(config, pattern={"window": 16})
+    with pytest.raises(RingPatternError, match="others are full_attention; a ring has one pattern"):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+LAYERED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 3": (
+        lambda: transformers.Gemma3TextConfig(
+            **GROUPED, head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+        ),
+        {},
+    ),
+    "ModernBERT": (
+        lambda: transformers.ModernBertConfig(
+            **SIZES, local_attention=16, global_attn_every_n_layers=2, pad_token_id=0
+        ),
+        {"causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [1, 2])
+@pytest.mark.parametrize("family", LAYERED)
+def test_what_the_error_about_windows_says_works(family, way):
+    """Followed word for word: the configuration and the section that it names, and nothing else."""
+    make, pattern = LAYERED[family]
+    kind = transformers.AutoModelForMaskedLM if family == "ModernBERT" else transformers.AutoModelForCausalLM
+    model, session = kind.from_config(make(), attn_implementation="ds_ring"), session_of(pattern=pattern)
+    attach(model, session)
+    with pytest.raises(RingPatternError, match="in some layers, and others are full_attention") as caught:
+        model(**session.shard_batch({"input_ids": IDS}))
+    advice = re.split(r"; \(\d\) |\(1\) ", str(caught.value))[way]
+    config = make()
+    for statement in re.findall(
+        r"(config\.\w+ = [^,;(]+?) (?:\(or more\) )?before the model is built", advice
+    ):
+        exec(statement, {"config": config})
+    if way == 2:
+        pattern = pattern | {"window": int(re.search(r'"window": (\d+)', advice)[1])}
+    session = session_of(pattern=pattern)
+    torch.manual_seed(0)
+    expected = kind.from_config(config, attn_implementation="sdpa").eval()(input_ids=IDS).logits
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation="ds_ring").eval()
+    attach(model, session)
+    got = model(**session.shard_batch({"input_ids": IDS})).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert torch.allclose(got, expected[:, order], atol=1e-5)
+
+
+def test_a_class_without_the_interface_may_keep_its_attention():
+    model = build(transformers.FalconConfig(**FALCON_SIZES), "sdpa")
+    check_model(model, RingConfig(ring_size=2, attention="as_is"))
+    model = build(transformers.FalconConfig(**FALCON_SIZES, alibi=True), "sdpa")
+    with pytest.raises(RingConfigError, match="alibi adds a distance to each score"):
+        check_model(model, RingConfig(ring_size=2, attention="as_is"))
+
+
+UNKNOWN_NAMES = {
+    "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), 'set "attention": "as_is"'),
+    "GPT-J": (
+        lambda: transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=4),
+        'backend "ds_ring" cannot rewrite it either',
+    ),
+    "BLOOM": (lambda: transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "either"),
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN_NAMES)
+def test_a_class_without_the_interface_is_refused_when_it_is_built(family):
+    """transformers raised KeyError('ds_ring'), or built it with its own attention."""
+    config, words = UNKNOWN_NAMES[family]
+    with pytest.raises(RingConfigError, match=words):
+        build(config())
+
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "MobileBERT": (
+        lambda: transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True),
+        "config.trigram_input joins each token's embedding",
+    ),
+    "ESM": (
+        lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
+        "config.token_dropout scales",
+    ),
+    "Llama 4": (
+        lambda: transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, no_rope_layers=[1, 0]
+        ),
+        "config.attn_temperature_tuning scales queries",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_settings_that_look_at_other_tokens_are_refused(family):
+    config, words = SETTINGS[family]
+    kind = transformers.AutoModel
+    with pytest.raises(RingConfigError, match=words):
+        check_model(kind.from_config(config(), attn_implementation="ds_ring"), RingConfig(ring_size=2))
+
+
+def test_heads_that_pool_or_cut_tokens_are_refused():
+    model, session = attached()
+    batch = session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingConfigError, match=r"its output logits \[2, 1, 61\] is read off"):
+        model(**batch, logits_to_keep=1)
+    with pytest.raises(RingConfigError, match="leave out return_dict=False"):
+        model(**batch, return_dict=False)
+    sizes = SIZES | {"attention_probs_dropout_prob": 0.0}
+    for name, words in (
+        ("AutoModel", "its output pooler_output"),
+        ("AutoModelForQuestionAnswering", "its output start_logits"),
+        ("AutoModelForSequenceClassification", "its output logits"),
+    ):
+        kind = getattr(transformers, name)
+        bert = kind.from_config(transformers.BertConfig(**sizes), attn_implementation="ds_ring")
+        own = session_of(pattern={"causal": False})
+        attach(bert, own)
+        with pytest.raises(RingConfigError, match=words):
+            bert(**own.shard_batch({"input_ids": IDS}))
+
+
+def test_a_term_added_to_the_loss_is_refused():
+    model, session = attached()
+    original = type(model).forward
+
+    def forward(self: Any, **kwargs: Any) -> Any:
+        output = original(self, **kwargs)
+        output.loss += 0.01 * output.logits.mean()
+        return output
+
+    model.forward = forward.__get__(model)
+    with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
+        model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
+
+
+DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
+
+
+def test_a_dilated_pattern_replaces_a_causal_models_mask():
+    model, session = attached(pattern=DILATED)
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    assert model(**batch).loss.isfinite()
+    expected = build(FAMILIES["Llama"](), "sdpa")(input_ids=IDS).logits
+    order = torch.from_numpy(session.layout.positions(0))
+    assert not torch.allclose(model(**batch).logits, expected[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [DILATED, {"documents": True}, {"window": 5}])
+def test_a_pattern_needs_our_attention_even_on_one_rank(pattern):
+    with pytest.raises(RingConfigError, match="'eager', which would not apply the pattern"):
+        check_model(build(FAMILIES["Llama"](), "eager"), RingConfig(ring_size=1, pattern=pattern, **AS_IS))
+
+
+def test_documents_need_their_own_pattern():
+    import ds_ring
+
+    config = RingConfig(ring_size=1, pattern={"documents": True})
+    with pytest.raises(RingConfigError, match=r"call engine.ring.attention\(\)\(q, k, v\)"):
+        ds_ring.RingAttention(config, mesh=RingMesh.single())

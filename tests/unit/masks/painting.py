@@ -1,0 +1,69 @@
+"""Tiles painted pair by pair: what every table of tiles is held against. Shared by this folder's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ds_ring.masks.tiles import Kind, Tiles
+
+Weight = Callable[[Tiles, int, np.ndarray, np.ndarray], np.ndarray]
+
+
+def paint(tiles: Tiles, queries: int, keys: int, member: int = 0) -> np.ndarray:
+    """How often each (query slot, key slot) is attended by one member: multiplicities added up."""
+    return _paint(tiles, queries, keys, member, _multiplicity)
+
+
+def coverage(tiles: Tiles, queries: int, keys: int, member: int = 0) -> np.ndarray:
+    """In how many tiles of one member each (query slot, key slot) is computed."""
+    return _paint(tiles, queries, keys, member, lambda tiles, row, i, j: np.ones(1, dtype=int))
+
+
+def _paint(tiles: Tiles, queries: int, keys: int, member: int, weight: Weight) -> np.ndarray:
+    canvas = np.zeros((queries, keys), dtype=int)
+    assert (tiles.q.length > 0).all() and (tiles.k.length > 0).all(), "an empty tile"
+    for row in np.flatnonzero((tiles.member < 0) | (tiles.member == member)):
+        q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
+        i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+        band = (j >= i) & (j <= i + len(k) - len(q))
+        rules = {Kind.FULL: i >= i - j * 0, Kind.CAUSAL: j <= i, Kind.ANTICAUSAL: j >= i, Kind.BAND: band}
+        kind = Kind(tiles.kind[row])
+        if kind == Kind.PARTIAL:
+            rules[kind] = _visible(tiles, row, i, j)
+        inside = np.broadcast_to(rules[kind], (len(q), len(k)))
+        assert kind not in (Kind.CAUSAL, Kind.ANTICAUSAL) or len(q) == len(k), "a triangle is square"
+        assert kind == Kind.PARTIAL or inside.sum() == tiles.pairs[row]
+        canvas[np.ix_(q, k)] += inside * weight(tiles, row, i, j)
+    return canvas
+
+
+def _multiplicity(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """m of the pairs i, j of a tile."""
+    index, m = tiles.weight[row], tiles.multiplicity[row]
+    return m if index < 0 else m * tiles.weights[index](*_positions(tiles, row, i, j))
+
+
+def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """What a PARTIAL tile's mask shows of its pairs i, j."""
+    assert tiles.mask is not None
+    q, k = (torch.from_numpy(x.reshape(-1)) for x in _positions(tiles, row, i, j))
+    return tiles.mask(1, q, k).numpy()
+
+
+def _positions(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    q, k = tiles.q, tiles.k
+    return q.position[row] + q.position_step[row] * i, k.position[row] + k.position_step[row] * j
+
+
+def positions_agree(tiles: Tiles, q_positions: np.ndarray, k_positions: np.ndarray) -> bool:
+    """True if every tile's positions are those of its slots."""
+    for row in range(len(tiles)):
+        for axis, positions in ((tiles.q, q_positions), (tiles.k, k_positions)):
+            index = np.arange(axis.length[row])
+            slots = axis.slot[row] + axis.slot_step[row] * index
+            if (positions[slots] != axis.position[row] + axis.position_step[row] * index).any():
+                return False
+    return True

@@ -1,0 +1,37 @@
+"""Cutting rectangles by a diagonal: every attended pair exactly once, by painting them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ring.masks.tiles import UNBOUNDED, Tiles
+from ds_ring.masks.triangulation import cut_by_distance
+from tests.unit.masks.painting import paint
+
+run = st.tuples(st.integers(0, 60), st.integers(1, 40))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    q=run,
+    k=run,
+    step=st.sampled_from([1, 1, 2, 3, 8]),
+    least=st.one_of(st.just(-UNBOUNDED), st.integers(-70, 70)),
+    most=st.one_of(st.just(UNBOUNDED), st.integers(-70, 70)),
+)
+def test_cut_covers_every_pair_once(
+    q: tuple[int, int], k: tuple[int, int], step: int, least: int, most: int
+) -> None:
+    whole = Tiles.rectangles(np.array([[q[0], step, q[1]]]), np.array([[k[0], step, k[1]]]))
+    tiles = cut_by_distance(whole, least, most)
+    gap = (q[0] + step * np.arange(q[1]))[:, None] - (k[0] + step * np.arange(k[1]))[None, :]
+    np.testing.assert_array_equal(paint(tiles, q[1], k[1]), (gap >= least) & (gap <= most))
+
+
+def test_several_runs_are_cut_at_once() -> None:
+    q_runs, k_runs = np.array([[0, 1, 5], [20, 1, 7]]), np.array([[3, 1, 9], [12, 1, 9]])
+    tiles = cut_by_distance(Tiles.rectangles(q_runs, k_runs), 0, UNBOUNDED)
+    q, k = np.r_[0:5, 20:27], np.r_[3:12, 12:21]
+    np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
