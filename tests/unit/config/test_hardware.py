@@ -12,7 +12,7 @@ from ds_ring.config.hardware import DTYPES, Hardware, hardware_from
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher.hardware_file import known_hardware, read_hardware
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
+FOLDER = Path(__file__).resolve().parents[3] / "configs" / "hardware"
 
 
 def values(**changes: Any) -> dict[str, Any]:

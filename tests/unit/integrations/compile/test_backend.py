@@ -361,7 +361,7 @@ def test_the_entry_point_names_the_backend() -> None:
     import tomllib
     from pathlib import Path
 
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     written = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     point = importlib.metadata.EntryPoint("ds_ring", written["torch_dynamo_backends"]["ds_ring"], "")
     assert point.load() is backend
