@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
     )
     spec = importlib.util.find_spec("ds_ring")  # finds, does not import
     assert spec is not None and spec.submodule_search_locations
-    arguments = Path(spec.submodule_search_locations[0], "tuning", "arguments.py")
+    arguments = Path(spec.submodule_search_locations[0], "estimator", "tuning", "arguments.py")
     runpy.run_path(str(arguments))["declare"](tune)
     ranks = tune.add_argument_group("ranks")
     ranks.add_argument("--processes", type=int, required=True, help="ranks to start on this machine")
