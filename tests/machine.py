@@ -6,6 +6,7 @@ function that runs on ranks calls `skip_without("fp16")`, and the harness then s
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -68,6 +69,11 @@ def lacks_compiler() -> str:
     return ""
 
 
+def lacks_pdoc() -> str:
+    """Return where to get pdoc, or ""."""
+    return "" if importlib.util.find_spec("pdoc") else "no pdoc here: pip install 'ds_ring[docs]' brings it"
+
+
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """Mount a file system of so many bytes on `folder`; OSError where that is not allowed."""
@@ -96,6 +102,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "mounts": cache(lacks_mounts),
     "mpirun": lacks_mpirun,
     "namespaces": lacks_namespaces,
+    "pdoc": lacks_pdoc,
 }
 
 
