@@ -10,14 +10,14 @@ import datetime
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.errors import RingMeshError, shown
 from ds_ring.health.guarded_call import call_guarded
@@ -25,10 +25,20 @@ from ds_ring.health.joining import join_monitor, leave_on_error
 from ds_ring.health.watch import Watch
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.mesh_use import MeshUse
+from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences_of, world_size_for
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.grid import Grid
 
 _serial = itertools.count()
+
+
+class MeshOptions(TypedDict, total=False):
+    """Name what every way to make a mesh takes beside its ranks; see `RingMesh.from_world`."""
+
+    timeout_s: float
+    heartbeat_timeout_s: float
+    exit_after_fault_s: float | None
+    secret: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +95,9 @@ class RingMesh:
         secret: str | None = None,
         watch: Watch | None = None,
     ) -> RingMesh:
-        """Cut the initialised world into data x ring x ulysses; every rank must call it, in the same order.
+        """Cut the initialised world into data x ring x ulysses, ranks that are neighbours into one sequence.
+
+        Collective: every rank of the world calls it, in the same order, with the same arguments.
 
         Args:
             ring_size: ranks of one K/V ring.
@@ -102,28 +114,83 @@ class RingMesh:
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
                 monitor process cannot be reached.
+            RingMismatchError: ranks gave different sizes.
             RingPeerError: another rank failed meanwhile; names it.
         """
-        if not dist.is_available() or not dist.is_initialized():
-            raise RingMeshError(
-                "RingMesh.from_world: expected a process group, got none: torch.distributed is not"
-                " initialised; start with the deepspeed launcher or torchrun, and call"
-                " torch.distributed.init_process_group (or ds_ring.initialize) first"
-            )
-        grid = Grid(dist.get_world_size(), ring_size, ulysses_size)
+        grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
+        return cls._join(grid, timeout_s, heartbeat_timeout_s, exit_after_fault_s, secret, watch)
+
+    @classmethod
+    def from_groups(
+        cls, sequences: Sequence[Sequence[int]], ulysses_size: int = 1, **options: Unpack[MeshOptions]
+    ) -> RingMesh:
+        """Cut the initialised world into the given groups of ranks, each of which shares one sequence.
+
+        For rings that are no neighbours in the world: one rank of every node, or beside tensor and pipeline
+        parallel ranks. Collective over the world, as `from_world`.
+
+        Args:
+            sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
+                length. Within a group ranks stand in the order ring_rank * ulysses_size + ulysses_rank.
+            ulysses_size: ranks that split heads by all-to-all.
+            options: `timeout_s`, `heartbeat_timeout_s`, `exit_after_fault_s`, `secret` of `from_world`.
+
+        Raises:
+            RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
+                not divide them; and as `from_world`.
+            RingMismatchError: ranks gave different groups.
+            RingPeerError: another rank failed meanwhile; names it.
+        """
+        return cls._join(Grid.of_groups(world_size_for("from_groups"), sequences, ulysses_size), **options)
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        ring_dim: str,
+        ulysses_dim: str | None = None,
+        **options: Unpack[MeshOptions],
+    ) -> RingMesh:
+        """Make rings along one dimension of a `torch.distributed.DeviceMesh` over the whole world.
+
+        Ranks that differ in any other dimension hold other sequences. The mesh's process groups are not used:
+        ds_ring's have deadlines and an order of their own.
+
+        Args:
+            device_mesh: with names for its dimensions, as `init_device_mesh("cuda", (2, 4),
+                mesh_dim_names=("dp", "cp"))`.
+            ring_dim: the dimension whose ranks pass K/V around.
+            ulysses_dim: the dimension whose ranks split heads; None for none.
+            options: as of `from_groups`.
+
+        Raises:
+            RingMeshError: the mesh has no such dimension or is not over the world; and as `from_groups`.
+        """
+        sequences, ulysses_size = sequences_of(device_mesh, ring_dim, ulysses_dim)
+        return cls.from_groups(sequences, ulysses_size, **options)
+
+    @classmethod
+    def _join(
+        cls,
+        grid: Grid,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 10.0,
+        exit_after_fault_s: float | None = None,
+        secret: str | None = None,
+        watch: Watch | None = None,
+    ) -> RingMesh:
+        """Join the failure detector and make the groups of a grid; see `from_world`."""
         for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
-            _check_seconds(value, name)
+            check_seconds(value, name)
         if exit_after_fault_s is not None:
-            _check_seconds(exit_after_fault_s, "exit_after_fault_s")
+            check_seconds(exit_after_fault_s, "exit_after_fault_s")
         if watch is None and grid.sequence_size > 1:
             watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
         with leave_on_error(watch):
             timeout = datetime.timedelta(seconds=timeout_s)
             what = "the making of the mesh's process groups"
-            ring, ulysses, sequence, data, cpu = call_guarded(
-                lambda: _make_groups(grid, timeout), watch, grid, what, 2, timeout_s
-            )
-        mesh = cls(grid, dist.get_rank(), ring, ulysses, sequence, data, cpu, watch)
+            groups = call_guarded(lambda: make_groups(grid, timeout), watch, grid, what, 2, timeout_s)
+        mesh = cls(grid, dist.get_rank(), *groups, watch)
         if watch is not None:
             weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
         return mesh
@@ -208,7 +275,7 @@ class RingMesh:
         place = f"ring rank {ring_rank}"
         if self.ulysses_size > 1:
             place += f", Ulysses rank {ulysses_rank}"
-        if self.sequence_size == self.grid.world_size == self.ring_size:
+        if self.sequence_size == self.grid.world_size == self.ring_size and not self.grid.order:
             return place
         return f"{place} (rank {self.global_rank_in_sequence(sequence_rank)} of the world)"
 
@@ -225,44 +292,3 @@ def check_mesh(mesh: object) -> None:
             " rank, or RingMesh.single()"
         )
     mesh.use.check()
-
-
-def _check_seconds(value: object, name: str) -> None:
-    """Refuse what is no number of seconds that a timer takes."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e8:
-        raise RingMeshError(f"{name}: expected seconds above 0, at most 1e8, got {shown(value)}")
-
-
-def _warm_up(group: ProcessGroup | None) -> None:
-    """NCCL connects at a group's first call, which all its ranks must make; a hop may have messages of a few.
-
-    (Written for NCCL, not run so far: no GPU was at hand.)
-    """
-    if group is not None and dist.get_backend(group) == "nccl":
-        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
-
-
-def _make_groups(grid: Grid, timeout: datetime.timedelta) -> list[ProcessGroup | None]:
-    """This rank's groups, in the order of the mesh's attributes. Collective over the world."""
-    sequence = _my_group(grid.sequence_groups(), timeout, None)
-    speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-    ring = _my_group(grid.ring_groups(), timeout, None)
-    ulysses = _my_group(grid.ulysses_groups(), timeout, None)
-    data = _my_group(grid.data_groups(), timeout, None)
-    cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
-    _warm_up(ring)
-    return [ring, ulysses, sequence, data, cpu]
-
-
-def _my_group(
-    groups: list[list[int]], timeout: datetime.timedelta, backend: str | None
-) -> ProcessGroup | None:
-    """Create all groups (torch wants every rank to take part) and return the one this rank is in."""
-    if len(groups[0]) == 1:
-        return None
-    mine: ProcessGroup | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine

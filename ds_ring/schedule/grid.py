@@ -1,17 +1,21 @@
-"""World ranks <-> (data, ring, ulysses) coordinates, and neighbours on the ring.
+"""Number the ranks of a world as data x ring x Ulysses, and name the neighbours on the ring.
 
-Owns the numbering only; the process groups that follow from it are made in `runtime/mesh.py`.
-Ulysses ranks are neighbours in the world (their all-to-all is the heaviest traffic and should stay inside
-a node), then the ring, then data parallel replicas: global_rank = (data * R + ring) * U + ulysses.
+Owns the numbering only; `runtime/process_groups.py` makes the process groups that follow from it. Without
+an order of its own, Ulysses ranks are neighbours in the world (their all-to-all is the heaviest traffic and
+should stay inside a node), then the ring, then data parallel replicas:
+global_rank = (data * R + ring) * U + ulysses.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
-from ds_ring.errors import RingMeshError
+from ds_ring.errors import RingMeshError, shown
 
 
 class Coordinates(NamedTuple):
@@ -34,15 +38,21 @@ def _choices(numbers: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """A world of `world_size` ranks cut into data x ring x ulysses.
+    """Cut a world of `world_size` ranks into data x ring x ulysses.
+
+    Attributes:
+        world_size, ring_size, ulysses_size: numbers of ranks.
+        order: the world's ranks in the order of (data, ring, ulysses); empty for 0, 1, 2, ...
 
     Raises:
-        RingMeshError: a size is not a positive int, or ring x ulysses does not divide the world.
+        RingMeshError: a size is not a positive int, ring x ulysses does not divide the world, or the order
+            does not name every rank once.
     """
 
     world_size: int
     ring_size: int
     ulysses_size: int = 1
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ring_size", "ulysses_size"):
@@ -54,6 +64,41 @@ class Grid:
                 f" {self.ulysses_size}) does not divide world size {self.world_size};"
                 f" use {_choices(divisors(self.world_size))}"
             )
+        if self.order and sorted(self.order) != list(range(self.world_size)):
+            raise RingMeshError(
+                f"expected every rank of a world of {self.world_size} once, got {shown(list(self.order))}"
+            )
+        if self.order == tuple(range(self.world_size)):
+            object.__setattr__(self, "order", ())  # one form for one numbering
+
+    @classmethod
+    def of_groups(cls, world_size: int, sequences: Sequence[Sequence[int]], ulysses_size: int) -> Grid:
+        """Return the grid whose sequences are the given groups of ranks; see `RingMesh.from_groups`.
+
+        Raises:
+            RingMeshError: the groups are no lists of one length that ulysses_size divides, or do not hold
+                every rank of the world once.
+        """
+        ulysses_size = whole_number(ulysses_size, "ulysses_size", RingMeshError, MOST_RANKS)
+        try:
+            groups = [[operator.index(rank) for rank in ranks] for ranks in sequences]
+        except TypeError as error:
+            raise RingMeshError(
+                f"sequences: expected lists of ranks, like [[0, 1], [2, 3]], got {shown(sequences)}"
+            ) from error
+        sizes = sorted({len(ranks) for ranks in groups})
+        if len(sizes) != 1 or not sizes[0] or sizes[0] % ulysses_size:
+            raise RingMeshError(
+                f"sequences: expected groups of one length, a multiple of ulysses_size {ulysses_size}, got"
+                f" groups of {sizes} ranks"
+            )
+        order = tuple(rank for ranks in groups for rank in ranks)
+        return cls(world_size, sizes[0] // ulysses_size, ulysses_size, order)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each rank stands in the order."""
+        return {rank: place for place, rank in enumerate(self.order)}
 
     @property
     def sequence_size(self) -> int:
@@ -66,17 +111,19 @@ class Grid:
         return self.world_size // self.sequence_size
 
     def coordinates(self, global_rank: int) -> Coordinates:
-        """The place of a global rank on each axis."""
-        rest, ulysses = divmod(global_rank, self.ulysses_size)
+        """Return the place of a global rank on each axis."""
+        place = self._places[global_rank] if self.order else global_rank
+        rest, ulysses = divmod(place, self.ulysses_size)
         data, ring = divmod(rest, self.ring_size)
         return Coordinates(data, ring, ulysses)
 
     def global_rank(self, data: int, ring: int, ulysses: int) -> int:
-        """Inverse of `coordinates`; the ring index wraps around."""
-        return (data * self.ring_size + ring % self.ring_size) * self.ulysses_size + ulysses
+        """Return the rank at a place: the inverse of `coordinates`; the ring index wraps around."""
+        place = (data * self.ring_size + ring % self.ring_size) * self.ulysses_size + ulysses
+        return self.order[place] if self.order else place
 
     def ring_groups(self) -> list[list[int]]:
-        """Global ranks of every ring, in ring order."""
+        """Return the global ranks of every ring, in ring order."""
         return [
             [self.global_rank(data, ring, ulysses) for ring in range(self.ring_size)]
             for data in range(self.data_size)
@@ -84,7 +131,7 @@ class Grid:
         ]
 
     def ulysses_groups(self) -> list[list[int]]:
-        """Global ranks of every Ulysses group, in order."""
+        """Return the global ranks of every Ulysses group, in order."""
         return [
             [self.global_rank(data, ring, ulysses) for ulysses in range(self.ulysses_size)]
             for data in range(self.data_size)
@@ -92,11 +139,11 @@ class Grid:
         ]
 
     def sequence_groups(self) -> list[list[int]]:
-        """Global ranks that share a sequence, in order of ring_rank * U + ulysses_rank."""
-        size = self.sequence_size
-        return [list(range(data * size, (data + 1) * size)) for data in range(self.data_size)]
+        """Return the global ranks that share a sequence, in order of ring_rank * U + ulysses_rank."""
+        size, ranks = self.sequence_size, self.order or range(self.world_size)
+        return [list(ranks[first : first + size]) for first in range(0, self.world_size, size)]
 
     def data_groups(self) -> list[list[int]]:
-        """Global ranks that hold the same place of different sequences."""
-        size = self.sequence_size
-        return [list(range(place, self.world_size, size)) for place in range(size)]
+        """Return the global ranks that hold the same place of different sequences."""
+        size, ranks = self.sequence_size, self.order or range(self.world_size)
+        return [list(ranks[place::size]) for place in range(size)]

@@ -1,0 +1,137 @@
+"""Rings of ranks that are no neighbours in the world: from lists of ranks, and from a DeviceMesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ds_ring import (
+    Causal,
+    RingMesh,
+    RingMeshError,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from ds_ring.errors import RingError
+from tests.cases import Shape, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=61)
+
+
+def made(how: str) -> RingMesh:
+    if how == "sorted":
+        return RingMesh.from_groups([[0, 2], [1, 3]])
+    if how == "unsorted":
+        return RingMesh.from_groups([[3, 1], [2, 0]])
+    if how == "one ring, unsorted":
+        return RingMesh.from_groups([[2, 0, 3, 1]])
+    if how == "Ulysses":
+        return RingMesh.from_groups([[1, 3, 0, 2]], ulysses_size=2)
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    return RingMesh.from_device_mesh(
+        devices, "cp" if how == "device mesh" else "dp", "cp" if "and" in how else None
+    )
+
+
+# The sequences of each, ranks in order of ring_rank * ulysses_size + ulysses_rank.
+SEQUENCES = {
+    "sorted": [[0, 2], [1, 3]],
+    "unsorted": [[3, 1], [2, 0]],
+    "one ring, unsorted": [[2, 0, 3, 1]],
+    "Ulysses": [[1, 3, 0, 2]],
+    "device mesh": [[0, 2], [1, 3]],
+    "device mesh and Ulysses": [[0, 2, 1, 3]],  # dp is the ring, cp the Ulysses ranks
+}
+
+
+def on_a_mesh(rank: int, world_size: int, how: str) -> tuple[list[int], float]:
+    """The ranks of this rank's sequence as the mesh numbers them, and the error of output and gradients."""
+    mesh = made(how)
+    members = [mesh.global_rank_in_sequence(place) for place in range(mesh.sequence_size)]
+    assert members[mesh.sequence_rank] == rank
+    pattern = Causal()
+    layout = make_layout(
+        "zigzag", tokens=SHAPE.tokens, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size
+    )
+    whole = tensors(SHAPE, seed=mesh.data_rank)  # every sequence is another one
+    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh)
+    out.backward(grad)
+    want = dense_attention(*whole, pattern)
+    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    errors = [
+        relative_error(gather_sequence(x, layout, mesh=mesh, dim=2), getattr(want, name))
+        for name, x in found.items()
+        if x is not None
+    ]
+    assert len(errors) == 4
+    return members, max(errors)
+
+
+@pytest.mark.parametrize("how", SEQUENCES)
+def test_attention_is_exact_on_groups_of_any_order(rank_pool: Pool, how: str) -> None:
+    for rank, (members, error) in enumerate(rank_pool(4).run(on_a_mesh, how)):
+        assert rank in members and members in SEQUENCES[how]
+        assert error < 1e-5
+
+
+WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a rank twice": (lambda rank: RingMesh.from_groups([[0, 1], [1, 3]]), "every rank of a world of 4 once"),
+    "a rank is missing": (
+        lambda rank: RingMesh.from_groups([[0, 1]]),
+        "does not divide|every rank of a world",
+    ),
+    "other lengths": (lambda rank: RingMesh.from_groups([[0, 1, 2], [3]]), "groups of one length"),
+    "Ulysses does not divide": (
+        lambda rank: RingMesh.from_groups([[0, 1], [2, 3]], 3),
+        "multiple of ulysses_size 3",
+    ),
+    "no ranks": (lambda rank: RingMesh.from_groups([["a", "b"], ["c", "d"]]), "lists of ranks"),
+    "not lists": (lambda rank: RingMesh.from_groups(4), "lists of ranks"),
+    "no dimension": (
+        lambda rank: RingMesh.from_device_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), "cp"),
+        "with the dimensions",
+    ),
+    "no DeviceMesh": (lambda rank: RingMesh.from_device_mesh([0, 1, 2, 3], "cp"), "expected a DeviceMesh"),
+    "ranks differ": (
+        lambda rank: RingMesh.from_groups([[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]),
+        "expected the same groups on all ranks, got ring_size 2",
+    ),
+    "sizes differ": (
+        lambda rank: RingMesh.from_world(4 if rank == 3 else 2),
+        "got ring_size 2, ulysses_size 1 on rank 0 and ring_size 4, ulysses_size 1 on rank 3",
+    ),
+}
+
+
+def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
+    try:
+        WRONG[what][0](rank)
+    except RingError as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_makes_no_mesh_is_refused_on_every_rank(rank_pool: Pool, what: str) -> None:
+    for name, text in rank_pool(4).run(refused, what):
+        assert name == ("RingMismatchError" if "differ" in what else "RingMeshError"), text
+        assert re.search(WRONG[what][1], text), text
+
+
+def test_without_a_process_group_the_caller_is_named() -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RingMeshError, match=r"RingMesh.from_groups: expected a process group"):
+        RingMesh.from_groups([[0, 1]])
