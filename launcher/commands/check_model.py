@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     asked |= {"source": options.model, "section": section}
     deadline_s = options.deadline_seconds
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
-        _import()
+        _import(options.model)
         sys.stdout.flush()
     try:
         reports = run_ranks(_check, processes, (asked,), threads=1, deadline_s=deadline_s, imported=True)
@@ -105,10 +105,13 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
     return section | {"ring_size": ring_size}, ring_size * config.ulysses_size
 
 
-def _import() -> None:
-    """What takes most of the command's seconds, once and not on every rank."""
+def _import(model: str) -> None:
+    """What takes most of the command's seconds, once and not on every rank; RingConfigError for no model."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
+    from ds_ring.integrations.small_config import read_config
+
+    read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
     import ds_ring.integrations.model_check  # noqa: F401
 
 
