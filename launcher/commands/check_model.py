@@ -24,7 +24,8 @@ prints exact, refused (with the reason) or WRONG (with the layer and the paramet
 exit status 0 for exact and refused, 1 for WRONG, 2 for wrong input
 """
 _HEADS = (
-    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "base",
+    "causal-lm", "masked-lm", "seq2seq-lm", "speech-seq2seq-lm", "sequence-classification",
+    "token-classification", "base",
 )  # fmt: skip
 _SHOWN = 12
 
