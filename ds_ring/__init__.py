@@ -1,7 +1,7 @@
 """ds_ring: ring attention for DeepSpeed. The public names, nothing else.
 
-A name is imported when it is asked for: `import ds_ring` takes no torch with it (more than a second), a section
-can be read without it, and only `initialize` imports DeepSpeed.
+A name is imported when it is asked for: `import ds_ring` takes no torch with it (more than a second), a
+section can be read without it, and only `initialize` imports DeepSpeed.
 """
 
 from importlib import import_module

@@ -259,8 +259,8 @@ def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -
         return args, kwargs | added | {PLACEMENT: placement}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        guard.check(model, output)
         check_outputs(model, output, session.placements.current.local_tokens)
+        guard.check(model, output)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)

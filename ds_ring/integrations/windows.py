@@ -57,7 +57,7 @@ def _is_the_patterns(window: int, placement: Placement) -> bool:
 
 
 def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
-    """Return whether the model's code makes masks of this kind: Moshi has a window in its configuration only."""
+    """Whether the model's code makes masks of this kind: Moshi has a window in its configuration only."""
     from transformers import PreTrainedModel
 
     modules = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}

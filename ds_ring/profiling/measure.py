@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ds_ring.profiling.job import Job
@@ -18,8 +17,8 @@ from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout
-from ds_ring.simulation.simulate import simulate
 from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.simulate import simulate
 from ds_ring.simulation.source import shard_of
 
 REAL, SIMULATED = "real", "simulated"
