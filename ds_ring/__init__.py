@@ -1,36 +1,40 @@
-"""ds_ring: ring attention for DeepSpeed. The public names, nothing else."""
+"""ds_ring: ring attention for DeepSpeed. The public names, nothing else.
 
+A name is imported when it is asked for: `import ds_ring` takes no torch with it (more than a second), a
+section can be read without it, and only `initialize` imports DeepSpeed.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ds_ring.config.section import RingConfig
-from ds_ring.errors import (
-    RingBufferError,
-    RingCheckpointError,
-    RingCheckpointMissingError,
-    RingConfigError,
-    RingError,
-    RingFiniteError,
-    RingLayoutError,
-    RingMeshError,
-    RingMismatchError,
-    RingPatternError,
-    RingPeerError,
-    RingShapeError,
-    RingVerifyError,
-)
-from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.documents import Documents
-from ds_ring.masks.mask_mod import MaskMod
-from ds_ring.masks.pattern import Causal, Full, SlidingWindow
-from ds_ring.module import RingAttention, ring_attention
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.shard import gather_sequence, shard_sequence
-from ds_ring.schedule.layout import make_layout
-from ds_ring.schedule.plan import build_plan
-from ds_ring.simulate import simulate
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same as the table below, for whoever reads without running
+    from ds_ring.config.section import RingConfig
+    from ds_ring.errors import (
+        RingBufferError,
+        RingCheckpointError,
+        RingCheckpointMissingError,
+        RingConfigError,
+        RingError,
+        RingFiniteError,
+        RingLayoutError,
+        RingMeshError,
+        RingMismatchError,
+        RingPatternError,
+        RingPeerError,
+        RingShapeError,
+        RingVerifyError,
+    )
     from ds_ring.integrations.deepspeed.initialize import initialize
+    from ds_ring.masks.dilated import Dilated
+    from ds_ring.masks.documents import Documents
+    from ds_ring.masks.mask_mod import MaskMod
+    from ds_ring.masks.pattern import Causal, Full, SlidingWindow
+    from ds_ring.module import RingAttention, ring_attention
+    from ds_ring.runtime.mesh import RingMesh
+    from ds_ring.runtime.shard import gather_sequence, shard_sequence
+    from ds_ring.schedule.layout import make_layout
+    from ds_ring.schedule.plan import build_plan
+    from ds_ring.simulation.simulate import simulate
 
 __version__ = "0.1.0"
 
@@ -66,11 +70,34 @@ __all__ = [
     "simulate",
 ]
 
+# No module of this folder may have the name of a public function: importing it would take that name.
+_MODULES = {
+    "config.section": ("RingConfig",),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "integrations.deepspeed.initialize": ("initialize",),
+    "module": ("RingAttention", "ring_attention"),
+    "masks.mask_mod": ("MaskMod",),
+    "runtime.mesh": ("RingMesh",),
+    "runtime.shard": ("gather_sequence", "shard_sequence"),
+    "masks.dilated": ("Dilated",),
+    "masks.documents": ("Documents",),
+    "schedule.layout": ("make_layout",),
+    "masks.pattern": ("Causal", "Full", "SlidingWindow"),
+    "schedule.plan": ("build_plan",),
+    "simulation.simulate": ("simulate",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """`initialize` imports DeepSpeed (seconds), so only when it is asked for."""
-    if name == "initialize":
-        from ds_ring.integrations.deepspeed.initialize import initialize
+    """Import the module of a public name, and keep the name here."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ds_ring' has no attribute {name!r}")
+    value = getattr(import_module(f"ds_ring.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return initialize
-    raise AttributeError(f"module 'ds_ring' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    """List the public names that have not been asked for yet, too."""
+    return sorted({*globals(), *__all__})

@@ -10,12 +10,14 @@ import fnmatch
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+import ds_ring
 from ds_ring.config.section import RingConfig
 from ds_ring_launcher.cluster_file import read_cluster
 from ds_ring_launcher.hardware_file import read_hardware
@@ -30,7 +32,7 @@ FLOORS = [
     ["schedule"],
     ["health"],
     ["runtime"],
-    ["module", "simulate", "simulation"],
+    ["module", "simulation"],
     ["estimator", "profiling"],  # measure what users call; know nothing of DeepSpeed but its JSON
     ["integrations"],
 ]
@@ -56,7 +58,7 @@ VISITORS = {
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
-    "simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
+    "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
     "simulation.long_run": {"runtime.kernels"},
@@ -253,6 +255,33 @@ def test_public_names_are_exactly_these() -> None:
     names = ast.literal_eval(found[0])
     assert len(names) == len(set(names))
     assert set(names) == PUBLIC_NAMES
+
+
+def test_public_names_resolve_and_are_the_ones_that_type_checkers_see() -> None:
+    for name in ds_ring.__all__:
+        assert getattr(ds_ring, name).__module__.startswith("ds_ring."), name
+    assert set(ds_ring.__all__) <= set(dir(ds_ring))
+    with pytest.raises(AttributeError, match="no attribute 'Ring'"):
+        _ = ds_ring.Ring
+    seen = {imported.split(".")[-1]: imported.rpartition(".")[0] for imported in imports_of("")}
+    homes = {name: f"ds_ring.{module}" for module, names in ds_ring._MODULES.items() for name in names}
+    assert {name: seen[name] for name in PUBLIC_NAMES} == homes
+    modules = {path.stem for path in (ROOT / "ds_ring").iterdir()}
+    assert not modules & PUBLIC_NAMES, "importing that module would hide the name"
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import ds_ring", "torch"),
+        ("from ds_ring import RingConfig, RingError", "torch"),
+        ("from ds_ring import Causal, Documents, build_plan, make_layout", "torch"),
+        ("from ds_ring import RingMesh, ring_attention, simulate", "deepspeed"),
+    ],
+)
+def test_a_public_name_imports_what_it_needs(statement: str, absent: str) -> None:
+    code = f"import sys; {statement}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)

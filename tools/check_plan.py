@@ -35,6 +35,7 @@ from ds_ring.estimator.pass_memory import PassShape, pass_memory
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
 from ds_ring.estimator.zero_memory import Zero
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.head_chunks import chunk_bytes_on
@@ -154,7 +155,7 @@ def attention_rank(point: Point) -> Found:
     with measure_cpu_memory() as memory:
         query, key = ((1, heads, layout.local_tokens, HEAD_DIM) for heads in (point.heads, point.kv_heads))
         q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in (query, key, key))
-        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out, _ = ring_attention_op(q, k, v, context.handle)
         out.backward(torch.randn_like(out))
     sent = 0 if context.exchange is None else context.exchange.counters.bytes_sent
     mesh.buffers.release()

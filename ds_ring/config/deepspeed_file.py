@@ -19,6 +19,7 @@ from ds_ring.errors import shown as shown_in_errors
 
 SECTION = "ring_attention"
 SP_KEY = "sequence_parallel_size"
+MOST_KEYS = 500  # of an object in the section
 
 _BREAKS_GRADIENTS = ("mesh_param", "data_parallel_size")
 _WHY = (
@@ -38,6 +39,8 @@ def resolve(source: Source, model: type[Model]) -> tuple[Model, Json]:
     section = whole.get(SECTION)
     if not isinstance(section, dict):
         raise config_error(label, *problems, _no_section(whole))
+    if crowded := _crowded(section):
+        raise config_error(label, *problems, *crowded)
     if SP_KEY in section:
         problems.append(Problem(f"{SECTION}.{SP_KEY}", "got it inside the section; move it to the top level"))
     ours = {key: whole[key] for key in (SP_KEY, SECTION) if key in whole}
@@ -73,6 +76,17 @@ def _top_level_problems(whole: Json) -> list[Problem]:
     return problems if misspelt is None else [*problems, _misspelt(misspelt, SP_KEY)]
 
 
+def _crowded(section: Json) -> list[Problem]:
+    """Objects of so many keys that nobody wrote them: to say of each that it is unknown takes a while."""
+    objects = {SECTION: section} | {f"{SECTION}.{key!s:.80}": value for key, value in section.items()}
+    advice = "is this the right text? Leave out what the section does not know"
+    return [
+        Problem(key, sentence(f"an object of at most {MOST_KEYS} keys", f"{len(value):,} keys", advice))
+        for key, value in objects.items()
+        if isinstance(value, dict) and len(value) > MOST_KEYS
+    ]
+
+
 def _no_section(whole: Json) -> Problem:
     if SECTION in whole:
         return Problem(SECTION, sentence("an object {...}", shown(whole[SECTION]), "use {} for the defaults"))
@@ -88,7 +102,7 @@ def _misspelt(key: str, wanted: str) -> Problem:
 
 
 def _near_key(whole: Json, wanted: str) -> str | None:
-    if len(whole) > 500:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
+    if len(whole) > MOST_KEYS:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
         return None
     # 0.85: "sequence_parallel" is a slip of the pen, DeepSpeed's own "tensor_parallel" and its like are not.
     return next((str(key) for key in whole if did_you_mean(key, [wanted], cutoff=0.85)), None)

@@ -71,11 +71,21 @@ def _depth(text: str) -> int:
 def non_finite(value: object) -> list[Problem]:
     """One problem for each NaN or infinity anywhere inside `value` (JSON has neither)."""
     advice = "JSON has no NaN and no Infinity: write a number"
+    if not _has_non_finite(value):  # without a dotted key for each of 40 000 values
+        return []
     return [
         Problem(key, sentence("a finite number", repr(item), advice))
         for key, item in _walk(value)
         if isinstance(item, float) and not math.isfinite(item)
     ]
+
+
+def _has_non_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_has_non_finite, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_non_finite, value))
 
 
 def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:

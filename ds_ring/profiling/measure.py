@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ds_ring.profiling.job import Job
+from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout
-from ds_ring.simulate import simulate
 from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.simulate import simulate
 from ds_ring.simulation.source import shard_of
 
 REAL, SIMULATED = "real", "simulated"
@@ -132,7 +132,7 @@ def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) ->
         shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
         for name in ("q", "k", "v")
     )
-    out, lse = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+    out, lse = ring_attention_op(q, k, v, context.handle)
     if job.backward:
         out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
     return Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)

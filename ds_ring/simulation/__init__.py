@@ -1,1 +1,1 @@
-"""Virtual ranks: what `ds_ring.simulate` is made of. Nothing here is imported by real ranks."""
+"""Virtual ranks: `ds_ring.simulate` and what it is made of. Nothing here is imported by real ranks."""

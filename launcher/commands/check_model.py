@@ -24,7 +24,8 @@ prints exact, refused (with the reason) or WRONG (with the layer and the paramet
 exit status 0 for exact and refused, 1 for WRONG, 2 for wrong input
 """
 _HEADS = (
-    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "base",
+    "causal-lm", "masked-lm", "seq2seq-lm", "speech-seq2seq-lm", "sequence-classification",
+    "token-classification", "base",
 )  # fmt: skip
 _SHOWN = 12
 
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     asked |= {"source": options.model, "section": section}
     deadline_s = options.deadline_seconds
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
-        _import()
+        _import(options.model)
         sys.stdout.flush()
     try:
         reports = run_ranks(_check, processes, (asked,), threads=1, deadline_s=deadline_s, imported=True)
@@ -105,10 +106,13 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
     return section | {"ring_size": ring_size}, ring_size * config.ulysses_size
 
 
-def _import() -> None:
-    """What takes most of the command's seconds, once and not on every rank."""
+def _import(model: str) -> None:
+    """What takes most of the command's seconds, once and not on every rank; RingConfigError for no model."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
+    from ds_ring.integrations.transformers.small_config import read_config
+
+    read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
     import ds_ring.integrations.transformers.model_check  # noqa: F401
 
 

@@ -98,10 +98,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
+    config, source = config_of(options), source_of(options)
     from ds_ring.profiling.job import Job
     from ds_ring.runtime.context import Options
 
-    config, source = config_of(options), source_of(options)
     how = Options(
         kernel=config.kernel,
         kernel_options=tuple(sorted(config.kernel_options.items())),

@@ -14,7 +14,7 @@ from .parsers import require_memory, require_sizes
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
     from ds_ring.masks.pattern import Pattern
-    from ds_ring.simulate import GeneratedSource
+    from ds_ring.simulation.simulate import GeneratedSource
 
 _MOST = {
     "tokens": 2**40,
@@ -103,13 +103,13 @@ def source_of(options: argparse.Namespace) -> GeneratedSource:
     Raises:
         RingShapeError, RingConfigError: sizes or a seed that cannot be.
     """
-    import torch
-
-    from ds_ring.simulate import GeneratedSource
-
     require_sizes(options, _MOST)
     element_bytes = {"float64": 8, "float32": 4}.get(options.dtype, 2)
     require_memory(options.tokens, options.heads, options.head_dim, element_bytes)
+    import torch  # a second or two, for which a wrong size need not wait
+
+    from ds_ring.simulation.simulate import GeneratedSource
+
     return GeneratedSource(
         options.tokens,
         options.heads,

@@ -13,7 +13,7 @@ from .shapes import MIB, add_shapes, config_of, pattern_of, source_of
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.simulate import GeneratedSource, SimulationResult
+    from ds_ring.simulation.simulate import GeneratedSource, SimulationResult
 
 _EXAMPLE = """\
 examples:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         raise RingConfigError(f"--check: expected at least 1 row, got {options.check}; leave it out for none")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     rows: list[dict[str, Any]] = []
-    source, config = source_of(options), config_of(options)
+    config, source = config_of(options), source_of(options)
     exact = _Exact(options, source, config)
     for ring_size in options.ring_sizes:
         rows.append(_row(options, config, source, ring_size, exact))
@@ -79,7 +79,7 @@ def _row(
 ) -> dict[str, Any]:
     """One ring size."""
     from ds_ring.schedule.layout import make_layout
-    from ds_ring.simulate import simulate
+    from ds_ring.simulation.simulate import simulate
 
     pattern = pattern_of(options, config)
     layout = make_layout(

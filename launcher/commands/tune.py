@@ -58,16 +58,16 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the ranks and wait for them; RingError for wrong input, before any is started."""
+    refuse_extra("tune", extra_args)
+    require_sizes(options, _MOST)
+    require_deadline(options.deadline_seconds)
     from ds_ring.estimator.tuning.run import read
     from ds_ring_launcher.local_ranks import run_ranks
 
-    refuse_extra("tune", extra_args)
-    require_sizes(options, _MOST)
     _, request = read(options, options.processes)
     require_memory(request.batch * request.tokens, request.heads, request.head_dim, request.item_bytes)
     cores = len(os.sched_getaffinity(0))
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
-    require_deadline(options.deadline_seconds)
     _require_devices(options)
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
     from ds_ring.estimator.tuning.run import run as work

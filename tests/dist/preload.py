@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 
 from tests.dist.rank_process import RANK_ENVIRONMENT
 
@@ -32,6 +33,9 @@ _MODULES = (
 for _module in _MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
+for _name in getattr(sys.modules.get("ds_ring"), "__all__", ()):  # it imports them when they are asked for
+    with contextlib.suppress(Exception):
+        getattr(sys.modules["ds_ring"], _name)
 gc.collect()
 gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with the server
 # The ranks end when the server has ended: without a second or more of tearing torch down.

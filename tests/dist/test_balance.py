@@ -18,6 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ds_ring import RingMesh, make_layout, shard_sequence
+from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.masks.pattern import Pattern
@@ -101,7 +102,7 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
     assert context.exchange is not None
     counters = context.exchange.counters
     with counting(found):
-        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out, _ = ring_attention_op(q, k, v, context.handle)
         forward_bytes = counters.bytes_sent
         out.backward(grad)
     plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=HEADS)

@@ -17,22 +17,29 @@ from tests.dist.test_first_batch import silently_wrong
 
 EXACT = "exact"
 BYPASSES = "bypasses transformers' attention interface"
+ENCODER_DECODER = "it is an encoder-decoder, whose cross attention reads a second sequence"
+POOLED = "with a head on engine.ring.gather(output.last_hidden_state): [:, 0]"
 RECURRENT = "carries a recurrent state"
 
 # (family, what the request says beside it, "exact" or a part of the reason for which it is refused)
 EXACTLY = """
-    llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma phi phi3 gpt2 gpt_neox gpt_bigcode opt starcoder2
-    olmo olmo2 olmoe cohere granite granitemoe glm glm4 glm4_moe persimmon smollm3 ernie4_5 hunyuan_v1_dense
-    hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra albert ernie
+    llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma phi phi3 gpt2 gpt_neox gpt_bigcode opt
+    starcoder2 olmo olmo2 olmoe cohere granite granitemoe glm glm4 glm4_moe persimmon smollm3 ernie4_5
+    hunyuan_v1_dense hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra
+    albert ernie deepseek_v2 deepseek_v3 moshi
 """
 WITHOUT_THE_INTERFACE = """
-    gpt_neo gptj bloom mpt stablelm codegen xglm mamba jamba qwen3_next rwkv t5 bart biogpt
+    gpt_neo gptj bloom mpt stablelm codegen xglm mamba jamba qwen3_next rwkv biogpt falcon
 """
 MIXED_WINDOWS = "gemma2 gemma3_text olmo3 cohere2 exaone4 gpt_oss modernbert"
 LONG = {"changes": {"sliding_window": 100}}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
-LONGROPE = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+LONGROPE = YARN | {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+}
 
 FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, EXACT) for family in EXACTLY.split()),
@@ -42,13 +49,18 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", LONG, "expected no softcap"),
     ("gpt_oss", LONG, "expected no s_aux"),
     ("llama4_text", {}, "config.attn_temperature_tuning scales queries"),
-    ("deepseek_v3", {}, "pad the shorter one"),
+    *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
+    ("nemotron", {}, "the model does not hand its keyword arguments down to attention"),
     ("recurrent_gemma", {}, RECURRENT),
     ("mobilebert", {}, "trigram_input"),
     ("minimax", {}, "linear_attention mix tokens without attention"),
     *(("llama", {"changes": {"rope_parameters": rope}}, EXACT) for rope in (DYNAMIC, YARN, LONGROPE)),
-    *((one, {"changes": {"output_router_logits": True}}, EXACT) for one in ("mixtral", "olmoe", "granitemoe")),
+    *(
+        (one, {"changes": {"output_router_logits": True}}, EXACT)
+        for one in ("mixtral", "olmoe", "granitemoe")
+    ),
     ("llama", {"head": "sequence-classification"}, EXACT),
+    *((one, {"head": "sequence-classification"}, POOLED) for one in ("bert", "roberta", "distilbert")),
     ("llama", {"head": "token-classification"}, EXACT),
     ("gpt2", {"head": "base"}, EXACT),
 ]

@@ -1,8 +1,8 @@
 """What some families need of the whole sequence beside attention, on 2 ranks against one process.
 
 The router's load balancing loss (its gradient was up to 1.3 % off), the token that a classifier pools (it was
-another one on each rank), the positions of RoBERTa (they were overwritten: 95 % off). Rotary embeddings are in
-test_rotary.py.
+another one on each rank), the positions of RoBERTa (they were overwritten: 95 % off), and the ways out that
+refusals name. Rotary embeddings are in test_rotary.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ SIZES: dict[str, Any] = {
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
 ROUTED = GROUPED | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-BERT = SIZES | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "max_position_embeddings": 64}
+BERT = SIZES | {
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "max_position_embeddings": 64,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mixtral": ("CausalLM", "MixtralConfig", ROUTED | {"num_local_experts": 4, "sliding_window": None}),
     "Olmoe": ("CausalLM", "OlmoeConfig", ROUTED | {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -39,10 +43,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         ROUTED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
-    "Granite MoE": ("CausalLM", "GraniteMoeConfig", ROUTED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Granite MoE": (
+        "CausalLM",
+        "GraniteMoeConfig",
+        ROUTED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "Llama classifier": ("SequenceClassification", "LlamaConfig", GROUPED | {"num_labels": 3}),
     "Qwen2 reward": ("SequenceClassification", "Qwen2Config", GROUPED | {"num_labels": 1}),
     "Falcon": ("CausalLM", "FalconConfig", SIZES | {"bos_token_id": 2, "eos_token_id": 2}),
+    "Nemotron": ("CausalLM", "NemotronConfig", GROUPED),
     "RoBERTa": ("MaskedLM", "RobertaConfig", BERT),
     "XLM-R": ("MaskedLM", "XLMRobertaConfig", BERT),
 }
@@ -108,7 +117,9 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def on_a_ring(rank: int, world_size: int, family: str, layout: str, ulysses_size: int, divisor: float) -> Result:
+def on_a_ring(
+    rank: int, world_size: int, family: str, layout: str, ulysses_size: int, divisor: float
+) -> Result:
     """Gradients are summed by hand and divided, as DeepSpeed does."""
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.deepspeed.session import RingSession
@@ -172,15 +183,15 @@ def check(got: Result, expected: Result) -> None:
         assert error < 1e-5, f"gradient of {name}: relative error {error:.3e}"
 
 
-def falcon_alone() -> Result:
-    model = build("Falcon", "sdpa")
-    ids = batches("Falcon")[0]["input_ids"]
+def sdpa_alone(family: str) -> Result:
+    model = build(family, "sdpa")
+    ids = batches(family)[0]["input_ids"]
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return Result([loss.item()], gradients_of(model))
 
 
-def falcon_as_is(rank: int, world_size: int) -> Result:
+def sdpa_as_is(rank: int, world_size: int, family: str) -> Result:
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.compile.backend import backend_of
     from ds_ring.integrations.deepspeed.session import RingSession
@@ -192,10 +203,10 @@ def falcon_as_is(rank: int, world_size: int) -> Result:
     config = RingConfig(ring_size=world_size, layout="zigzag", attention="as_is")
     mesh = RingMesh.from_world(world_size)
     session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
-    model = build("Falcon", "sdpa")
+    model = build(family, "sdpa")
     attach(model, session)
     compiled = torch.compile(model, backend=backend_of(session), options={"inner": "eager"})
-    ids = batches("Falcon")[0]["input_ids"]
+    ids = batches(family)[0]["input_ids"]
     loss = compiled(**session.shard_batch({"input_ids": ids, "labels": ids})).loss
     loss.backward()
     gradients = gradients_of(model)
@@ -204,8 +215,59 @@ def falcon_as_is(rank: int, world_size: int) -> Result:
     return Result([session.mean_loss(loss).item()], gradients)
 
 
-def test_falcon_runs_as_is_as_its_refusal_says(rank_pool: Pool) -> None:
-    """It has no attention interface: built with "ds_ring" it is refused, which names this way."""
-    expected = falcon_alone()
-    for got in rank_pool(2).run(falcon_as_is, timeout_s=200):
+@pytest.mark.parametrize("family", ["Falcon", "Nemotron"])
+def test_a_model_runs_as_is_as_its_refusal_says(rank_pool: Pool, family: str) -> None:
+    """The one has no attention interface, the other tells it nothing: both refusals name this way."""
+    expected = sdpa_alone(family)
+    for got in rank_pool(2).run(sdpa_as_is, family, timeout_s=200):
         check(got, expected)
+
+
+class Classifier(torch.nn.Module):
+    """BERT without its pooler, and a head on the first token of what `gather` makes whole."""
+
+    def __init__(self, implementation: str, gather: Callable[[Tensor], Tensor]) -> None:
+        import transformers
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**BERT)
+        self.bert = transformers.AutoModel.from_config(
+            config, add_pooling_layer=False, attn_implementation=implementation
+        )
+        self.head = torch.nn.Linear(config.hidden_size, 3)
+        self.gather = gather
+
+    def forward(self, labels: Tensor, **batch: Tensor) -> Tensor:
+        hidden_BTE = self.gather(self.bert(**batch).last_hidden_state)
+        return torch.nn.functional.cross_entropy(self.head(hidden_BTE[:, 0]), labels)
+
+
+def own_head(rank: int, world_size: int) -> Result:
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.runtime.mesh import RingMesh
+    from ds_ring.config.patterns import pattern_from_config
+
+    config = RingConfig(ring_size=world_size, layout="zigzag", pattern={"causal": False})
+    mesh = RingMesh.from_world(world_size)
+    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), float(world_size))
+    model = Classifier("ds_ring", session.gather)
+    attach(model, session)
+    local = session.shard_batch({"input_ids": batches("RoBERTa")[0]["input_ids"]})
+    loss = model(torch.arange(SAMPLES) % 3, **local)
+    loss.backward()
+    gradients = gradients_of(model)
+    for gradient in gradients.values():  # as DeepSpeed does
+        dist.all_reduce(gradient)
+        gradient /= world_size
+    return Result([loss.item()], gradients)
+
+
+def test_a_head_on_the_first_token_trains_as_the_refusal_of_berts_says(rank_pool: Pool) -> None:
+    alone = Classifier("sdpa", lambda hidden: hidden)
+    loss = alone(torch.arange(SAMPLES) % 3, input_ids=batches("RoBERTa")[0]["input_ids"])
+    loss.backward()
+    for got in rank_pool(2).run(own_head):
+        check(got, Result([loss.item()], gradients_of(alone)))

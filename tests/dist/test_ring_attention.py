@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
+from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
@@ -136,7 +137,7 @@ def grouped(rank: int, world_size: int) -> bool:
         q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(Shape(tokens=130)))
         for x in (q, k, v):
             x.requires_grad_()
-        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out, _ = ring_attention_op(q, k, v, context.handle)
         out.backward(grad)
         results.append([out.detach(), q.grad, k.grad, v.grad])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -205,7 +206,7 @@ def bytes_on_the_wire(
         assert context.exchange is not None
         counters = context.exchange.counters
         before = counters.bytes_sent  # "auto" is another layout, and has its context
-        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out, _ = ring_attention_op(q, k, v, context.handle)
         forward_bytes = counters.bytes_sent - before
         out.backward(grad)
         own = build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(rank)
@@ -257,7 +258,7 @@ def rows_without_keys(rank: int, world_size: int) -> bool:
     for x in (q, k, v):
         x.requires_grad_()
     context = context_for(Causal(), layout, mesh, Options())
-    out, lse = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+    out, lse = ring_attention_op(q, k, v, context.handle)
     out.backward(grad)
     valid = layout.valid_tokens(rank)
     assert out[:, :, valid:].eq(0).all() and lse[:, :, valid:].eq(-torch.inf).all()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
+from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.cpu import drop_kept
 from ds_ring.runtime.trace import measure_cpu_memory
-from ds_ring.simulate import BytesSent, SimulationResult
+from ds_ring.simulation.simulate import BytesSent, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
@@ -43,7 +44,7 @@ def real_pass(rank: int, world_size: int, pattern_name: str, layout_name: str, d
     drop_kept()  # of tests before
     with measure_cpu_memory() as memory:
         q, k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in inputs[:3])
-        out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+        out, _ = ring_attention_op(q, k, v, context.handle)
         forward = counters.bytes_sent
         out.backward(shard_sequence(inputs[3], layout, mesh=mesh, dim=2))
     assert q.grad is not None and k.grad is not None and v.grad is not None

@@ -54,7 +54,7 @@ def _of_another_seed(source, name, head, positions):
     import numpy as np
     import torch
 
-    from ds_ring.simulate import GeneratedSource
+    from ds_ring.simulation.simulate import GeneratedSource
 
     sizes = source.geometry
     other = GeneratedSource(sizes.tokens, sizes.query_heads, sizes.kv_heads, sizes.head_dim, seed=1)

@@ -65,10 +65,12 @@ def attention(
         return found
     if not isinstance(placement, Placement):
         raise RingConfigError(
-            f"{type(module).__name__}: attn_implementation='{NAME}' needs to know the ring and got none;"
-            " start with ds_ring.initialize(model=...), or call"
-            " ds_ring.integrations.transformers.attention.attach(model, session). (A model that does not hand"
-            " its keyword arguments down to attention cannot be used.)"
+            f"{type(module).__name__}: attn_implementation='{NAME}' needs to be told the ring, and was told"
+            " none; start with ds_ring.initialize(model=...), or call"
+            " ds_ring.integrations.transformers.attention.attach(model, session). Where that was done, the"
+            " model does not hand its"
+            f" keyword arguments down to attention: build it with attn_implementation='{UNMODIFIED}', set"
+            ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
         )
     # In a graph of another compiler `mask` made one of the local position ids, which nobody reads.
     given = None if torch.compiler.is_compiling() else attention_mask
@@ -78,7 +80,12 @@ def attention(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
+    narrower = k_BGSD.shape[3] - v_BGSD.shape[3]
+    if narrower > 0:  # DeepSeek's latent attention: zeros add nothing, and travel with the values
+        v_BGSD = nn.functional.pad(v_BGSD, (0, narrower))
     out_BHSD = placement.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
+    if narrower > 0:
+        out_BHSD = out_BHSD[..., :-narrower]
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
@@ -252,8 +259,8 @@ def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -
         return args, kwargs | added | {PLACEMENT: placement}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        guard.check(model, output)
         check_outputs(model, output, session.placements.current.local_tokens)
+        guard.check(model, output)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
 # Of a configuration: what the setting does with other tokens, and the value that does not.
@@ -43,6 +44,11 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         RingConfigError: with the model's class and the reason.
     """
     name, config = type(model).__name__, model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise RingConfigError(
+            f"{name} cannot run on a ring: it is an encoder-decoder, {_TWO_SEQUENCES}; use a model of one"
+            " sequence such as Llama, Qwen or BERT, or call ds_ring.RingAttention in a model of your own"
+        )
     if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))
     layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS

@@ -98,6 +98,8 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue
+        if name == "logits" and _is_pooled(model, value, local_tokens):
+            raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:
             raise RingConfigError(
                 f"{type(model).__name__}: its output {name} {list(value.shape)} is read off, or normalized"
@@ -110,6 +112,27 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
                 " (without pooling layer: add_pooling_layer=False), and your own head on"
                 " engine.ring.gather(output.last_hidden_state); leave out logits_to_keep"
             )
+
+
+def _is_pooled(model: nn.Module, logits: Tensor, local_tokens: int) -> bool:
+    """One result for each sample, however many tokens there are."""
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    return logits.ndim == 2 and (classifies or logits.shape[1] != local_tokens)
+
+
+def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
+    """What to do instead of BERT's way, which reads the first token, or a mean of all."""
+    base = type(model.base_model)
+    pooler = "add_pooling_layer" in inspect.signature(base.__init__).parameters
+    return (
+        f"{type(model).__name__}: expected a result for each token, got logits {list(logits.shape)}, pooled"
+        " from this rank's tokens and not from those of the whole sequence. Take"
+        f" {base.__name__}{'(config, add_pooling_layer=False)' if pooler else ''} in a module of your own,"
+        " with a head on engine.ring.gather(output.last_hidden_state): [:, 0] is the first token of the"
+        " sequence there, every rank computes the same loss of it, and engine.backward takes that as it is."
+        " Classifiers that pool the last token (GenericForSequenceClassification: Llama, Qwen, Mistral) need"
+        " none of this"
+    )
 
 
 _OVER_TOKENS = ("start_logits", "end_logits", "pooler_output")

@@ -122,7 +122,7 @@ def _check_here(request: Request) -> ModelReport:
         model = build(config, head, request.seed)
     except RingConfigError as error:
         return ModelReport(request.source, "", "invalid", str(error), ring_size=world)
-    section = dict(request.section) if request.section is not None else section_for(config, head)
+    section = dict(request.section) if request.section is not None else section_for(model, head)
     told: dict[str, Any] = {
         "source": request.source,
         "model": type(model).__name__,

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.small_config import VOCABULARY, special_tokens
+from ds_ring.integrations.transformers.windows import makes_such_masks
 
 SAMPLES = 2
 MOST_PARAMETERS = 20_000_000
@@ -36,6 +37,9 @@ HEADS = {
     "causal-lm": Head("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "masked-lm": Head("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "seq2seq-lm": Head("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "speech-seq2seq-lm": Head(
+        "AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    ),
     "sequence-classification": Head(
         "AutoModelForSequenceClassification",
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -48,12 +52,16 @@ HEADS = {
 }
 
 
-def section_for(config: PreTrainedConfig, head: str) -> dict[str, Any]:
+def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section that says what the model's own attention is, as its user would write it."""
+    config: Any = model.config
     pattern: dict[str, Any] = {"causal": head != "masked-lm" and not _is_encoder(config)}
     window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window and layer_types == {"sliding_attention"} and getattr(config, "use_sliding_window", True):
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    in_all = layer_types == {"sliding_attention"} or (
+        not layer_types and makes_such_masks(model, "sliding_attention")
+    )
+    if window and in_all and getattr(config, "use_sliding_window", True):
         pattern["window"] = window
     return {"pattern": pattern}
 
@@ -62,7 +70,7 @@ def usual_head(config: PreTrainedConfig) -> str:
     """Return the key of HEADS that the family is mostly used with."""
     family = config.model_type
     if config.is_encoder_decoder:
-        return "seq2seq-lm"
+        return "speech-seq2seq-lm" if family in HEADS["speech-seq2seq-lm"].families else "seq2seq-lm"
     if _is_encoder(config):
         return "masked-lm"
     return "causal-lm" if family in HEADS["causal-lm"].families else "base"
@@ -72,7 +80,7 @@ def _is_encoder(config: PreTrainedConfig) -> bool:
     return config.model_type in HEADS["masked-lm"].families and not getattr(config, "is_decoder", False)
 
 
-def build(config: PreTrainedConfig, head: str, seed: int) -> nn.Module:
+def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     """Return the model in float32, the same on every rank, with weights that leave nothing at zero or one.
 
     Raises:
@@ -106,7 +114,7 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # those that have a default where the configuration is silent
-    trained: nn.Module = model.train()
+    trained: PreTrainedModel = model.train()
     return trained
 
 

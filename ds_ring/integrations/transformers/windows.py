@@ -29,7 +29,7 @@ def check_windows(model: PreTrainedModel, placement: Placement) -> None:
     config, tokens = model.config.get_text_config(), placement.layout.tokens
     layer_types = getattr(config, "layer_types", None)
     for layer_type, key in _NARROW.items():
-        asks = _makes_such_masks(model, layer_type) if layer_types is None else layer_type in layer_types
+        asks = makes_such_masks(model, layer_type) if layer_types is None else layer_type in layer_types
         width = getattr(config, key, None) if asks else None
         window = None if width is None else _window(layer_type, width, placement)
         if width is None or window is None or window >= tokens:
@@ -56,7 +56,7 @@ def _is_the_patterns(window: int, placement: Placement) -> bool:
     return placement.pattern.distance == (first, window - 1)
 
 
-def _makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
+def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
     """Whether the model's code makes masks of this kind: Moshi has a window in its configuration only."""
     from transformers import PreTrainedModel
 

@@ -444,6 +444,12 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ),
     # numbers
     ("block 100", section(block_size=100), ["a power of two of at least 16 tokens, got 100; use 64 or 128"]),
+    (
+        "40 000 keys",
+        section(pattern={f"k{n}": n for n in range(40_000)}),
+        ["ring_attention.pattern: expected an object of at most 500 keys, got 40,000 keys; is this"],
+    ),
+    ("501 keys", section(**{f"k{n}": n for n in range(501)}), ["ring_attention: expected an object of"]),
     ("block 8", section(block_size=8), ["got 8; use 16 or more"]),
     ("block 0", section(block_size=0), ["got 0; use 16 or more"]),
     ("block -128", section(block_size=-128), ["got -128; use 16 or more"]),

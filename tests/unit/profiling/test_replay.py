@@ -11,7 +11,7 @@ from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.profiling.replay import replay
 from ds_ring.profiling.timeline import Event, Timeline
 from ds_ring.runtime.trace import Batch, Parcel, Span, Trace
-from ds_ring.simulate import GeneratedSource
+from ds_ring.simulation.simulate import GeneratedSource
 
 MBIT_S = 8.0  # a byte takes a microsecond
 
