@@ -1,15 +1,8 @@
-"""The door: `ring_attention` for tensors, `RingAttention` for models.
+"""Attend over a sharded sequence: `ring_attention` for tensors, `RingAttention` for models.
 
 Owns the public call and its argument checks. Tensors are local shards, [batch, heads, tokens, head_dim] as in
 PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or
 `ds_ring.initialize` for a whole DeepSpeed run).
-
-[Note: handles in compiled code]
-torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
-integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
-texts by value, objects that come from outside by identity. An object that the traced code itself makes is
-handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
-would arrive with its defaults.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ _HEX = "hexadecimal scale"  # says that a text is a number; one that the user ga
 
 
 class AttentionResult(NamedTuple):
-    """Output and log-sum-exp of the local queries.
+    """Hold output and log-sum-exp of the local queries.
 
     Attributes:
         out: [B, H, S, D], in q's dtype.
@@ -70,7 +63,7 @@ def ring_attention(
     queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """Exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
+    """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
     that no rank holds more than its share plus two buffers.
@@ -126,6 +119,12 @@ def ring_attention(
     return _attend(q, k, v, handle, mesh.ulysses_size).out
 
 
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
 @torch.compiler.assume_constant_result
 def _handle(
     pattern: Pattern,
@@ -135,7 +134,7 @@ def _handle(
     why_not: str | None,
     in_a_graph: bool,
 ) -> int:
-    """See [Note: handles in compiled code].
+    """Return the number by which the operator finds its arguments: [Note: handles in compiled code].
 
     Args:
         pattern, layout, mesh: of the call.
@@ -182,7 +181,7 @@ def _refuse(handle: int, why: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _differentiable(handle: int, in_a_graph: bool) -> int:
-    """The handle, or a refusing one for derivatives that the operator would lose without a word."""
+    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
     why = why_not_this_derivative()
     if why is None:
         return handle
@@ -192,7 +191,7 @@ def _differentiable(handle: int, in_a_graph: bool) -> int:
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
-    """What the operator's body would not get to see is refused here, for all ranks to hear."""
+    """Refuse what the operator's body would not get to see, for all ranks to hear."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         why = why_not_an_operand(name, x)
         if why is not None:
@@ -210,7 +209,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> 
 
 
 class RingAttention(nn.Module):
-    """Ring attention as a module: what a model calls where it called `scaled_dot_product_attention`.
+    """Compute ring attention where a model called `scaled_dot_product_attention`.
 
     Args:
         config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
@@ -255,7 +254,7 @@ class RingAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention over local shards.
+        """Attend over local shards.
 
         Args:
             query, key, value: [B, H, S, D] and [B, G, S, D]; or, with `batch_dim_idx`, the layouts of
@@ -286,12 +285,12 @@ class RingAttention(nn.Module):
 
 
 def _has_other_dims(x: object) -> bool:
-    """True for what has no four dimensions to permute: it is refused by its own name."""
+    """Return whether something has no four dimensions to permute: it is refused by its own name."""
     return not isinstance(x, Tensor) or x.dim() != 4
 
 
 def _pattern_of_all_batches(config: RingConfig) -> Pattern:
-    """The config's pattern, if it says everything."""
+    """Return the config's pattern, if it says everything."""
     if config.pattern.documents:
         raise RingConfigError(
             'RingAttention: expected a pattern beside a config with "documents": true, got none; documents'
@@ -302,7 +301,7 @@ def _pattern_of_all_batches(config: RingConfig) -> Pattern:
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
-    """The options that the JSON section asks for."""
+    """Return the options that the JSON section asks for."""
     return Options(
         scale=scale,
         kernel=config.kernel,
@@ -318,7 +317,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
 
 
 def _hashable(value: Any) -> Any:
-    """JSON's lists and objects as tuples: options are keys of tables."""
+    """Convert JSON's lists and objects to tuples: options are keys of tables."""
     if isinstance(value, dict):
         return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
     return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -61,15 +61,12 @@ VISITORS = {
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
-    "simulation.long_run": {"runtime.kernels"},
-    "simulation.streamed": {"runtime.kernels", "runtime.merge", "runtime.exchange"},
     "profiling.job": {"runtime.kernels"},  # to refuse what there is none of, before anything is run
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_WALK = {
     "runtime.autograd",
     "simulation.rank",
-    "simulation.streamed",
 }  # for real ranks, and for virtual ones
 
 # A package from outside, and the one place that may import it.

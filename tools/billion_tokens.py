@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 from fake_layer import HEADS, fake_layer
+from streamed.ledger import Ledger
+from streamed.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
+from streamed.ranks import PendingGradients
 from tqdm import tqdm
 
 from ds_ring.errors import RingError
-from ds_ring.simulation.ledger import Ledger
-from ds_ring.simulation.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
-from ds_ring.simulation.streamed import PendingGradients
 from ds_ring_launcher import cli as ds_ring_cli
 
 LLAMA_8B = [

@@ -25,17 +25,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ds_ring.estimator.tuning import Request, Result, request_from, tune
-from ds_ring.estimator.tuning.candidates import Candidate, candidates
+from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.passes import Passes
 from ds_ring.estimator.tuning.search import device_of
 from ds_ring_launcher.local_ranks import run_ranks
 
-Times = dict[Candidate, list[float]]
+Times = dict[TuningCandidate, list[float]]
 
 
 def grid(
-    passes: Passes, everyone: Sequence[Candidate], tokens: int, rounds: int, name: str
+    passes: Passes, everyone: Sequence[TuningCandidate], tokens: int, rounds: int, name: str
 ) -> tuple[Times, float]:
     """Seconds of every candidate by round, and of all of it."""
     times: Times = {candidate: [] for candidate in everyone}

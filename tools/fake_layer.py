@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from streamed.long_run import LongRun
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,7 +22,6 @@ from ds_ring.errors import RingMeshError
 from ds_ring.masks.dilated import Dilated
 from ds_ring.runtime.autograd import _walk
 from ds_ring.runtime.context import Options, context_for
-from ds_ring.simulation.long_run import LongRun
 
 HEADS = 4
 # few and large calls: each fake operator costs milliseconds; the workspace is the larger for it

@@ -1,4 +1,4 @@
-"""Finds our section inside a whole DeepSpeed JSON, and what beside it a ring cannot live with.
+"""Find our section inside a whole DeepSpeed JSON, and refuse what breaks a ring beside it.
 
 Owns the keys of the top level: the section's name, `sequence_parallel_size`, and the two that DeepSpeed
 takes but that break a ring's gradients. The keys inside the section are section.py's: the model comes as an
@@ -32,7 +32,7 @@ Source = str | os.PathLike[str] | Json
 
 
 def resolve(source: Source, model: type[Model]) -> tuple[Model, Json]:
-    """The section as a `model`, and the whole JSON it came from. One RingConfigError names all faults."""
+    """Return the section as a `model`, and the whole JSON. One RingConfigError names all faults."""
     whole = _read(source)
     label = "the DeepSpeed configuration" if isinstance(source, dict) else str(source)
     problems = _top_level_problems(whole)
@@ -48,6 +48,7 @@ def resolve(source: Source, model: type[Model]) -> tuple[Model, Json]:
     try:
         config = model.model_validate(copy.deepcopy(section | {SP_KEY: whole.get(SP_KEY, "auto")}))
     except ValidationError as error:
+        # A fault that was found above has the better words for its key.
         told = {problem.key for problem in problems}
         problems += [new for new in problems_of(error, model, SECTION) if new.key not in told]
     if problems:
@@ -66,7 +67,7 @@ def _read(source: object) -> Json:
 
 
 def _top_level_problems(whole: Json) -> list[Problem]:
-    """What DeepSpeed swallows: keys that break the gradient, and a misspelt sequence_parallel_size."""
+    """Return what DeepSpeed swallows: keys that break the gradient, a misspelt sequence_parallel_size."""
     problems = [
         Problem(key, sentence("no such key beside a ring", shown(whole[key]), _WHY))
         for key in _BREAKS_GRADIENTS

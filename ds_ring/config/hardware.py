@@ -1,4 +1,4 @@
-"""A hardware description as a frozen model: what one device computes, holds and sends in a second.
+"""Describe hardware as a frozen model: what one device computes, holds and sends in a second.
 
 The only file that knows the keys of `configs/hardware/*.yaml`. How a file is found and read is the
 launcher's; what follows for a plan stands in estimator/cost.py. `ds-ring tune` measures a machine and
@@ -40,7 +40,7 @@ Sources = Annotated[
 
 
 class PeakFlops(Section):
-    """Floating-point operations per second by dtype; a dtype that is left out is not offered."""
+    """List floating-point operations per second by dtype; a dtype that is left out is not offered."""
 
     float32: RateOrNone = Field(default=None, description="as matrix products of that dtype run")
     bfloat16: RateOrNone = Field(default=None, description="dense, not sparse")
@@ -48,14 +48,14 @@ class PeakFlops(Section):
 
 
 class AttentionEfficiency(Section):
-    """Fraction of the peak that the attention kernel reaches on long sequences."""
+    """Give the fraction of the peak that the attention kernel reaches on long sequences."""
 
     forward: Fraction = Field(description="of 4 D FLOPs a pair")
     backward: Fraction = Field(description="of 10 D FLOPs a pair")
 
 
 class Hardware(Section):
-    """One kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
+    """Describe one kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
 
     name: Name = Field(description="what tables call it")
     kind: Kind = Field(description="cuda also stands for ROCm, as in torch")
@@ -78,7 +78,7 @@ class Hardware(Section):
     source: Sources = Field(description="where each figure is from")
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOPs per second in a dtype.
+        """Return peak FLOPs per second in a dtype.
 
         Raises:
             RingConfigError: the description has no figure for it.
@@ -93,8 +93,11 @@ class Hardware(Section):
 
 
 def hardware_from(values: dict[str, Any], source: str) -> Hardware:
-    """A description from the values of a file; one RingConfigError that names `source` lists all faults."""
+    """Build a description from the values of a file; one RingConfigError that names `source` lists all
+    faults.
+    """
     required = [name for name, field in Hardware.model_fields.items() if field.is_required()]
+    # A missing key becomes null, so that its error says what the key takes.
     filled = {**dict.fromkeys(required), **values}
     if isinstance(filled["peak_flops"], dict) and not any(filled["peak_flops"].values()):
         raise config_error(source, "peak_flops: expected a rate for one dtype at least, got none; add one")

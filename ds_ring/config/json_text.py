@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed JSON strictly, and says where it is broken. Knows no key.
+"""Read a DeepSpeed JSON strictly, and say where it is broken. Knows no key.
 
 DeepSpeed itself reads with hjson, which takes comments and trailing commas that every other reader of the
 same file (Accelerate, Transformers, the launcher, an editor) refuses, and answers a missing file with
@@ -26,7 +26,7 @@ MOST_NESTED = 64
 
 
 def read_object(source: str | os.PathLike[str]) -> Json:
-    """The JSON object in the file `source`; RingConfigError for whatever keeps it from being read."""
+    """Return the JSON object in the file `source`; RingConfigError for whatever keeps it from being read."""
     path = Path(source)
     if str(path).lstrip().startswith("{"):
         advice = "pass json.loads(text), or write it to a file"
@@ -35,8 +35,9 @@ def read_object(source: str | os.PathLike[str]) -> Json:
 
 
 def parse_object(text: str, label: str) -> Json:
-    """The JSON object that `text` is; RingConfigError, beginning with `label`, for whatever it is not."""
+    """Return the JSON object that `text` is; RingConfigError, beginning with `label`, where it is none."""
     duplicates: list[tuple[Json, str]] = []
+    # The parser recurses: it would overflow its stack on what is nested deeper.
     if _depth(text) > MOST_NESTED:
         what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
         raise config_error(label, f"cannot be read as JSON: {what}")
@@ -59,7 +60,7 @@ def parse_object(text: str, label: str) -> Json:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets stand in each other, texts in quotes left out: linear, and known before parsing."""
+    """Return how deep brackets are nested, texts in quotes left out: linear, and known before parsing."""
     depth = deepest = 0
     for found in re.finditer(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', text, re.DOTALL):
         bracket = found.group()
@@ -69,7 +70,7 @@ def _depth(text: str) -> int:
 
 
 def non_finite(value: object) -> list[Problem]:
-    """One problem for each NaN or infinity anywhere inside `value` (JSON has neither)."""
+    """Return one problem for each NaN or infinity anywhere inside `value` (JSON has neither)."""
     advice = "JSON has no NaN and no Infinity: write a number"
     if not _has_non_finite(value):  # without a dotted key for each of 40 000 values
         return []
@@ -89,7 +90,7 @@ def _has_non_finite(value: object) -> bool:
 
 
 def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Every value inside `value`, with its dotted key."""
+    """Yield every value inside `value`, with its dotted key."""
     yield key, value
     if isinstance(value, dict):
         for name, item in value.items():
@@ -136,7 +137,7 @@ def _files_in(folder: Path) -> str:
 
 
 def _syntax_message(text: str, error: json.JSONDecodeError) -> str:
-    """Line, column, the line itself with a caret under the fault, and what the fault probably is."""
+    """Return line, column, the line itself with a caret under the fault, and its probable cause."""
     position, hint = _diagnose(text, error)
     line_number = text.count("\n", 0, position) + 1
     line_start = text.rfind("\n", 0, position) + 1
@@ -149,7 +150,7 @@ def _syntax_message(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Where the fault really is (a trailing comma is noticed one token late), and its name."""
+    """Return where the fault really is (a trailing comma is noticed one token late), and its name."""
     position = error.pos
     before, here = text[:position].rstrip(), text[position : position + 12]
     if here[:1] in ("}", "]") and before.endswith(","):
@@ -172,7 +173,7 @@ def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
 
 
 def _object(pairs: list[tuple[str, Any]], duplicates: list[tuple[Json, str]]) -> Json:
-    """json keeps the last of two equal keys without a word; here they are noted."""
+    """Build an object and note duplicate keys, of which json would silently keep the last."""
     built: Json = dict(pairs)
     if len(built) < len(pairs):
         times = Counter(name for name, _ in pairs)

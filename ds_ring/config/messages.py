@@ -1,4 +1,4 @@
-"""Turns what is wrong with a configuration into sentences: where, expected, got, what to do.
+"""Write what is wrong with a configuration as sentences: where, expected, got, what to do.
 
 Owns the wording of a configuration error, the translation of pydantic's error list into it, and `Section`,
 the strict base model. Knows no key: what a field takes stands beside the field, as a `Takes`. Reads no file.
@@ -26,7 +26,7 @@ _MOST_LETTERS = 1200
 
 @dataclass(frozen=True)
 class Takes:
-    """What a field accepts, and what to do when it got something else. Annotated onto the field.
+    """Describe what a field accepts, and what to do when it got something else. Annotated onto the field.
 
     `outside` marks a field whose key stands at the top level of the JSON, beside the section.
     """
@@ -37,23 +37,23 @@ class Takes:
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: the dotted key, and a sentence that says expected, got and what to do."""
+    """Name one thing that is wrong: the dotted key, and a sentence with expected, got and what to do."""
 
     key: str
     sentence: str
 
 
 class Refused(ValueError):
-    """Raised inside a validator with the whole sentence; pydantic keeps it, `problems_of` unwraps it."""
+    """Carry a whole sentence out of a validator; pydantic keeps it, `problems_of` unwraps it."""
 
 
 def sentence(expected: str, got: str, advice: str) -> str:
-    """The usual wording of a complaint."""
+    """Format a complaint: expected, got, what to do."""
     return f"expected {expected}, got {got}; {advice}"
 
 
 def config_error(source: str, *problems: Problem | str) -> RingConfigError:
-    """One error for all problems: one line when there is one, a list of at most 20 when there are more."""
+    """Build one error for all problems: one line for one, a list of at most 20 for more."""
     texts = [item if isinstance(item, str) else f"{item.key}: {item.sentence}" for item in problems]
     texts = [_readable(text) for text in texts[:MOST_PROBLEMS]]
     if len(problems) == 1:
@@ -64,7 +64,7 @@ def config_error(source: str, *problems: Problem | str) -> RingConfigError:
 
 
 def _readable(text: str) -> str:
-    """The text without characters that a terminal would obey, and cut where it is very long."""
+    """Return the text without characters that a terminal would obey, cut where it is very long."""
     text = "".join(
         sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MOST_LETTERS]
     )
@@ -72,7 +72,7 @@ def _readable(text: str) -> str:
 
 
 def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice nearest to `word`, looking past case, dashes, underscores and blanks."""
+    """Return the choice nearest to `word`, looking past case, dashes, underscores and blanks."""
     if len(str(word)) > 200:  # nobody means that; the comparison would be slow
         return None
     by_plain_form = {_plain(choice): choice for choice in choices}
@@ -85,7 +85,7 @@ def _plain(word: str) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as it stands in the JSON, cut where it is long, so that "4" and 4 look different."""
+    """Show `value` as it stands in the JSON, cut where it is long, so that "4" and 4 look different."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     try:
@@ -96,7 +96,7 @@ def shown(value: object) -> str:
 
 
 def listed(choices: Sequence[object]) -> str:
-    """`a, b or c`."""
+    """Format choices as `a, b or c`."""
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
@@ -115,7 +115,7 @@ JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
-    """Every problem pydantic found while it validated `model`, whose keys stand under `prefix`."""
+    """Return every problem that pydantic found in `model`, whose keys stand under `prefix`."""
     found = error.errors(include_url=False)
     # To look for what was meant by each of 40 000 unknown keys would take minutes.
     told = [_problem(detail, model, prefix) for detail in found[:MOST_PROBLEMS]]
@@ -123,7 +123,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> 
 
 
 class Section(BaseModel):
-    """Strict (no "4" for 4), frozen, no unknown keys, and no raw pydantic error comes out of its call.
+    """Forbid unknown keys and conversions, freeze, and let no raw pydantic error out of its call.
 
     Every field of a subclass bears a `Takes`.
     """
@@ -162,7 +162,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
 
 
 def _field_at(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The model that owns the key at `loc`, and its field; no field where the key is unknown."""
+    """Return the model that owns the key at `loc`, and its field; no field where the key is unknown."""
     owner: type[BaseModel] = root
     field: FieldInfo | None = None
     inner: Any = root
@@ -200,7 +200,7 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 
 def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
-    """A key nobody knows: a near miss here, a key of the neighbouring section, or neither."""
+    """Describe a key nobody knows: a near miss here, a key of the neighbouring section, or neither."""
     known = _keys(owner)
     near = did_you_mean(word, known)
     home = _home_of(word, owner, root)
@@ -214,7 +214,7 @@ def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> st
 
 
 def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | None:
-    """Where a key that is right but stands in the wrong section belongs."""
+    """Return where a key that is right but stands in the wrong section belongs."""
     if owner is not root and word in _keys(root):
         return "the section above"
     sections: dict[str, Any] = {name: field.annotation for name, field in root.model_fields.items()}
@@ -225,7 +225,7 @@ def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | 
 
 
 def _type_advice(value: object, what: str) -> str | None:
-    """What to write instead of a value that is right but for its JSON type."""
+    """Return what to write instead of a value that is right but for its JSON type."""
     if isinstance(value, bool) and "number" in what:
         return "true and false are no numbers: write the number itself"
     if isinstance(value, float) and value.is_integer() and "whole number" in what:

@@ -1,4 +1,4 @@
-"""The JSON's "pattern" section -> a pattern. Owns the translation, and nothing of what a pattern means."""
+"""Build the pattern that the JSON's "pattern" section describes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def pattern_from_config(config: RingConfig) -> Pattern:
-    """The pattern that the section describes; its parts are composed with `&`.
+    """Build the pattern of the section; its parts are composed with `&`.
 
     "documents": true is not in it: documents change with every batch, and are added to this pattern by
     whoever has the batch (`pattern & Documents(...)`).

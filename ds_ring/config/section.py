@@ -1,4 +1,4 @@
-"""The "ring_attention" section of the DeepSpeed JSON as a frozen model.
+"""Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
 
 This is the only file that knows the keys of the section: names, defaults, units, limits, and how they depend
 on each other. Where the section is found stands in deepspeed_file.py, how a file is read in json_text.py,
@@ -66,7 +66,7 @@ Transport = Annotated[Literal["ring", "all_gather"], _WORD]
 
 
 class PatternConfig(Section):
-    """Which query position attends to which key position. Lengths are tokens of the global sequence."""
+    """Say which query position attends to which key position. Lengths are tokens of the global sequence."""
 
     causal: Flag = Field(default=True, description="a query sees no later key")
     window: Window = Field(
@@ -125,7 +125,7 @@ class PatternConfig(Section):
 
 
 class RingConfig(Section):
-    """The section, resolved: `ring_size` is a number here even where the JSON says "auto".
+    """Hold the section, resolved: `ring_size` is a number here even where the JSON says "auto".
 
     `sequence_parallel_size` stands at the top level of the JSON, where DeepSpeed reads it. Left out, or
     "auto", it is ring_size x ulysses_size. With ring_size "auto" as well nothing says how many ranks share
@@ -204,11 +204,13 @@ class RingConfig(Section):
 
     @classmethod
     def from_deepspeed(cls, source: Source) -> RingConfig:
-        """Our section of a whole DeepSpeed JSON (a path or a dict). One RingConfigError names all faults."""
+        """Read our section of a whole DeepSpeed JSON (a path or a dict). One RingConfigError names all
+        faults.
+        """
         return resolve(source, cls)[0]
 
     def validate_world(self, world_size: int) -> None:
-        """RingMeshError unless `world_size` ranks fall into whole sequence groups."""
+        """Raise RingMeshError unless `world_size` ranks fall into whole sequence groups."""
         if type(world_size) is not int or world_size < 1:
             advice = "pass the number of ranks"
             raise RingMeshError(f"world size: {sentence(_ONE_UP, repr(world_size), advice)}")
@@ -224,7 +226,7 @@ class RingConfig(Section):
         raise RingMeshError(f"{SP_KEY} {whole} does not divide world size {world_size}; {advice}")
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal on two ranks exactly if every key is."""
+        """Return 16 hex digits, equal on two ranks exactly if every key is."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -234,7 +236,7 @@ class RingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_whole(cls, values: Any) -> Any:
-        """Left out, it is the product of good sizes; from anything else nothing: that is refused below."""
+        """Replace a missing whole by the product of valid sizes; anything else is refused below."""
         if not isinstance(values, dict) or values.get(SP_KEY, "auto") != "auto":
             return values
         kept = {name: value for name, value in values.items() if name != SP_KEY}
@@ -307,7 +309,7 @@ class RingConfig(Section):
 
 
 def strip_section(source: Source) -> Json:
-    """The JSON that deepspeed.initialize should get: a deep copy without our section.
+    """Return the JSON that deepspeed.initialize should get: a deep copy without our section.
 
     `sequence_parallel_size` is in it as a number, whatever the JSON left open. Hand DeepSpeed this dict and
     not a path: given a path, it looks for that key among the letters of the path.
@@ -318,13 +320,15 @@ def strip_section(source: Source) -> Json:
 
 
 def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
-    """The dotted JSON keys in which two configurations differ; empty exactly if the fingerprints agree."""
+    """Return the dotted JSON keys in which two configurations differ; empty exactly if the fingerprints
+    agree.
+    """
     left, right = by_json_key(a), by_json_key(b)
     return [key for key in left if left[key] != right[key]]
 
 
 def by_json_key(config: RingConfig) -> Json:
-    """The values by their dotted JSON keys, with everything that was left out filled in."""
+    """Return the values by their dotted JSON keys, with everything that was left out filled in."""
     values = config.model_dump(mode="json")
     whole, pattern = values.pop(SP_KEY), values.pop("pattern")
     flat = {f"{SECTION}.{name}": value for name, value in values.items()}
@@ -332,11 +336,11 @@ def by_json_key(config: RingConfig) -> Json:
 
 
 def _without_effect(got: str, beside: str, why: str) -> str:
-    """The sentence for a value that nothing would read."""
+    """Format the sentence for a value that nothing would read."""
     return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
 
 
 def _divisors(number: int) -> list[int]:
-    """In rising order, by pairs up to the square root: a typing error of 10^12 must not hang."""
+    """Return divisors in rising order, by pairs up to the square root: a typing error must not hang."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

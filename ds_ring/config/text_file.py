@@ -1,4 +1,4 @@
-"""Reads a small text file that a user named: a regular one, of bounded size, in UTF-8. Knows no format.
+"""Read a small text file that a user named: a regular one, of bounded size, in UTF-8. Knows no format.
 
 A pipe, a device or a socket is refused before it is opened: to open a FIFO waits for its writer, and to read
 /dev/zero never ends. The paths come from users, the texts from whoever wrote the file.

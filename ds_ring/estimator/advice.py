@@ -1,4 +1,4 @@
-"""What to do about an estimate: does it fit, does it hide its transfers, and what would. Owns the wording."""
+"""Find what to do about an estimate: whether it fits, whether transfers hide, and what would help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOSTLY = 0.5  # of the peak: what takes more is named
 
 
 class Advice(NamedTuple):
-    """Searched and said.
+    """Hold the limits around a setting, and sentences about it.
 
     Attributes:
         longest_tokens: the most that fit these devices, to 1 / 64; 0 if none.
@@ -34,7 +34,7 @@ class Advice(NamedTuple):
 
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
-    """Search around a setting, and warn of what is wrong with it. `say` is told what is being done."""
+    """Search around a setting and warn of what is wrong with it; `say` is called with each search."""
     say("the longest sequence that fits")
     longest = longest_sequence(found.setting)
     say("the fewest devices that fit")

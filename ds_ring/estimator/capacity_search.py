@@ -1,4 +1,4 @@
-"""Searches over settings: the longest sequence, the fewest devices.
+"""Search settings for the longest sequence and the fewest devices.
 
 Each asks `estimate.py` again and again, on rings of at most four ranks with the tokens per rank
 that are asked about, so that a search over a thousand devices takes a second.
@@ -17,8 +17,9 @@ FINE = 64  # a search ends when it is exact to 1 / FINE
 
 
 def peak_bytes(setting: Setting, local_tokens: int) -> int:
-    """Peak memory of a device with so many tokens for each rank of the ring, or what is too much of it."""
+    """Return the peak of a device with so many tokens per rank, or a part of it that is too much."""
     smaller = smaller_ring(setting, local_tokens, most=4)
+    # Cheap lower bound first: most of a search's settings need no plan.
     least = least_memory(smaller)
     if least > setting.usable_bytes:
         return least
@@ -26,7 +27,7 @@ def peak_bytes(setting: Setting, local_tokens: int) -> int:
 
 
 def longest_sequence(setting: Setting) -> int:
-    """The most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
+    """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
 
     def fits(local_tokens: int) -> bool:
@@ -42,7 +43,7 @@ def longest_sequence(setting: Setting) -> int:
 
 
 def fewest_devices(setting: Setting) -> Setting | None:
-    """The setting on the smallest power of two of devices that it fits, all in one ring; None without."""
+    """Return the setting on the smallest power of two of devices that fit, all in one ring, or None."""
     size = setting.ulysses_size
     while size <= MOST_DEVICES:
         ring = size // setting.ulysses_size

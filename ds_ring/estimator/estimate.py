@@ -1,11 +1,7 @@
-"""What a training step costs on given hardware: memory, FLOPs, bytes and time of one device. Pure arithmetic.
+"""Estimate memory, FLOPs, bytes and time of a training step on one device. Pure arithmetic.
 
 Owns the choice of ranks that are looked at, and the sum of it all. What is planned stands in
 training_setting.py, searches in capacity_search.py.
-
-[Note: sampled ranks]
-Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks (the
-first and the last among them; beyond 64 two) and two classes (beyond 64 one), which stand for the others.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from typing import NamedTuple
 
 from ds_ring.config.hardware import Hardware
 from ds_ring.estimator.cost import Part, PassCost, pass_cost
-from ds_ring.estimator.model_memory import Moment, Step, Tokens
+from ds_ring.estimator.model_memory import LocalTokens, Moment, TrainingStep
 from ds_ring.estimator.model_shape import ModelShape
 from ds_ring.estimator.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
@@ -30,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 class Estimate(NamedTuple):
-    """What a step costs on the device that needs most.
+    """Hold what a step costs on the device that needs most.
 
     Attributes:
         setting: what was planned.
@@ -57,22 +53,22 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> Moment:
-        """The moment of the most memory."""
+        """Return the moment of the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def fits(self) -> bool:
-        """The peak is at most what a device can give to tensors."""
+        """Return whether the peak is at most what a device can give to tensors."""
         return self.peak.total <= self.setting.usable_bytes
 
     @property
     def step_s(self) -> float:
-        """One optimizer step of one micro-batch."""
+        """Return the seconds of one optimizer step of one micro-batch."""
         return self.attention_s + self.dense_s + self.zero_s
 
 
 def plan_of(setting: Setting) -> Plan:
-    """The plan of one rank's heads."""
+    """Build the plan of one rank's heads."""
     layout = make_layout(
         setting.layout, tokens=setting.tokens, ring_size=setting.ring_size, pattern=setting.pattern,
         multiple_of=setting.ulysses_size,
@@ -88,7 +84,7 @@ def plan_of(setting: Setting) -> Plan:
 
 
 def pass_shape(setting: Setting, layout: Layout) -> PassShape:
-    """The tensors of a pass on one rank."""
+    """Return the tensors of a pass on one rank."""
     model, element = setting.model, ELEMENT_BYTES[setting.dtype]
     return PassShape(
         batch=setting.batch,
@@ -102,8 +98,12 @@ def pass_shape(setting: Setting, layout: Layout) -> PassShape:
     )
 
 
+# [Note: sampled ranks]
+# Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
+# (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which stand for the
+# others.
 def sampled_ranks(ring_size: int) -> list[int]:
-    """[Note: sampled ranks]."""
+    """Return the ring ranks that stand for all; [Note: sampled ranks]."""
     if ring_size <= FEW_RANKS:
         return list(range(ring_size))
     ranks = sampled_origins(ring_size)
@@ -111,7 +111,7 @@ def sampled_ranks(ring_size: int) -> list[int]:
 
 
 def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
-    """A rank's walks, or two that stand for all; [Note: sampled ranks]."""
+    """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
     if plan.ring_size <= FEW_CLASSES or len(plan.walks) <= 2:
         return [Part(walk.rank(ring_rank), 1) for walk in plan.walks]
     if plan.ring_size > MANY_RANKS:
@@ -129,14 +129,14 @@ def slowest_pass(
     bytes_per_s: float,
     overlap: bool = True,
 ) -> PassCost:
-    """The pass of the slowest rank looked at; arguments are those of `cost.pass_cost`."""
+    """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
     ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
     costs = (pass_cost(parts, shape, hardware, dtype, bytes_per_s, overlap) for parts in ranks)
     return max(costs, key=lambda cost: cost.seconds)
 
 
 def rough_memory(setting: Setting) -> int:
-    """Peak bytes by two ranks and one class of heads: enough for a search."""
+    """Return peak bytes by two ranks and one class of heads: enough for a search."""
     plan = plan_of(setting)
     ranks = sorted({0, setting.ring_size // 2})
     parts = [[Part(plan.walks[0].rank(rank), len(plan.walks))] for rank in ranks]
@@ -144,7 +144,7 @@ def rough_memory(setting: Setting) -> int:
 
 
 def least_memory(setting: Setting) -> int:
-    """Peak bytes without what the ring needs: no plan has to be made for it."""
+    """Return peak bytes without what the ring needs: no plan has to be made for it."""
     slots = -(-setting.tokens // (setting.ring_size * setting.ulysses_size)) * setting.ulysses_size
     return _step(setting, slots, PassMemory(0, 0, 0)).peak().total
 
@@ -156,15 +156,15 @@ def _moments(setting: Setting, layout: Layout, parts: list[list[Part]]) -> list[
     return _step(setting, layout.local_tokens, most).moments()
 
 
-def _step(setting: Setting, slots: int, ring: PassMemory) -> Step:
+def _step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
     ulysses, model = setting.ulysses_size, setting.model
     inside = setting.batch * slots
-    tokens = Tokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
-    return Step(model, setting.zero, tokens, ring, setting.checkpointing, setting.loss_tokens)
+    tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
+    return TrainingStep(model, setting.zero, tokens, ring, setting.checkpointing, setting.loss_tokens)
 
 
 def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
-    """Everything about a setting.
+    """Estimate everything about a setting.
 
     Raises:
         RingError: layout and pattern do not go together, or the hardware has no figure for the dtype.
@@ -183,9 +183,11 @@ def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
         for mine in parts
     ]
     slowest = max(costs, key=lambda cost: cost.seconds)
+    # Checkpointing runs the forward pass, its transfers included, once more.
     again = slowest.forward_s if setting.checkpointing else 0.0
     exposed = max(cost.exposed_s for cost in costs)
     tokens = setting.batch * plan.layout.local_tokens // setting.ulysses_size
+    # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated.
     dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
     zero_bytes = _zero_bytes(setting.zero, model)
     return Estimate(
@@ -204,7 +206,7 @@ def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
 
 
 def _zero_bytes(zero: Zero, model: ModelShape) -> int:
-    """Sent by one device: a ring all-reduce is 2 (W-1)/W of its size, each gather or scatter one.
+    """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one.
 
     Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
     """

@@ -1,11 +1,6 @@
-"""The shard from which on transfers hide behind compute, by bisection on the cost model.
+"""Find the shard from which on transfers hide behind compute, by bisection on the cost model.
 
 Owns what "hides" means, and why it never comes about where it does not.
-
-[Note: from which on]
-Very short shards hide because posting a message takes longer than the message; longer ones may not, until
-compute, which grows faster, has caught up. The search therefore comes down from long shards to the first
-that does not hide, and bisects between that one and the last that does.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ ALIKE = 0.05  # of seconds waited for one of compute, at lengths a factor of STE
 
 
 class Hiding(NamedTuple):
-    """Where transfers hide.
+    """Say from which shard on transfers hide, or why they never do.
 
     Attributes:
         tokens: of a ring rank's shard, from which on they hide, to 1 / 64; None if they never do.
@@ -35,7 +30,7 @@ class Hiding(NamedTuple):
 
 
 def hides(cost: PassCost) -> bool:
-    """No hop that computes waits for its transfer, and the whole pass waits at most 5 % of its time.
+    """Return whether no computing hop waits, and the whole pass waits at most 5 % of its time.
 
     (The last gradients come home when nothing is left to compute: they count in the whole only.)
     """
@@ -43,12 +38,16 @@ def hides(cost: PassCost) -> bool:
 
 
 def waiting(cost: PassCost) -> float:
-    """Share of the pass, between 0 and 1, in which the device waits for messages."""
+    """Return the share of the pass, between 0 and 1, in which the device waits for messages."""
     return cost.exposed_s / cost.seconds if cost.seconds else 0.0
 
 
+# [Note: from which on]
+# Very short shards hide because posting a message takes longer than the message; longer ones may not, until
+# compute, which grows faster, has caught up. The search therefore comes down from long shards to the first
+# that does not hide, and bisects between that one and the last that does.
 def hiding_shard(setting: Setting) -> Hiding:
-    """The fewest tokens per ring rank from which on transfers hide; [Note: from which on].
+    """Return the fewest tokens per ring rank from which on transfers hide; [Note: from which on].
 
     Raises:
         RingError: layout and pattern do not go together.
@@ -72,7 +71,7 @@ def hiding_shard(setting: Setting) -> Hiding:
 
 
 def _most(setting: Setting) -> int:
-    """A power of two, times the Ulysses size, that is no shorter than the setting's own shard."""
+    """Return a power of two, times the Ulysses size, no shorter than the setting's own shard."""
     most = MOST * setting.ulysses_size
     while most * setting.ring_size < setting.tokens:
         most *= STEP
@@ -80,7 +79,7 @@ def _most(setting: Setting) -> int:
 
 
 def _cost(setting: Setting, local_tokens: int) -> PassCost:
-    """Of the slowest rank of up to eight, over the links of the ring that is planned."""
+    """Return the cost of the slowest rank of up to eight, over the links of the planned ring."""
     tried = smaller_ring(setting, local_tokens)
     plan = plan_of(tried)
     shape = pass_shape(tried, plan.layout)

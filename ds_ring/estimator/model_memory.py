@@ -1,4 +1,4 @@
-"""Peak memory of a training step on one device, by component and by moment. Pure arithmetic.
+"""Estimate peak memory of a training step on one device, by component and by moment.
 
 Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
 eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
@@ -20,20 +20,20 @@ Components = dict[str, int]
 
 
 class Moment(NamedTuple):
-    """A moment of a step: bytes by component."""
+    """Hold bytes by component at one moment of a step."""
 
     name: str
     components: Components
 
     @property
     def total(self) -> int:
-        """Bytes alive."""
+        """Return bytes alive."""
         return sum(self.components.values())
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What one device holds of a batch.
+class LocalTokens:
+    """Hold what one device has of a batch.
 
     Attributes:
         outside: tokens outside attention: batch x T / (ring x Ulysses).
@@ -48,8 +48,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A training step on one device.
+class TrainingStep:
+    """Describe a training step on one device.
 
     Attributes:
         model, zero: what is trained and how its states are kept.
@@ -61,19 +61,21 @@ class Step:
 
     model: ModelShape
     zero: Zero
-    tokens: Tokens
+    tokens: LocalTokens
     ring: PassMemory
     checkpointing: bool = False
     loss_tokens: int | None = None
 
     @property
     def norm_bytes(self) -> int:
-        """A norm saves its input in float32 (itself, where that is its dtype), x / rms, and its output."""
+        """Return what a norm saves: its input in float32 (itself, where that is its dtype), x / rms, its
+        output.
+        """
         return self.tokens.outside * self.model.hidden * (FLOAT + 2 * self.zero.element_bytes)
 
     @property
     def attention_bytes(self) -> int:
-        """q, k, v, out, the output in the order of tokens, and the float32 lse."""
+        """Return bytes of q, k, v, out, the output in the order of tokens, and the float32 lse."""
         here, element = self.tokens, self.zero.element_bytes
         inside = here.inside * (
             (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element + here.heads * FLOAT
@@ -87,28 +89,28 @@ class Step:
 
     @property
     def mlp_bytes(self) -> int:
-        """gate, silu(gate), up, and their product."""
+        """Return bytes of gate, silu(gate), up, and their product."""
         return 4 * self.tokens.outside * self.model.intermediate * self.zero.element_bytes
 
     @property
     def layer_input_bytes(self) -> int:
-        """The residual stream at one layer."""
+        """Return bytes of the residual stream at one layer."""
         return self.tokens.outside * self.model.hidden * self.zero.element_bytes
 
     @property
     def logits(self) -> int:
-        """Elements of the local logits that are there at once."""
+        """Return the elements of the local logits that are there at once."""
         tokens = self.tokens.outside
         return min(tokens, self.loss_tokens or tokens) * self.model.vocab
 
     def saved(self, layers: int, attention: bool) -> int:
-        """What whole layers keep for the backward pass, of attention or of the rest."""
+        """Return what whole layers keep for the backward pass, of attention or of the rest."""
         if self.checkpointing:
             return 0 if attention else layers * self.layer_input_bytes
         return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
 
     def moments(self) -> list[Moment]:
-        """Every moment that can be the highest, in the order of a step."""
+        """Return every moment that can be the highest, in the order of a step."""
         return [
             self._start(),
             *self._loss(),
@@ -118,7 +120,7 @@ class Step:
         ]
 
     def peak(self) -> Moment:
-        """The moment of the most memory."""
+        """Return the moment of the most memory."""
         return max(self.moments(), key=lambda moment: moment.total)
 
     def _states(self, made: int, passing: bool = True) -> Components:
@@ -136,7 +138,7 @@ class Step:
         return Moment("start of the engine", {"parameters": zero.start(model)})
 
     def _loss(self) -> Iterator[Moment]:
-        """Forward: logits (again in float32), their log-softmax. Backward: two float32 gradients as well."""
+        """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more."""
         element, layers = self.zero.element_bytes, self.model.layers
         before = self._states(0) | {
             "activations": self.saved(layers, False) + self.norm_bytes,
@@ -151,7 +153,7 @@ class Step:
         yield Moment("output matrix, backward", after)
 
     def _layers(self) -> Iterator[Moment]:
-        """The last layer, while all others are still saved, and the first, when all gradients are there."""
+        """Yield the last layer, while all others are saved, and the first, when all gradients exist."""
         layers, per_layer = self.model.layers, self.model.layer_parameters
         head = self.model.head_parameters
         for name, left in (("last", layers), ("first", 1)):
@@ -170,7 +172,7 @@ class Step:
         return Moment(f"MLP of the {name} layer, backward", self._states(made) | gradients)
 
     def _attention(self, name: str, made: int, saved: int, attention: int) -> Moment:
-        """Without what the MLP saved; grad_out, dq, dk, dv beside q, k, v, out; the copy of out is gone."""
+        """Return attention's backward: four gradients beside q, k, v, out; the MLP's part is freed."""
         here, element = self.tokens, self.zero.element_bytes
         saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
         gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
@@ -196,7 +198,7 @@ class Step:
 def attention_alone(
     rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory
 ) -> Moment:
-    """A forward and backward pass with no model around it.
+    """Return the memory of a forward and backward pass with no model around it.
 
     Args:
         rows, kv_rows: batch x query heads, batch x K/V heads.

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer, and what follows from them: parameters, FLOPs of its matrices.
+"""Describe the sizes of a decoder-only transformer, and count its parameters.
 
 Owns the arithmetic of a Llama-like block (grouped-query attention, gated MLP, RMS norms, no biases). What a
 block needs of memory stands in model_memory.py, what attention costs in cost.py.
@@ -15,7 +15,7 @@ MOST = 2**31  # of any size: products of three of them are still exact
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder.
+    """Describe the sizes of a decoder.
 
     Attributes:
         layers: decoder layers.
@@ -56,40 +56,40 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """q, k, v and output projections of one layer."""
+        """Count the q, k, v and output projections of one layer."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Gate, up and down projections of one layer."""
+        """Count the gate, up and down projections of one layer."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, its two norms included."""
+        """Count the parameters of one layer, its two norms included."""
         return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of the output matrix, which may be the embedding."""
+        """Count the output matrix, which may be the embedding."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them, each once."""
+        """Count all parameters, each once."""
         matrices = (1 if self.tied else 2) * self.head_parameters
         return self.layers * self.layer_parameters + matrices + self.hidden
 
     @property
     def largest_parameter(self) -> int:
-        """Elements of the largest single tensor."""
+        """Return the elements of the largest single tensor."""
         return max(
             self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
         )
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that multiply every token: all but the embedding's rows and the norms.
+        """Count parameters that multiply every token: all but the embedding's rows and the norms.
 
         A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
         """

@@ -1,4 +1,4 @@
-"""What would make a run fit that does not: changes of its setting, cheapest first, each estimated.
+"""Propose changes that make a run fit, cheapest first, each one estimated.
 
 Owns the changes and their order: first what costs no time (a smaller bucket, a loss in chunks, ranks from
 data-parallel replicas, states divided further), then what costs some (smaller micro-batches, activations
@@ -24,7 +24,7 @@ MOST_RANKS = 256  # of a ring that is proposed: the estimate grows as its square
 
 
 class Remedy(NamedTuple):
-    """A change after which the run fits.
+    """Describe a change after which the run fits.
 
     Attributes:
         change: options of `ds-ring plan`, or a key of DeepSpeed's JSON.
@@ -45,7 +45,7 @@ class _Change(NamedTuple):
 
 
 def remedies(setting: Setting) -> tuple[Remedy, ...]:
-    """At most five changes that each make the setting fit, cheapest first; none if none is known."""
+    """Return at most five changes that each make the setting fit, cheapest first."""
     changes = list(_changes(setting))
     here = list(_on_these_devices(setting, changes))
     more = _more_devices(setting, changes if not here else [])
@@ -54,7 +54,7 @@ def remedies(setting: Setting) -> tuple[Remedy, ...]:
 
 
 def _changes(setting: Setting) -> Iterator[_Change]:
-    """All that can be changed on the same devices for the same sequence, cheapest first."""
+    """Yield every change on the same devices for the same sequence, cheapest first."""
     zero, model = setting.zero, setting.model
     if zero.stage and zero.bucket_elements > model.largest_parameter:
         largest = model.largest_parameter
@@ -83,7 +83,7 @@ def _with_stage(stage: int) -> Callable[[Setting], Setting]:
 
 
 def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
-    """Single changes that are enough, then pairs of those that are not."""
+    """Yield single changes that are enough, then pairs of those that are not."""
     left: list[_Change] = []
     count = 0
     for change in changes:
@@ -103,7 +103,7 @@ def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Reme
 
 
 def _more_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
-    """More devices in one ring, alone; and with the one change that saves most of them."""
+    """Propose more devices in one ring, alone, and with the change that saves most of them."""
     alone = _few_devices(setting)
     if alone is not None and alone.devices > setting.devices:
         yield from _found(_devices_text(alone), alone)
@@ -117,7 +117,7 @@ def _more_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
 
 
 def _few_devices(setting: Setting) -> Setting | None:
-    """The fewest devices; None beyond the ring whose whole estimate takes about a second."""
+    """Return the fewest devices; None beyond the ring whose whole estimate takes about a second."""
     found = fewest_devices(setting)
     return found if found is not None and found.ring_size <= MOST_RANKS else None
 
@@ -139,8 +139,9 @@ def _found(text: str, setting: Setting) -> Iterator[Remedy]:
 
 
 def _checked(text: str, setting: Setting) -> Remedy | None:
-    """The whole estimate of a changed setting; None if it does not fit."""
+    """Estimate a changed setting; None if it does not fit."""
     local = -(-setting.tokens // setting.ring_size)
+    # The rough estimate rules most out before the slow one.
     if peak_bytes(setting, local) > ROUGHLY * setting.usable_bytes:
         return None
     found = estimate(setting)

@@ -1,4 +1,4 @@
-"""What `ds-ring plan` plans: a model, a sequence and a pattern on some devices. Owns no cost."""
+"""Describe what `ds-ring plan` plans: a model, a sequence and a pattern on some devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_RANKS = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What is planned.
+    """Describe a training setting.
 
     Attributes:
         tokens: T of one sequence.
@@ -51,23 +51,23 @@ class Setting:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Return the number of devices."""
         return self.zero.world
 
     @property
     def usable_bytes(self) -> float:
-        """Memory of a device that tensors can have."""
+        """Return the memory of a device that tensors can have."""
         return self.hardware.memory_bytes * USABLE[self.hardware.kind]
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the slowest link of a ring: hops keep step with each other."""
+        """Return the rate of the slowest link of a ring: hops keep step with each other."""
         spans = self.ring_size * self.ulysses_size > self.hardware.devices_per_node
         return self.hardware.inter_node_bytes_per_s if spans else self.hardware.intra_node_bytes_per_s
 
 
 def smaller_ring(setting: Setting, local_tokens: int, most: int = FEW_RANKS) -> Setting:
-    """A setting with as many tokens for each rank of a ring of at most `most`: memory and hops are the same.
+    """Return a setting of at most `most` ring ranks with as many tokens each: memory and hops are the same.
 
     (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
     """

@@ -1,19 +1,9 @@
-"""Memory of parameters, gradients and optimizer states under ZeRO (Rajbhandari et al. 2020), per device.
+"""Estimate memory of parameters, gradients and optimizer states under ZeRO, per device.
 
 Owns what DeepSpeed 0.19.8 keeps and what it allocates in passing, for Adam; offloading is not modelled. The
 formulas of the paper (section 3: 2 + 2 + 12 bytes per parameter in mixed precision, divided by stage) are the
 floor; the rest (flat copies, buckets, parameters that ZeRO 3 keeps gathered) was read from DeepSpeed's code
 and compared with real runs: `tools/check_plan.py`.
-
-[Note: buckets]
-Stages 1 and 2 allocate a bucket of `reduce_bucket_size` elements (default 5e8: a gigabyte in bf16) at the
-first gradient of a backward pass, twice with `overlap_comm`, and free it at the end. Stage 3 has one from
-the start. A parameter larger than the bucket is reduced by itself; that is not modelled.
-
-[Note: gathered parameters]
-Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
-more than `stage3_max_live_parameters` (1e9 each) are there: below a billion parameters, all stay from the
-forward pass to the end of the backward pass, from the second step on.
 """
 
 from __future__ import annotations
@@ -27,7 +17,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Zero:
-    """How DeepSpeed keeps a model.
+    """Describe how DeepSpeed keeps a model.
 
     Attributes:
         stage: 0 to 3.
@@ -51,38 +41,47 @@ class Zero:
 
     @property
     def low(self) -> bool:
-        """Mixed precision."""
+        """Return whether precision is mixed."""
         return self.element_bytes < FLOAT
 
     def share(self, elements: int) -> int:
-        """Elements of one rank's partition."""
+        """Return the elements of one rank's partition."""
         return -(-elements // self.world)
 
     def parameters(self, model: ModelShape) -> int:
-        """The copy that computes, between passes."""
+        """Return bytes of the copy that computes, between passes."""
         whole = model.parameters
         return self.element_bytes * (self.share(whole) if self.stage == 3 else whole)
 
+    # [Note: gathered parameters]
+    # Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
+    # more than `stage3_max_live_parameters` (1e9 each) are there: below a billion parameters, all stay from
+    # the forward pass to the end of the backward pass, from the second step on.
     def gathered(self, model: ModelShape) -> int:
-        """Whole parameters during a pass at stage 3; [Note: gathered parameters]."""
+        """Return bytes of whole parameters during a pass at stage 3; [Note: gathered parameters]."""
         if self.stage < 3:
             return 0
         return self.element_bytes * max(min(model.parameters, self.live_elements), model.layer_parameters)
 
     def optimizer(self, model: ModelShape) -> int:
-        """Adam's two moments, and the float32 master copy: at stages 1 to 3 there is one in any precision."""
+        """Return bytes of Adam's two moments and the float32 master copy."""
         elements = self.share(model.parameters) if self.stage else model.parameters
+        # DeepSpeed's stages 1 to 3 keep a float32 master copy in any precision.
         master = FLOAT if self.low or self.stage else 0
         return (2 * FLOAT + master) * elements
 
+    # [Note: buckets]
+    # Stages 1 and 2 allocate a bucket of `reduce_bucket_size` elements (default 5e8: a gigabyte in bf16) at
+    # the first gradient of a backward pass, twice with `overlap_comm`, and free it at the end. Stage 3 has
+    # one from the start. A parameter larger than the bucket is reduced by itself; that is not modelled.
     def standing_gradients(self, model: ModelShape) -> int:
-        """Kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
+        """Return bytes kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
         if self.stage < 3:
             return 0
         return self.element_bytes * (self.share(model.parameters) + self.bucket_elements)
 
     def gradients(self, model: ModelShape, made: int) -> int:
-        """In a backward pass that has made the gradients of `made` parameters."""
+        """Return bytes in a backward pass that has made the gradients of `made` parameters."""
         if self.stage == 3:
             return 0
         buckets = self.bucket_elements * (1 + self.overlap_comm) if self.stage and made else 0
@@ -92,7 +91,7 @@ class Zero:
         return self.element_bytes * (kept + buckets)
 
     def reduction(self, model: ModelShape) -> int:
-        """What the end of a backward pass allocates on top: flat copies that are reduced."""
+        """Return what the end of a backward pass allocates on top: flat copies that are reduced."""
         if self.world == 1 or self.stage >= 2:
             return 0
         if self.stage == 1:
@@ -100,7 +99,7 @@ class Zero:
         return self.element_bytes * min(model.parameters, 500_000_000)  # the engine's own bucket
 
     def step(self, model: ModelShape) -> tuple[int, int]:
-        """Gradients and temporaries while the optimizer steps."""
+        """Return bytes of gradients and temporaries while the optimizer steps."""
         whole, share = model.parameters, self.share(model.parameters)
         if self.stage:
             gradients = FLOAT * share
@@ -110,7 +109,7 @@ class Zero:
         return gradients, 0 if self.fused_adam else 2 * FLOAT * model.largest_parameter
 
     def start(self, model: ModelShape) -> int:
-        """Parameters and copies while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
+        """Return bytes while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
         whole, share = self.element_bytes * model.parameters, self.share(model.parameters)
         if self.stage == 0:
             return whole

@@ -1,17 +1,7 @@
-"""The ranks on their way to the monitor process: nobody waits for one that is dead.
+"""Wait for all ranks to reach the monitor process, and for none that is dead.
 
 Owns what ranks tell each other through the store of the process group until everybody is connected to the
 monitor. What is published there, and the connection, are `rendezvous.py`'s.
-
-[Note: joining]
-Every rank announces itself in the store of the process group: its host and process. When all have come,
-rank 0 starts the monitor and publishes the address; all connect. A rank that is late is waited for (it may
-load a model for minutes), one that is dead is not:
-  - who has announced itself and is on this host is asked for by its process id;
-  - where the default group is gloo, a collective of one number is under way meanwhile, which breaks in a
-    neighbour of a rank that dies: then whoever has not announced itself is that rank;
-  - once the monitor runs everybody is known to be there, so who does not join in time has failed.
-Whoever sees a death writes it down for the others.
 """
 
 from __future__ import annotations
@@ -41,8 +31,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+# [Note: joining]
+# Every rank announces itself in the store of the process group: its host and process. When all have come,
+# rank 0 starts the monitor and publishes the address; all connect. A rank that is late is waited for (it may
+# load a model for minutes), one that is dead is not:
+#   - who has announced itself and is on this host is asked for by its process id;
+#   - where the default group is gloo, a collective of one number is under way meanwhile, which breaks in a
+#     neighbour of a rank that dies: then whoever has not announced itself is that rank;
+#   - once the monitor runs everybody is known to be there, so who does not join in time has failed.
+# Whoever sees a death writes it down for the others.
 class PeerLost(Exception):
-    """A rank failed before everybody had joined.
+    """Report a rank that failed before everybody had joined.
 
     Attributes:
         fault: which, and what was seen.
@@ -54,7 +53,7 @@ class PeerLost(Exception):
 
 
 class Arrival:
-    """The ranks of a job on their way to the monitor.
+    """Follow the ranks of a job on their way to the monitor.
 
     Args:
         store: of the process group.
@@ -71,18 +70,19 @@ class Arrival:
         self._known: dict[int, Presence] = {}
         self._number = torch.zeros(1)
         self._probe: dist.Work | None = None
+        # Rank 0 watches all, the others it and their neighbours: every death is seen by two.
         near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
         self._neighbours = frozenset(near) - {rank}
 
     def announce(self) -> None:
-        """Say that this rank is here."""
+        """Write this rank's host and process to the store."""
         self.store.set(f"{self.name}/{self.rank}", json.dumps(self._mine))
         world = dist.group.WORLD
         if world is not None and dist.get_backend(world) == "gloo":
             self._probe = dist.all_reduce(self._number, group=world, async_op=True)
 
     def end(self) -> None:
-        """Everybody is here, so the collective is about to end."""
+        """Wait until the collective ends, which it does now that everybody is here."""
         end = time.monotonic() + PROBE_S
         while self._probe is not None and not self._probe.is_completed() and time.monotonic() < end:
             time.sleep(FIRST_LOOK_S)
@@ -90,7 +90,7 @@ class Arrival:
             keep_for_ever(self._probe, self._number)
 
     def wait_for_all(self) -> None:
-        """Until every rank has announced itself."""
+        """Wait until every rank has announced itself."""
         keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
         self._wait(lambda: self.store.check(keys))
 
@@ -101,12 +101,12 @@ class Arrival:
             raise self._tell(fault)
 
     def wait_for(self, key: str) -> bytes:
-        """Until the key is there; its value."""
+        """Wait until the key is there, and return its value."""
         self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
         return self.store.get(f"{self.name}/{key}")
 
     def presences(self) -> list[Presence]:
-        """Of all ranks, once they have come."""
+        """Return where all ranks are, once they have come."""
         keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
         return [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
 
@@ -121,10 +121,11 @@ class Arrival:
                 late = "it did not come to where ds_ring starts before the deadline"
                 raise self._tell(Fault(missing[0], late))
             time.sleep(pause_s)
+            # The pause grows with the ranks, which all ask one store.
             pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
 
     def _or_lost(self, ask: Callable[[], T]) -> T:
-        """What the store says; it is lost with the process that hosts it."""
+        """Return what the store says; it is lost with the process that hosts it."""
         try:
             return ask()
         except RuntimeError as error:
@@ -133,7 +134,9 @@ class Arrival:
             raise PeerLost(Fault(0, cause)) from error
 
     def _look(self) -> Fault | None:
-        """Who is known to be dead. Rank 0 decides as long as it lives; once all have come, the monitor."""
+        """Return who is known to be dead. Rank 0 decides as long as it lives; once all have come, the
+        monitor.
+        """
         if self.store.check([f"{self.name}/fault"]):
             return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
         for rank in self._neighbours:
@@ -157,7 +160,7 @@ class Arrival:
         return None
 
     def _is_broken(self) -> bool:
-        """True once the collective has failed here."""
+        """Return whether the collective has failed here."""
         try:
             if self._probe is not None and self._probe.is_completed():
                 self._probe.wait()
@@ -166,7 +169,8 @@ class Arrival:
         return False
 
     def _lives(self, other: Presence) -> bool:
-        """False where it is known to be dead."""
+        """Return False where the rank is known to be dead."""
+        # A process id means something within one host and namespace only.
         if other[:2] != self._mine[:2]:
             return True
         try:

@@ -1,4 +1,4 @@
-"""A call that may never return (a collective of torch, making a group), made so that it can be left.
+"""Make a call that may never return (a collective of torch, say) so that it can be left.
 
 Owns the thread that makes the call, and the error that names a rank. Works of torch that are under way
 already are `waiting.py`'s: those need no thread of their own.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Call(Generic[T]):
-    """What a thread is to do, and what came of it."""
+    """Hold what a thread is to do, and its result."""
 
     def __init__(self, act: Callable[[], T]) -> None:
         self.act, self.wake = act, threading.Event()
@@ -69,6 +69,7 @@ def call_guarded(
         return act()
     call = _Call(act)
     threading.Thread(target=call.run, name="ds_ring call", daemon=True).start()
+    # Most calls end at once: only a long one is worth a message to the monitor.
     if not call.wake.wait(PATIENCE_S):
         _wait_watched(call, watch, grid, what, step, time.monotonic() + timeout_s)
     if call.results:
@@ -94,6 +95,7 @@ def _wait_watched(call: _Call[T], watch: Watch, grid: Grid, what: str, step: int
             end = time.monotonic() + PATIENCE_S
             while not call.finished and time.monotonic() < end:
                 time.sleep(0.005)
+        # The deadline has passed and nobody is known to have failed: the monitor is to find out who is late.
         elif not call.finished:
             watch.accuse(others, f"it did not come to {what} in time")
         if call.finished:
@@ -103,7 +105,7 @@ def _wait_watched(call: _Call[T], watch: Watch, grid: Grid, what: str, step: int
 
 
 def verdict(watch: Watch) -> Fault | None:
-    """Wait a moment for the monitor's verdict; who failed, if that is known then."""
+    """Wait a moment for the monitor's verdict; return who failed, if that is known then."""
     end = time.monotonic() + VERDICT_S
     while watch.fault is None and watch.is_open and time.monotonic() < end:
         time.sleep(0.005)
@@ -111,7 +113,7 @@ def verdict(watch: Watch) -> Fault | None:
 
 
 def is_of_distributed(error: BaseException) -> bool:
-    """True for the RuntimeErrors that torch.distributed raises where a peer or a connection fails."""
+    """Return whether torch.distributed raised this error because a peer or a connection failed."""
     if isinstance(error, RingError) or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
@@ -119,7 +121,7 @@ def is_of_distributed(error: BaseException) -> bool:
 
 
 def peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:
-    """The monitor's verdict as the error of a world rank; ranks are named by their place in the ring."""
+    """Return the monitor's verdict as the error of a world rank, with ranks by their place in the ring."""
     data, ring_rank, _ = grid.coordinates(rank)
     if not 0 <= fault.rank < grid.world_size:
         return RingPeerError(ring_rank, hop, None, fault.cause)

@@ -1,4 +1,4 @@
-"""Which hosts the ranks are on, and at which of its addresses rank 0's host is reached by all of them.
+"""Find which hosts the ranks are on, and the address at which all of them reach rank 0's host.
 
 Owns no socket: `rendezvous.py` asks, the monitor process listens.
 """
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Presence(NamedTuple):
-    """Where a rank is.
+    """Say where a rank is.
 
     Attributes:
         host: equal on ranks that share the network interfaces of one host.

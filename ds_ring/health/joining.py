@@ -1,4 +1,4 @@
-"""Joining the failure detector of an initialised world: the first thing that ranks do together.
+"""Join the failure detector of an initialised world, before anything else that ranks do together.
 
 Owns what comes before a mesh exists, for `RingMesh.from_world` and for whoever has collectives of its own
 before that: joining, with the error that names a rank, and leaving again where the start fails.
@@ -46,7 +46,7 @@ def join_monitor(
 
 @contextmanager
 def leave_on_error(watch: Watch | None) -> Iterator[None]:
-    """Around what all ranks do together at the start: whoever fails there says so before it leaves."""
+    """Leave the failure detector where a start fails, and say why before that."""
     try:
         yield
     except RingPeerError:

@@ -1,13 +1,8 @@
-"""How the ranks of a job find the monitor process and join it, with nobody waiting for a rank that is dead.
+"""Find the monitor process and join it, with nobody waiting for a rank that is dead.
 
 Owns the start of the monitor, its address and the connection to it. How ranks look after each other until
 then is `arrival.py`'s, at which address the monitor listens `host_addresses.py`'s, what a rank says once it
 has joined `watch.py`'s.
-
-[Note: the secret]
-The handshake needs a secret that strangers do not know. A launcher hands one over (`secret`), and nothing
-that the store holds is of use to anybody. Without one rank 0 makes one and publishes it in the store: then
-whoever can read the store of the process group, which asks nobody for a password, can speak to the monitor.
 """
 
 from __future__ import annotations
@@ -34,8 +29,12 @@ HANDSHAKE_S = 5.0
 JOIN_S = 60.0  # tries of all addresses together
 
 
+# [Note: the secret]
+# The handshake needs a secret that strangers do not know. A launcher hands one over (`secret`), and nothing
+# that the store holds is of use to anybody. Without one rank 0 makes one and publishes it in the store: then
+# whoever can read the store of the process group, which asks nobody for a password, can speak to the monitor.
 class Address(NamedTuple):
-    """Where the monitor listens, and what holds for all ranks.
+    """Say where the monitor listens, and what holds for all ranks.
 
     Attributes:
         port, hosts: hosts are tried in order.
@@ -99,7 +98,7 @@ def join(
 
 
 def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret: str) -> int:
-    """Start a monitor on this machine, as a process of its own that ends by itself; its port.
+    """Start a monitor on this machine, as a process of its own that ends by itself; return its port.
 
     Args:
         host: the address to listen at; "" for every one.
@@ -124,7 +123,7 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
 
 
 def _secret_of(address: Address, mine: str | None, rank: int) -> bytes:
-    """The job's secret; a rank that was given one speaks to nobody who has another way."""
+    """Return the job's secret; a rank that was given one speaks to nobody who has another."""
     if mine is not None and address.secret is None:
         return mine.encode()
     if mine is None and address.secret is not None:
@@ -137,7 +136,7 @@ def _secret_of(address: Address, mine: str | None, rank: int) -> bytes:
 
 
 def _connect(address: Address, secret: bytes, rank: int) -> socket.socket:
-    """The first host that answers as this job's monitor; tried again while it may only be busy."""
+    """Connect to the first host that answers as this job's monitor; try again while it may only be busy."""
     deadline, tried = time.monotonic() + JOIN_S, dict[str, str]()
     pause_s = 0.05
     while True:
@@ -156,6 +155,7 @@ def _connect(address: Address, secret: bytes, rank: int) -> socket.socket:
             except OSError as error:
                 tried[host] = str(error)
             connection.close()
+        # Where every address refuses there is no monitor to wait for.
         refused = all("refused" in text or "another service" in text for text in tried.values())
         if refused or time.monotonic() > deadline:
             break

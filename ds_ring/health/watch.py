@@ -1,15 +1,8 @@
-"""A rank's side of the failure detector: it sends heartbeats, says what it waits for, and hears who failed.
+"""Connect a rank to the failure detector: send heartbeats, report waits, and hear who failed.
 
 Owns the connection to the monitor process (`monitor/`, where the verdict is made), the thread that keeps it,
 and what has to happen when a process ends. How a rank finds the monitor is `rendezvous.py`'s. Knows nothing
 of tensors or of rings: ranks here are world ranks.
-
-[Note: the end of a process]
-An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing, and
-the end of its connection tells the monitor. After a fault a process lingers for a moment before it ends, so
-that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as one is gone. A
-thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter from shutting down:
-then the process ends without that, with exit code 1.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Watch:
-    """This rank's connection to the monitor process, kept by a thread.
+    """Keep this rank's connection to the monitor process, by a thread.
 
     Args:
         rank: of the world.
@@ -80,7 +73,7 @@ class Watch:
 
     @property
     def is_open(self) -> bool:
-        """False once this rank has left, or the monitor is lost."""
+        """Return False once this rank has left, or the monitor is lost."""
         return self._open
 
     def expect(self, wake: threading.Event) -> None:
@@ -95,28 +88,28 @@ class Watch:
             self._waiting.discard(wake)
 
     def waits(self, on: Sequence[int], place: tuple[int, int], what: str) -> None:
-        """This rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
+        """Report that this rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
         self._send({"kind": "wait", "on": ranges_of(on), "place": place, "what": what})
 
     def goes_on(self) -> None:
-        """That wait is over."""
+        """Report that the wait is over."""
         self._send({"kind": "go"})
 
     def accuse(self, on: Sequence[int], cause: str) -> None:
-        """The world ranks `on` are late, or a connection failed: the monitor decides who is to blame."""
+        """Report that the ranks `on` are late, or a connection failed: the monitor decides who failed."""
         self._send({"kind": "accuse", "on": ranges_of(on), "cause": cause})
 
     def broken(self, cause: str) -> None:
-        """A collective that is not ours has failed here: the monitor decides who is to blame, if anybody."""
+        """Report that a collective that is not ours has failed here: the monitor decides who is to blame."""
         self._send({"kind": "broken", "cause": cause[:300]})
 
     def failed(self, cause: str) -> None:
-        """This rank has failed in a way that leaves the others waiting."""
+        """Report that this rank has failed in a way that leaves the others waiting."""
         self._send({"kind": "failed", "cause": cause})
         self._know(Fault(self.rank, cause))
 
     def leave(self) -> None:
-        """Say goodbye; the connection ends."""
+        """Send a goodbye and end the connection."""
         if self._open:
             self._send({"kind": "bye"})
             self._close()
@@ -129,6 +122,12 @@ class Watch:
                 "rank %d ends; rank %d had failed before: %s", self.rank, self.fault.rank, self.fault.cause
             )
 
+    # [Note: the end of a process]
+    # An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing,
+    # and the end of its connection tells the monitor. After a fault a process lingers for a moment before it
+    # ends, so that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as
+    # one is gone. A thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter
+    # from shutting down: then the process ends without that, with exit code 1.
     def linger(self) -> None:
         """Wait until others had time to say what they saw; see [Note: the end of a process]."""
         if self.fault is not None:
@@ -178,7 +177,7 @@ class Watch:
         self._connection.close()
 
     def _run(self) -> None:
-        """Beat, and listen. The monitor answers every beat: silence there means that its host is lost."""
+        """Send heartbeats and listen. The monitor answers each: silence means that its host is lost."""
         interval = self.heartbeat_timeout_s / BEATS_PER_TIMEOUT
         unread = b""
         answered = before = next_beat = time.monotonic()
@@ -209,7 +208,7 @@ class Watch:
                     self._know(Fault(message["rank"], message["cause"]))
 
     def _read(self) -> bytes:
-        """What came; empty where the connection is over."""
+        """Return what came; empty where the connection is over."""
         try:
             return self._connection.recv(65536)
         except OSError:  # reset, or closed by this process
@@ -227,12 +226,12 @@ _stuck: list[object] = []  # what a thread that waits for ever still uses
 
 
 def keep_for_ever(*things: object) -> None:
-    """Buffers that torch may still write to are never freed; [Note: the end of a process]."""
+    """Keep buffers that torch may still write to; [Note: the end of a process]."""
     _stuck.extend(things)
 
 
 def _say_goodbye() -> None:
-    """[Note: the end of a process]."""
+    """End all watches of this process in order; [Note: the end of a process]."""
     error = getattr(sys, "last_value", None)
     watches = list(_living)
     for watch in watches:
@@ -253,14 +252,14 @@ _prepared_in: set[int] = set()
 
 
 def _prepare_the_end() -> None:
-    """Children of multiprocessing run no atexit functions, and forget at their start what was registered."""
+    """Register the goodbye in this process: children of multiprocessing run no atexit functions."""
     if os.getpid() not in _prepared_in:
         _prepared_in.add(os.getpid())
         util.Finalize(None, _say_goodbye, exitpriority=100)
 
 
 def _forget_in_child() -> None:
-    """A forked child (a data loader's worker) must not keep the connection open after this process's end."""
+    """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
     for watch in list(_living):
         watch._open = False
         watch._connection.close()

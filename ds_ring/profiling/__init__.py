@@ -1,1 +1,1 @@
-"""Profiles of real and virtual rings: memory by ring size and by step, and who does what when."""
+"""Profile real and virtual rings: memory by ring size and by step, and what each rank does when."""

@@ -1,4 +1,4 @@
-"""What pictures of memory show, as numbers: bars and steps with their parts, the line to compare with.
+"""Compute the bars, steps and lines that pictures of memory show.
 
 Owns names and order of the parts. Draws nothing.
 """
@@ -29,7 +29,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """The peak of the rank that needs most; bytes.
+    """Hold the peak of the rank that needs most, bytes.
 
     Attributes:
         kind: "real" or "simulated".
@@ -47,18 +47,18 @@ class Bar:
 
 
 class Line(NamedTuple):
-    """Memory that falls as 1/P from the smallest ring on."""
+    """Describe memory that falls as 1/P from the smallest ring on."""
 
     ring_size: int
     total_bytes: int
 
     def at(self, ring_size: float) -> float:
-        """Bytes per rank of a ring of this size."""
+        """Return bytes per rank of a ring of this size."""
         return self.total_bytes * self.ring_size / ring_size
 
 
 def bars_of(runs: Sequence[RingRun]) -> list[Bar]:
-    """One bar for each run."""
+    """Return one bar for each run."""
     bars = []
     for run in runs:
         memory = run.ranks[run.busiest].memory
@@ -67,22 +67,22 @@ def bars_of(runs: Sequence[RingRun]) -> list[Bar]:
 
 
 def parts_of(memory: RankMemory) -> dict[str, int]:
-    """Bytes by component at a rank's peak; they sum to the peak."""
+    """Return bytes by component at a rank's peak; they sum to the peak."""
     return memory.components | {"between": memory.peak_bytes - memory.at_peak.total}
 
 
 def one_over_p(bars: Sequence[Bar]) -> Line:
-    """The line through the smallest ring's bar, the first one where there are two."""
+    """Return the line through the smallest ring's bar, the first one where there are two."""
     first = min(bars, key=lambda bar: bar.ring_size)
     return Line(first.ring_size, first.total_bytes)
 
 
 def shown_parts(bars: Sequence[Bar]) -> list[str]:
-    """Components that any bar has, in the order of the stack."""
+    """Return the components that any bar has, in the order of the stack."""
     return [name for name in LABELS if any(bar.parts[name] for bar in bars)]
 
 
 def steps_by_part(memory: RankMemory) -> dict[str, list[int]]:
-    """Bytes by component and step, for components that there are."""
+    """Return bytes by component and step, without components that are never used."""
     parts = {name: [getattr(step, name) for step in memory.steps] for name in COMPONENTS}
     return {name: sizes for name, sizes in parts.items() if any(sizes)}

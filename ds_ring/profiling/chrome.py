@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, for chrome://tracing and https://ui.perfetto.dev.
+"""Write timelines as a Chrome trace, for chrome://tracing and https://ui.perfetto.dev.
 
 Owns the format: a process is a ring rank (its pid is the number), a thread is one way of running it.
 """
@@ -14,13 +14,14 @@ LINKS = 10  # added to a timeline's thread: its modelled links
 
 
 def chrome_trace(timelines: Sequence[Timeline], title: str = "") -> dict[str, Any]:
-    """One JSON object; `ts` and `dur` are microseconds, bytes are in `args`.
+    """Return one JSON object; `ts` and `dur` are microseconds, bytes are in `args`.
 
     Args:
         timelines: real and simulated ones of rings of one size, each a thread of every rank.
         title: what was run.
     """
     rows: list[dict[str, Any]] = []
+    # Without a sort index the viewers order processes by their first event.
     for rank in range(max((timeline.ring_size for timeline in timelines), default=0)):
         rows += [_named("process", rank, 0, f"ring rank {rank}"), _sorted(rank)]
     for thread, timeline in enumerate(timelines):

@@ -1,4 +1,4 @@
-"""What is profiled: one attention, in a form that can be handed to another process.
+"""Describe the attention that is profiled, in a form that can be sent to another process.
 
 Owns the description, its checks and its one-line name. Measures nothing.
 """
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """One attention over generated numbers, for rings of any size.
+    """Describe one attention over generated numbers, for rings of any size.
 
     Attributes:
         sizes: of the global tensors.
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def source(self) -> GeneratedSource:
-        """The numbers; the same in every process."""
+        """Return the numbers; the same in every process."""
         sizes = self.sizes
         return GeneratedSource(
             sizes.tokens,
@@ -56,7 +56,7 @@ class Job:
         )
 
     def layout(self, ring_size: int) -> Layout:
-        """Where the tokens of a ring lie.
+        """Return where the tokens of a ring lie.
 
         Raises:
             RingConfigError: fewer tokens than ranks.
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """One line for tables and pictures."""
+        """Return one line for tables and pictures."""
         sizes = self.sizes
         heads = f"{sizes.query_heads} heads"
         if sizes.kv_heads != sizes.query_heads:

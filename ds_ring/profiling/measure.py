@@ -1,4 +1,4 @@
-"""Measuring a job: one real rank of a mesh, or all virtual ranks of a ring.
+"""Measure memory and times of one real rank, or of all virtual ranks of a ring.
 
 Owns which passes are run for what: memory is counted under the profiler in a pass of its own, times are taken
 in another one without it. Starts no process: who starts ranks calls `measure_rank` on each of them.
@@ -17,7 +17,7 @@ from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout
-from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.profile import RankMemory, TensorBytes, profile_of
 from ds_ring.simulation.simulate import simulate
 from ds_ring.simulation.source import shard_of
 
@@ -26,7 +26,7 @@ HEARTBEAT_S = 60.0  # of silence after which a rank counts as lost: many ranks m
 
 
 class RankRun(NamedTuple):
-    """What one rank found; `trace` is None where no times were wanted. Pickles."""
+    """Hold what one rank found; `trace` is None where no times were wanted. Pickles."""
 
     memory: RankMemory
     trace: Trace | None
@@ -34,7 +34,7 @@ class RankRun(NamedTuple):
 
 @dataclass(frozen=True)
 class RingRun:
-    """What all ranks of one ring found.
+    """Hold what all ranks of one ring found.
 
     Attributes:
         kind: "real" or "simulated".
@@ -52,22 +52,22 @@ class RingRun:
 
     @property
     def busiest(self) -> int:
-        """Ring rank that needs most memory; the first of them."""
+        """Return the ring rank that needs most memory; the first of them."""
         return max(range(self.ring_size), key=lambda rank: self.ranks[rank].memory.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Of that rank."""
+        """Return the peak of that rank."""
         return self.ranks[self.busiest].memory.peak_bytes
 
     @property
     def traces(self) -> dict[int, Trace]:
-        """By ring rank; empty where no times were taken."""
+        """Return traces by ring rank; empty where no times were taken."""
         return {rank: run.trace for rank, run in enumerate(self.ranks) if run.trace is not None}
 
 
 def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True) -> RingRun:
-    """All ranks of a ring in this process, one after the other.
+    """Measure all ranks of a ring in this process, one after the other.
 
     Args:
         job: what to run.
@@ -89,6 +89,7 @@ def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True
         )  # fmt: skip
         return result.memory, result.traces
 
+    # Two runs: the memory profiler slows small calls, so no time is taken under it.
     memory, _ = run(memory=True, trace=False)
     traces = run(memory=False, trace=True)[1] if times else {}
     ranks = tuple(RankRun(memory[rank], traces.get(rank)) for rank in range(ring_size))
@@ -96,7 +97,7 @@ def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True
 
 
 def measure_ring(job: Job, times: bool) -> RankRun:
-    """`measure_rank` in a ring of all ranks of the process group, which all call it.
+    """Call `measure_rank` in a ring of all ranks of the process group. Collective.
 
     Raises:
         RingError: as `ds_ring.ring_attention`.
@@ -109,7 +110,7 @@ def measure_ring(job: Job, times: bool) -> RankRun:
 
 
 def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
-    """This rank's part of a real ring; every rank of the mesh must call it.
+    """Measure this rank's part of a real ring. Collective over the mesh.
 
     Raises:
         RingError: as `ds_ring.ring_attention`.
@@ -126,8 +127,8 @@ def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
     return RankRun(memory, trace)
 
 
-def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) -> Sizes:
-    """Shards, the pass forward, and back if wanted; in the order in which virtual ranks do it."""
+def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) -> TensorBytes:
+    """Run a pass over generated shards, in the order in which virtual ranks do it."""
     q, k, v = (
         shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
         for name in ("q", "k", "v")
@@ -135,4 +136,4 @@ def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) ->
     out, lse = ring_attention_op(q, k, v, context.handle)
     if job.backward:
         out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
-    return Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
+    return TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)

@@ -1,4 +1,4 @@
-"""The pictures of a profile: memory by ring size, memory by step, the timeline.
+"""Draw the pictures of a profile: memory by ring size, memory by step, the timeline.
 
 Owns colours and places; the numbers are those of `bars.py` and `timeline.py`. matplotlib is imported when a
 picture is asked for.
@@ -33,7 +33,7 @@ NAMED_WIDTH = 0.025  # of the time axis: an event at least so wide has its hop w
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:
-    """An empty matplotlib figure.
+    """Return an empty matplotlib figure.
 
     Raises:
         RingConfigError: matplotlib is not installed.
@@ -49,7 +49,7 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
 
 
 def draw_memory(runs: Sequence[RingRun], title: str, path: Path) -> None:
-    """Stacked bars of the peak, one for each ring size and kind, with the 1/P line.
+    """Draw stacked bars of the peak, one for each ring size and kind, with the 1/P line.
 
     Raises:
         RingConfigError: matplotlib is not installed.
@@ -80,7 +80,7 @@ def draw_memory(runs: Sequence[RingRun], title: str, path: Path) -> None:
 
 
 def _stack(axes: Any, bar: Bar, place: float, width: float, hatch: str) -> None:
-    """One bar, part on part."""
+    """Draw one bar, part on part."""
     bottom = 0.0
     for name, size in bar.parts.items():
         if size:
@@ -92,7 +92,7 @@ def _stack(axes: Any, bar: Bar, place: float, width: float, hatch: str) -> None:
 
 
 def _draw_line(axes: Any, line: Line, largest: int) -> None:
-    """1/P, dashed, on a white edge so that it is seen on every colour."""
+    """Draw 1/P dashed, on a white edge so that it is seen on every colour."""
     from matplotlib.patheffects import withStroke
 
     first, last = math.log2(line.ring_size), math.log2(largest)
@@ -103,7 +103,7 @@ def _draw_line(axes: Any, line: Line, largest: int) -> None:
 
 
 def _memory_legend(figure: Any, parts: Sequence[str], kinds: Sequence[str], line: str | None) -> None:
-    """Beside the axes, in the order of the stack from its top."""
+    """Draw the legend beside the axes, in the order of the stack from its top."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -116,7 +116,7 @@ def _memory_legend(figure: Any, parts: Sequence[str], kinds: Sequence[str], line
 
 
 def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
-    """Memory of the rank that needs most, step by step, forward and backward; a panel for each run.
+    """Draw memory step by step, forward and backward, of each run's rank that needs most.
 
     Raises:
         RingConfigError: matplotlib is not installed.
@@ -155,7 +155,7 @@ def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
 
 
 def _mark_phases(axes: Any, phases: Sequence[str], top: float) -> None:
-    """Writes above the steps which pass they are of."""
+    """Write above the steps which pass they belong to."""
     axes.set_ylim(0, top)
     for phase in dict.fromkeys(phases):
         where = [number for number, each in enumerate(phases) if each == phase]
@@ -165,7 +165,7 @@ def _mark_phases(axes: Any, phases: Sequence[str], top: float) -> None:
 
 
 def _number_steps(axes: Any, hops: Sequence[int], ring_size: int) -> None:
-    """Every step by its hop where there are few; in the last ones gradients only come home."""
+    """Label every step with its hop where there are few; in the last ones only gradients return."""
     if len(hops) <= 40:
         names = [str(hop) if hop < ring_size else "end" for hop in hops]
         axes.set_xticks(range(len(hops)), names, fontsize=8)
@@ -175,7 +175,7 @@ def _number_steps(axes: Any, hops: Sequence[int], ring_size: int) -> None:
 
 
 def draw_timeline(timelines: Sequence[Timeline], title: str, path: Path) -> None:
-    """A row for each rank, a panel for each timeline; the backward pass on a shaded ground.
+    """Draw a row for each rank, a panel for each timeline; the backward pass on a shaded ground.
 
     Raises:
         RingConfigError: matplotlib is not installed.
@@ -196,7 +196,7 @@ def draw_timeline(timelines: Sequence[Timeline], title: str, path: Path) -> None
 
 
 def _timeline_panel(axes: Any, timeline: Timeline) -> None:
-    """One timeline; numbers in the blocks are hops."""
+    """Draw one timeline; numbers in the blocks are hops."""
     end_ms = timeline.end_us / 1e3
     for rank in range(timeline.ring_size):
         events = timeline.of_rank(rank)

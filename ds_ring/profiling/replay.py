@@ -1,14 +1,4 @@
-"""Virtual ranks on a timeline: what each computed, as measured, and when its messages would arrive.
-
-[Note: modelled transfers]
-Computing and packing take as long as they were measured to. Every rank has one link that carries one message
-out and one message in at a time, at full rate each way, without latency. A message leaves when both ends have
-posted it (as gloo and NCCL do) and both links are free; messages that are ready at the same moment leave in
-the order of their source, target and number. A step is over when its attention is computed and all messages
-of its batch, sent and received, have arrived: the next one of the rank begins then. A pass begins when all
-ranks have ended the one before, since they compare headers first. So the schedule follows from the traces
-alone. (Compute slows down where a machine computes and sends with the same cores; here it does not.)
-"""
+"""Place virtual ranks on one timeline: compute as measured, messages by a model of the links."""
 
 from __future__ import annotations
 
@@ -34,7 +24,7 @@ class _Message:
 
 
 class _Step(NamedTuple):
-    """A step of a rank as measured, and its messages."""
+    """Hold a step of a rank as measured, and its messages."""
 
     send: Span
     compute: Span
@@ -50,8 +40,17 @@ class _Step(NamedTuple):
         return (self.compute.end_ns - self.compute.start_ns) / 1e3
 
 
+# [Note: modelled transfers]
+# Computing and packing take as long as they were measured to. Every rank has one link that carries one
+# message out and one message in at a time, at full rate each way, without latency. A message leaves when both
+# ends have posted it (as gloo and NCCL do) and both links are free; messages that are ready at the same
+# moment leave in the order of their source, target and number. A step is over when its attention is computed
+# and all messages of its batch, sent and received, have arrived: the next one of the rank begins then. A pass
+# begins when all ranks have ended the one before, since they compare headers first. So the schedule follows
+# from the traces alone. (Compute slows down where a machine computes and sends with the same cores; here it
+# does not.)
 def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
-    """The timeline of virtual ranks; see [Note: modelled transfers].
+    """Return the timeline of virtual ranks; see [Note: modelled transfers].
 
     Args:
         traces: by ring rank, of all ranks of one simulation.
@@ -78,7 +77,7 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
 
 
 def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]:
-    """The steps of a phase by rank, in which both ends of a message hold the same object."""
+    """Return the steps of a phase by rank; both ends of a message share one object."""
     messages: dict[tuple[int, int, int], _Message] = {}
     steps: dict[int, list[_Step]] = {}
     for rank, trace in traces.items():
@@ -90,6 +89,7 @@ def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]
             ends += [(parcel.peer, rank, parcel.payload_bytes) for parcel in send.batch.receives]
             mine = []
             for source, target, size in ends:
+                # The nth message between two ranks is the same one at both ends: order is the only tag.
                 key = (source, target, posted[source, target])
                 posted[source, target] += 1
                 mine.append(messages.setdefault(key, _Message(source, target, size)))
@@ -99,7 +99,7 @@ def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]
 
 
 class _Phase:
-    """One phase of all ranks, event by event."""
+    """Simulate one phase of all ranks, event by event."""
 
     def __init__(self, steps: Mapping[int, list[_Step]], us_per_byte: float, begin_us: float) -> None:
         self.steps, self.us_per_byte = steps, us_per_byte
@@ -113,7 +113,7 @@ class _Phase:
             self._begin(rank, 0, begin_us)
 
     def run(self) -> None:
-        """Until every rank is through."""
+        """Process posts in order of time until every rank has finished."""
         while self._posts:
             now_us, rank, step = heapq.heappop(self._posts)
             self._under_way[rank] = step, now_us
@@ -128,10 +128,11 @@ class _Phase:
         assert not self._under_way, f"no end: ranks {sorted(self._under_way)} wait for messages"
 
     def _begin(self, rank: int, step: int, now_us: float) -> None:
-        """A step begins with packing."""
+        """Start a step by packing its messages."""
         if step < len(self.steps[rank]):
             this = self.steps[rank][step]
             self._note(rank, this.send, now_us, now_us + this.send_us)
+            # Messages leave when packing is done, not when it starts.
             heapq.heappush(self._posts, (now_us + this.send_us, rank, step))
 
     def _transfer(self, message: _Message, now_us: float) -> None:
@@ -142,7 +143,7 @@ class _Phase:
         self.transfers.append(Transfer(source, target, message.payload_bytes, start_us, end_us))
 
     def _end_if_over(self, rank: int) -> None:
-        """Ends the step under way if it is known when all its messages arrive; the next one begins."""
+        """End the current step once all arrivals are known, and start the next one."""
         if rank not in self._under_way:
             return
         step, posted_us = self._under_way[rank]

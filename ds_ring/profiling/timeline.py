@@ -1,4 +1,4 @@
-"""A timeline: what every rank of a ring did from when to when, on one clock.
+"""Collect what every rank of a ring did when, on one clock.
 
 Owns the events and the clock of real ones. Events of virtual ranks are `replay.py`'s.
 """
@@ -15,7 +15,7 @@ WHATS = ("compute", "send", "wait")
 
 
 class Event(NamedTuple):
-    """Something that a rank did; times in microseconds since the timeline began.
+    """Hold something that a rank did; times in microseconds since the timeline began.
 
     Attributes:
         ring_rank: who.
@@ -41,12 +41,12 @@ class Event(NamedTuple):
 
     @property
     def duration_us(self) -> float:
-        """Positive."""
+        """Return its length, which is positive."""
         return self.end_us - self.start_us
 
 
 class Transfer(NamedTuple):
-    """A modelled message on its way; ring ranks, bytes, microseconds."""
+    """Hold a modelled message: ring ranks, bytes, microseconds."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one ring.
+    """Hold the events of one ring.
 
     Attributes:
         kind: "real" or "simulated".
@@ -75,15 +75,15 @@ class Timeline:
 
     @property
     def end_us(self) -> float:
-        """When the last rank is through."""
+        """Return when the last rank has finished."""
         return max((event.end_us for event in self.events), default=0.0)
 
     def of_rank(self, ring_rank: int) -> list[Event]:
-        """Its events in order of time."""
+        """Return a rank's events in order of time."""
         return [event for event in self.events if event.ring_rank == ring_rank]
 
     def total_us(self, ring_rank: int, what: str, phase: str | None = None) -> float:
-        """Time that a rank spent with one thing, in one phase or in both."""
+        """Return the time that a rank spent with one thing, in one phase or in both."""
         return sum(
             event.duration_us
             for event in self.of_rank(ring_rank)
@@ -92,7 +92,7 @@ class Timeline:
 
 
 def timeline_of(traces: Mapping[int, Trace], one_clock: bool = True, where: str = "one machine") -> Timeline:
-    """The timeline of real ranks.
+    """Return the timeline of real ranks.
 
     Args:
         traces: by ring rank, of the same passes.
@@ -116,12 +116,12 @@ def timeline_of(traces: Mapping[int, Trace], one_clock: bool = True, where: str 
 
 
 def event_of(ring_rank: int, span: Span, start_us: float, end_us: float) -> Event:
-    """A span at its place in a timeline."""
+    """Return a span as an event of a timeline."""
     sizes = (span.batch.bytes_sent, span.batch.bytes_received, span.buffers_bytes)
     return Event(ring_rank, span.what, span.phase, span.step, span.hop, start_us, end_us, *sizes)
 
 
 def _first_wait_ns(trace: Trace) -> int:
-    """When the first wait for a message ended; of a rank that never waits, when it began."""
+    """Return when the first wait for a message ended; of a rank that never waits, when it began."""
     ends = [span.end_ns for span in trace.spans if span.what == "wait" and span.batch.receives]
     return ends[0] if ends else min((span.start_ns for span in trace.spans), default=0)

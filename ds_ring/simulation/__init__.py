@@ -1,1 +1,1 @@
-"""Virtual ranks: `ds_ring.simulate` and what it is made of. Nothing here is imported by real ranks."""
+"""Simulate the ranks of a ring in one process: what `ds_ring.simulate` is made of."""

@@ -1,13 +1,4 @@
-"""The exchange of a virtual rank: nothing is sent, what would arrive is looked up.
-
-[Note: one rank at a time]
-Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
-tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
-and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
-at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
-home, or stays in the accumulators of its own shard, which are added at the end of a walk
-(`RingPass.settle`). So each is counted once, and no two ranks have to be alive together.
-"""
+"""Replace the sends of a virtual rank by looking up what would arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +19,7 @@ SOURCE_OF = {"K": "k", "V": "v"}
 
 
 class Sums(Protocol):
-    """Takes gradients that leave a virtual rank."""
+    """Collect gradients that leave a virtual rank."""
 
     def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
         """Add "dK" or "dV" of some tokens; `part` is used again once this returns.
@@ -43,7 +34,7 @@ class Sums(Protocol):
 
 
 class GradientSums:
-    """dK and dV of all tokens, summed over the ranks that were simulated.
+    """Sum dK and dV of all tokens over the ranks that were simulated.
 
     Args:
         geometry: of the global tensors.
@@ -58,12 +49,12 @@ class GradientSums:
         self.dk, self.dv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
     def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
-        """See `Sums.add`."""
+        """Add gradients of some tokens; see `Sums.add`."""
         put_rows((self.dk if what == "dK" else self.dv)[:, cargo.heads], runs, part, add=True)
 
 
 class Arrived:
-    """A batch that arrives when it is waited for, so that looking it up takes no time of anything else.
+    """Look a batch up when it is waited for, so that this takes no time of anything else.
 
     Args:
         arrive: looks it up, once.
@@ -73,14 +64,21 @@ class Arrived:
         self._arrive: Callable[[], None] | None = arrive
 
     def wait(self) -> None:
-        """Fill what is received, take what is sent, let go of both."""
+        """Fill what is received, collect what is sent, and drop both."""
         arrive, self._arrive = self._arrive, None
         if arrive is not None:
             arrive()
 
 
+# [Note: one rank at a time]
+# Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
+# tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
+# and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
+# at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
+# home, or stays in the accumulators of its own shard, which are added at the end of a walk
+# (`RingPass.settle`). So each is counted once, and no two ranks have to be alive together.
 class VirtualExchange:
-    """What a ring pass takes for an exchange; [Note: one rank at a time].
+    """Stand in for the exchange of a ring pass; [Note: one rank at a time].
 
     Args:
         source: K and V of all tokens.
@@ -93,7 +91,7 @@ class VirtualExchange:
         self.counters = Counters()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Arrived:
-        """What is received is filled in, what is sent is taken, when the batch is waited for.
+        """Return a batch that is filled and collected when it is waited for.
 
         Raises:
             RingMismatchError: a message is not what the plan says, as in the real exchange.
@@ -105,6 +103,7 @@ class VirtualExchange:
 
     def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in sends:
+            # K and V that are sent need no copy: the reader looks them up in the source itself.
             if message.what not in SOURCE_OF:
                 self._take(message)
         for message in receives:
@@ -112,6 +111,7 @@ class VirtualExchange:
                 cargo = _cargo_of(message)
                 self.source.fill(SOURCE_OF[message.what], cargo.heads, self._runs(cargo), message.tensor)
             else:
+                # Another rank's sum would arrive here; it is counted where that rank sends it.
                 message.tensor.zero_()
 
     def _take(self, message: Message) -> None:
@@ -124,7 +124,7 @@ class VirtualExchange:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """There is no other rank to be told."""
+        """Do nothing: there is no other rank to tell of an error."""
         yield
 
 

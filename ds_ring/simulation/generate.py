@@ -1,4 +1,4 @@
-"""Numbers that nobody stores: a source whose every value follows from a seed and the value's place.
+"""Generate q, k and v from a seed and a position, so that nothing has to be stored.
 
 The generator is splitmix64 (Steele, Lea, Flood 2014) used by counter: word w of a stream is the finaliser of
 key + (w + 1) * GAMMA, so any position can be asked for, in any order, by any sharding, and is the same. One
@@ -27,7 +27,7 @@ ONE = 64  # a byte over this is a value: -2 to 2 in steps of 1 / 64, exact in ev
 
 
 class GeneratedSource:
-    """q, k, v and grad_out of any length, made where they are asked for.
+    """Generate q, k, v and grad_out of any length where they are asked for.
 
     A value is a signed byte over 64 (so between -2 and 2, standard deviation 1.15): the same bits in float64,
     float32, bfloat16 and float16. The byte is number d mod 8 (little-endian) of the word
@@ -74,7 +74,7 @@ class GeneratedSource:
         self._ramp = np.arange(SCRATCH_WORDS, dtype=np.uint64) * np.uint64(GAMMA)
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
-        """See `Source.fill`; `name` may also be any other text: each is a stream of its own."""
+        """Write generated tokens into `out`; any other `name` is a stream of its own."""
         all_heads = self.geometry.heads(name)
         numbers = range(*heads.indices(all_heads))
         for batch, (place, head) in itertools.product(range(out.shape[0]), enumerate(numbers)):
@@ -82,8 +82,9 @@ class GeneratedSource:
             self._fill_stream(key, runs, out[batch, place])
 
     def _fill_stream(self, key: int, runs: IntArray, out: Tensor) -> None:
-        """One head of one batch entry: out [n, D]."""
+        """Fill one head of one batch entry: out [n, D]."""
         width = -(-out.shape[1] // WORD_VALUES)
+        # As many rows as the scratch memory holds: it stays in the processor's cache.
         rows = max(SCRATCH_WORDS // width, 1)
         if rows * width > len(self._words):
             raise RingShapeError(
@@ -93,6 +94,7 @@ class GeneratedSource:
         offset = 0
         for start, step, length in _few(runs):
             if step != 1:
+                # Words of strided tokens do not follow each other: they have no ramp.
                 positions = start + step * np.arange(length)
                 self._scattered(key, positions, out[offset : offset + length], width, rows)
             else:
@@ -116,7 +118,7 @@ class GeneratedSource:
             self._finish(words, out[first : first + rows])
 
     def _finish(self, words: int, out: Tensor) -> None:
-        """splitmix64's finaliser of the first words, in place, and their bytes as values: out [rows, D]."""
+        """Apply splitmix64's finaliser to the first words in place; write their bytes to out."""
         z, shifted = self._words[:words], self._shifted[:words]
         for shift, factor in ((30, MIX_1), (27, MIX_2)):
             np.right_shift(z, np.uint64(shift), out=shifted)
@@ -129,12 +131,12 @@ class GeneratedSource:
 
 
 def _few(runs: IntArray) -> list[list[int]]:
-    """Runs that are worth a call each; none where they are many and short."""
+    """Return the runs to fill one by one, or none where many short ones are faster by index."""
     return runs.tolist() if len(runs) <= 16 or int(runs[:, 2].mean()) >= 256 else []
 
 
 def _stream_key(seed: int, name: str, number: int) -> int:
-    """Where a stream begins on the counter: far from every other one, in all likelihood."""
+    """Return where a stream begins on the counter: far from every other one, in all likelihood."""
     key = _mixed((seed + GAMMA) & MASK)
     for letter in name.encode():
         key = _mixed((key ^ letter) + GAMMA & MASK)
@@ -142,7 +144,7 @@ def _stream_key(seed: int, name: str, number: int) -> int:
 
 
 def _mixed(z: int) -> int:
-    """The finaliser of one word."""
+    """Apply splitmix64's finaliser to one word."""
     z = (z ^ z >> 30) * MIX_1 & MASK
     z = (z ^ z >> 27) * MIX_2 & MASK
     return z ^ z >> 31

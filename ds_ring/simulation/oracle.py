@@ -1,4 +1,4 @@
-"""Attention of some rows in float64, by the definition: what a simulation is held against.
+"""Compute attention of some rows in float64 by the definition, to compare a simulation with.
 
 Owns nothing of tiles, plans or kernels: every key is looked at, and the pattern is asked pair by pair
 (`Pattern.multiplicity`). Legend: n rows, T tokens, D head dim.
@@ -20,7 +20,7 @@ PAIRS_AT_ONCE = 1 << 22  # of one head: 32 MiB for each float64 matrix of them
 
 
 class Exact(NamedTuple):
-    """Attention of the queries at n positions, float64: out, dq [B, H, n, D], lse [B, H, n].
+    """Hold exact attention of n queries, float64: out, dq [B, H, n, D], lse [B, H, n].
 
     dk, dv [B, G, T, D] are those of a loss over these rows alone; None, like dq, without a gradient.
     """
@@ -33,7 +33,7 @@ class Exact(NamedTuple):
 
 
 def sampled_rows(tokens: int, count: int, seed: int = 0) -> IntArray:
-    """`count` positions, the first and the last among them, ascending; all where there are no more."""
+    """Return `count` positions in ascending order, the first and last included; all if there are no more."""
     if count >= tokens:
         return np.arange(tokens)
     drawn = np.random.default_rng(seed).choice(tokens, size=count, replace=False)
@@ -41,7 +41,7 @@ def sampled_rows(tokens: int, count: int, seed: int = 0) -> IntArray:
 
 
 def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, backward: bool) -> Exact:
-    """Attention of the queries at `rows` over all tokens, one head after the other.
+    """Return exact attention of the queries at `rows` over all tokens, computed head by head.
 
     Args:
         source: q, k, v, and grad_out for the backward pass.
@@ -57,6 +57,7 @@ def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, b
     dq = torch.zeros_like(out) if backward else None
     everything = (sizes.batch, sizes.kv_heads, sizes.tokens, sizes.head_dim)
     dk, dv = (torch.zeros(everything, dtype=torch.float64) if backward else None for _ in range(2))
+    # Bounds the memory of the scores, whatever the length.
     at_once = max(PAIRS_AT_ONCE // sizes.tokens, 1)
     for head in range(sizes.query_heads):
         shared = head // group
@@ -79,19 +80,20 @@ def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, b
 def _weights(
     pattern: Pattern, q: Tensor, k: Tensor, rows: IntArray, head: int, source: Source, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax weights [B, n, T] and lse [B, n] of one head's rows."""
+    """Return softmax weights [B, n, T] and lse [B, n] of one head's rows."""
     sizes = source.geometry
     columns = np.arange(sizes.tokens)[None, :]
     counts = pattern.multiplicity(head, sizes.query_heads, sizes.kv_heads, rows[:, None], columns)
     scores = q @ k.mT
     scores.mul_(scale).add_(torch.from_numpy(counts).double().log_())
     lse = torch.logsumexp(scores, dim=-1)
+    # A row that sees no key has lse -inf: clamped, its weights are 0 and not NaN.
     weights = scores.sub_(lse.clamp_min(torch.finfo(torch.float64).min).unsqueeze(-1)).exp_()
     return weights, lse
 
 
 def _read(source: Source, name: str, head: int, positions: IntArray) -> Tensor:
-    """One head at some positions, float64 [B, n, D]."""
+    """Return one head at some positions, float64 [B, n, D]."""
     sizes = source.geometry
     x = torch.empty(sizes.batch, 1, len(positions), sizes.head_dim, dtype=sizes.dtype)
     runs = np.stack([positions, np.ones_like(positions), np.ones_like(positions)], axis=1)

@@ -1,4 +1,4 @@
-"""What a rank's memory is made of, step by step.
+"""Split the memory of a rank into its parts, step by step.
 
 Owns the table and its arithmetic: known tensors by their sizes, messages and accumulators from the trace, and
 what the profiler saw beyond them as workspace.
@@ -19,7 +19,7 @@ COMPONENTS = (
 
 
 class Step(NamedTuple):
-    """Tensor memory of one rank at the peak of one step of a pass, bytes.
+    """Hold tensor memory of one rank at the peak of one step of a pass, bytes.
 
     Attributes:
         phase: "forward" or "backward".
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Tensor memory of one virtual rank: its shards, the pass forward (and back), and its results.
+    """Hold tensor memory of one virtual rank: its shards, both passes, and its results.
 
     Attributes:
         peak_bytes: the most at any time.
@@ -63,17 +63,17 @@ class RankMemory:
 
     @property
     def at_peak(self) -> Step:
-        """The step that needs most."""
+        """Return the step that needs most."""
         return max(self.steps, key=lambda step: step.total)
 
     @property
     def components(self) -> dict[str, int]:
-        """Bytes of each component in the step that needs most."""
+        """Return bytes of each component in the step that needs most."""
         return {name: getattr(self.at_peak, name) for name in COMPONENTS}
 
 
-class Sizes(NamedTuple):
-    """Bytes of what lives for a whole phase."""
+class TensorBytes(NamedTuple):
+    """Hold bytes of the tensors that live for a whole phase."""
 
     q: int
     kv: int
@@ -81,8 +81,8 @@ class Sizes(NamedTuple):
     lse: int
 
 
-def profile_of(peak: MemoryPeak, trace: Trace, sizes: Sizes) -> RankMemory:
-    """The profile of a measured pass.
+def profile_of(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory:
+    """Return the profile of a measured pass.
 
     Args:
         peak: measured around the shards, the pass and its results.
@@ -94,6 +94,7 @@ def profile_of(peak: MemoryPeak, trace: Trace, sizes: Sizes) -> RankMemory:
     steps = []
     for first, spans in _steps_of(trace.spans):
         start_ns, end_ns = peak.spans[first][0], peak.spans[first + len(spans) - 1][1]
+        # The level before a step still holds at its start: it counts, too.
         low, high = np.searchsorted(times, [start_ns, end_ns], side="right")
         total = int(live[max(low - 1, 0) : high].max()) if high else 0
         steps.append(_step(spans, sizes, total))
@@ -101,20 +102,22 @@ def profile_of(peak: MemoryPeak, trace: Trace, sizes: Sizes) -> RankMemory:
 
 
 def _steps_of(spans: list[Span]) -> list[tuple[int, list[Span]]]:
-    """The spans of every step, with the number of the first of them."""
+    """Return the spans of every step, with the number of the first of them."""
     steps: list[tuple[int, list[Span]]] = []
     for number, span in enumerate(spans):
+        # Every step begins by posting its messages, if only none.
         if span.what == "send":
             steps.append((number, []))
         steps[-1][1].append(span)
     return steps
 
 
-def _step(spans: list[Span], sizes: Sizes, total: int) -> Step:
+def _step(spans: list[Span], sizes: TensorBytes, total: int) -> Step:
     back = spans[0].phase == "backward"
     in_flight = max(span.buffers_bytes for span in spans)
     accumulators = max(span.accumulators_bytes for span in spans)
     grad_out, gradients = (sizes.out, sizes.q + sizes.kv) if back else (0, 0)
+    # What the profiler saw beyond the known tensors is the workspace of kernel, merge and packing.
     known = sizes.q + sizes.kv + in_flight + accumulators + sizes.out + sizes.lse + grad_out + gradients
     return Step(
         spans[0].phase, spans[0].step, spans[0].hop - 1, sizes.q, sizes.kv, in_flight, accumulators,

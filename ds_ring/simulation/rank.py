@@ -1,4 +1,4 @@
-"""One virtual rank: its shards, the production walk over them, and what that took.
+"""Run the passes of one virtual rank over its shards, and measure them.
 
 Owns the order in which a real rank would allocate: q, k, v, the forward pass, then grad_out, then the
 backward pass, with one set of message buffers for both.
@@ -23,19 +23,19 @@ from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.plan import Plan
 from ds_ring.simulation.exchange import GradientSums, VirtualExchange
-from ds_ring.simulation.profile import RankMemory, Sizes, profile_of
+from ds_ring.simulation.profile import RankMemory, TensorBytes, profile_of
 from ds_ring.simulation.source import Source, shard_of
 
 
 class BytesSent(NamedTuple):
-    """Payload bytes that leave a rank, as `Exchange.counters` counts them."""
+    """Count payload bytes that leave a rank, as `Exchange.counters` does."""
 
     forward: int
     backward: int
 
 
 class RankResult(NamedTuple):
-    """What a virtual rank found, local: out, dq [B, H, S, D], lse [B, H, S]; padding slots included."""
+    """Hold a virtual rank's local results, padding included: out, dq [B, H, S, D], lse [B, H, S]."""
 
     out: Tensor
     lse: Tensor
@@ -47,7 +47,7 @@ class RankResult(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """What all virtual ranks of one simulation share.
+    """Run ranks one at a time; the attributes are what all of them share.
 
     Attributes:
         source: all tokens.
@@ -70,12 +70,13 @@ class VirtualRanks:
     keep_trace: bool = False
 
     def run(self, ring_rank: int) -> RankResult:
-        """The passes of one rank."""
+        """Run the passes of one rank."""
         exchange = None
         if self.plan.ring_size > 1:
             exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
         trace = None
         if self.measure or self.keep_trace:
+            # Processor time excludes what other processes took; with several threads it would count each.
             trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         walk = RingPass(
@@ -93,7 +94,9 @@ class VirtualRanks:
         total = exchange.counters.bytes_sent if exchange is not None else 0
         memory = None
         if trace is not None and self.measure:
-            memory = profile_of(peak, trace, Sizes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes))
+            memory = profile_of(
+                peak, trace, TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
+            )
         kept = trace if self.keep_trace else None
         return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
 
@@ -101,7 +104,7 @@ class VirtualRanks:
         return shard_of(self.source, self.plan.layout, name, ring_rank)
 
     def _settler(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
-        """Adds a rank's accumulators of its own shard to the sums; see `RingPass.settle`."""
+        """Return what adds a rank's own dK and dV to the sums; see `RingPass.settle`."""
         sums, layout = self.sums, self.plan.layout
         if sums is None:
             return None

@@ -1,4 +1,4 @@
-"""`simulate`: P virtual ranks in one process, one after the other, by the walk that real ranks take.
+"""Simulate P ranks in one process, one after the other, with the ring pass that real ranks run.
 
 Owns the public call, its argument checks and its result. What is evidence here and not a formula: the plan,
 the ring pass, the kernel, the buffers and the merge are those of real ranks; only the exchange looks up what
@@ -42,7 +42,7 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What all virtual ranks found, in the order of positions, padding stripped.
+    """Hold what all virtual ranks found, in the order of positions, padding stripped.
 
     Attributes:
         out: [B, H, T, D], in q's dtype. NaN at the tokens of ranks that were not simulated.
@@ -66,7 +66,7 @@ class SimulationResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most; 0 where memory was not measured."""
+        """Return the memory of the rank that needs most; 0 where it was not measured."""
         return max((memory.peak_bytes for memory in self.memory.values()), default=0)
 
 
@@ -90,7 +90,7 @@ def simulate(
     threads: int | None = None,
     progress: bool = True,
 ) -> SimulationResult:
-    """Ring attention of a whole sequence with all its ranks in this process, one at a time.
+    """Run ring attention of a whole sequence with all its ranks in this process, one at a time.
 
     Each virtual rank does what a real one would: same plan, same messages, same kernel, same buffers. What a
     rank of a cluster will need and send can so be known before there is a cluster, and what P ranks compute
@@ -172,7 +172,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool) -> SimulationResult:
-    """All ranks one after the other, their results put together."""
+    """Run all ranks one after the other and put their results together."""
     sizes, layout = job.source.geometry, job.plan.layout
     shape = (sizes.batch, sizes.query_heads, sizes.tokens, sizes.head_dim)
     out = torch.full(shape, torch.nan, dtype=sizes.dtype)
@@ -204,7 +204,7 @@ def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool)
 def _source_of(
     q: Tensor | Source, k: Tensor | None, v: Tensor | None, grad_out: Tensor | bool | None
 ) -> Source:
-    """The one source of all tensors, checked.
+    """Return one checked source of all tensors.
 
     Raises:
         RingShapeError: what is no q, k, v and grad_out of one attention.
@@ -242,7 +242,7 @@ def _source_of(
 def _options(
     scale: float | None, kernel: str, kernel_options: Mapping[str, Any] | None, chunk_bytes: int | None
 ) -> Options:
-    """The options of a real call, checked by them.
+    """Return the options of a real call, checked.
 
     Raises:
         RingConfigError: what they do not take.
@@ -259,7 +259,7 @@ def _options(
 
 
 def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
-    """The ranks to simulate.
+    """Return the ranks to simulate.
 
     Raises:
         RingConfigError: one that the layout does not have, or one twice.
@@ -268,6 +268,7 @@ def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
         return list(range(ring_size))
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
         raise RingConfigError(f"ranks: expected a list of ring ranks, got {shown(ranks)}")
+    # One more than there can be: an endless iterable is refused, too.
     wanted = list(itertools.islice(ranks, ring_size + 1))
     fits = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in wanted)
     if not fits or not set(wanted) <= set(range(ring_size)) or len(set(wanted)) < len(wanted):

@@ -1,4 +1,4 @@
-"""Where virtual ranks find what other ranks hold: global tensors, in memory or mapped from files.
+"""Read tokens of global tensors for virtual ranks, from memory or from mapped files.
 
 Owns the two directions between a global tensor and packed tokens at some positions. Legend: B batch, H query
 heads, G K/V heads, T global tokens, D head dim, n tokens at some positions.
@@ -17,7 +17,7 @@ FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
 
 class Geometry(NamedTuple):
-    """Global sizes of q [B, H, T, D], k and v [B, G, T, D]."""
+    """Hold global sizes of q [B, H, T, D], k and v [B, G, T, D]."""
 
     batch: int
     query_heads: int
@@ -27,16 +27,16 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
 
     def heads(self, name: str) -> int:
-        """Heads of "q", "grad_out" (H), "k" or "v" (G)."""
+        """Return the heads of "q", "grad_out" (H), "k" or "v" (G)."""
         return self.kv_heads if name in ("k", "v") else self.query_heads
 
 
 class Source(Protocol):
-    """Global q, k, v and grad_out that can be read at any positions; all in one dtype, on the CPU."""
+    """Read global q, k, v and grad_out at any positions; all in one dtype, on the CPU."""
 
     @property
     def geometry(self) -> Geometry:
-        """The sizes."""
+        """Return the sizes."""
         ...
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class TensorSource:
-    """A source over global tensors; these may be mapped from files (`torch.from_file`, `numpy.memmap`).
+    """Read from global tensors, which may be mapped from files (`torch.from_file`, `numpy.memmap`).
 
     Args:
         q: [B, H, T, D].
@@ -72,7 +72,7 @@ class TensorSource:
 
 
 def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tensor:
-    """A rank's tokens of "q", "k", "v" or "grad_out", zeros in padding slots, as `shard_sequence` cuts them.
+    """Return a rank's tokens, zeros in padding slots, as `shard_sequence` cuts them.
 
     Returns:
         [B, H, S, D], for "k" and "v" [B, G, S, D].
@@ -87,7 +87,7 @@ def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tenso
 
 
 def take_rows(x: Tensor, runs: IntArray, out: Tensor) -> None:
-    """Tokens of x [B, h, T, ...] at `runs`, into out [B, h, n, ...]; nothing is allocated but an index."""
+    """Copy tokens of x [B, h, T, ...] at `runs` into out [B, h, n, ...], without a temporary."""
     if len(runs) > FEW_RUNS:
         torch.index_select(x, 2, torch.from_numpy(expand_runs(runs)), out=out)
         return
@@ -99,7 +99,7 @@ def take_rows(x: Tensor, runs: IntArray, out: Tensor) -> None:
 
 
 def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> None:
-    """Packed tokens part [B, h, n, ...] to their positions in x [B, h, T, ...], or added to what is there."""
+    """Copy (or add) packed tokens part [B, h, n, ...] to their positions in x [B, h, T, ...]."""
     if len(runs) > FEW_RUNS:
         index = torch.from_numpy(expand_runs(runs))
         (x.index_add_ if add else x.index_copy_)(2, index, part)

@@ -118,10 +118,10 @@ def _import(model: str) -> None:
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """On a rank: the report, as JSON values."""
-    from ds_ring.integrations.transformers.model_check import Request, check_model
+    from ds_ring.integrations.transformers.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
-        return check_model(Request(**asked)).as_json()
+        return check_model(CheckRequest(**asked)).as_json()
 
 
 @contextmanager

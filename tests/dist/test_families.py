@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_ring.integrations.transformers.model_check import ModelReport, Request
+from ds_ring.integrations.transformers.model_check import ModelReport, CheckRequest
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
@@ -75,7 +75,7 @@ def name_of(row: tuple[str, dict[str, Any], str]) -> str:
     return "-".join([family, *words])
 
 
-def checked(rank: int, world_size: int, request: Request) -> ModelReport:
+def checked(rank: int, world_size: int, request: CheckRequest) -> ModelReport:
     start_deepspeed()
     from ds_ring.integrations.transformers.model_check import check_model
 
@@ -85,7 +85,7 @@ def checked(rank: int, world_size: int, request: Request) -> ModelReport:
 @pytest.mark.parametrize("row", FAMILIES, ids=name_of)
 def test_a_family_is_exact_or_refused(rank_pool, row):
     family, asked, expected = row
-    report = rank_pool(2).run(checked, Request(family, **asked))[0]
+    report = rank_pool(2).run(checked, CheckRequest(family, **asked))[0]
     if expected == EXACT:
         assert report.result == "exact", report.reason
         assert report.largest["gradient"].error < 2e-5
@@ -96,28 +96,28 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
 def with_local_positions(rank: int, world_size: int) -> ModelReport:
     """Number each rank's tokens from 0, as a model does that works out its positions by itself."""
     with silently_wrong("local positions"):
-        return checked(rank, world_size, Request("llama"))
+        return checked(rank, world_size, CheckRequest("llama"))
 
 
 def with_a_lost_payload(rank: int, world_size: int) -> ModelReport:
     """Send zeros for what one rank has in the second layer."""
     with silently_wrong("lost payload"):
-        return checked(rank, world_size, Request("llama"))
+        return checked(rank, world_size, CheckRequest("llama"))
 
 
 def with_a_crash(rank: int, world_size: int) -> ModelReport:
-    from ds_ring.integrations.deepspeed.batch_sharding import Placement
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
-    attention = Placement.attention
+    attention = BatchSharding.attention
 
-    def fail(self: Placement, scale: float | None = None) -> Any:
+    def fail(self: BatchSharding, scale: float | None = None) -> Any:
         raise KeyError("ds_ring")
 
-    Placement.attention = fail
+    BatchSharding.attention = fail
     try:
-        return checked(rank, world_size, Request("llama"))
+        return checked(rank, world_size, CheckRequest("llama"))
     finally:
-        Placement.attention = attention
+        BatchSharding.attention = attention
 
 
 def test_rotary_positions_of_the_shard_are_found(rank_pool):

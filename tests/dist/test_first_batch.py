@@ -41,14 +41,14 @@ def silently_wrong(fault: str) -> Iterator[None]:
     """Seed an error that no shape and no dtype tells."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from ds_ring.integrations.deepspeed.batch_sharding import Placement
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
-    rotate, attention, calls = LlamaRotaryEmbedding.forward, Placement.attention, []
+    rotate, attention, calls = LlamaRotaryEmbedding.forward, BatchSharding.attention, []
 
     def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return rotate(self, x, torch.arange(x.shape[1])[None])
 
-    def every_other(self: Placement, scale: float | None = None) -> Any:
+    def every_other(self: BatchSharding, scale: float | None = None) -> Any:
         calls.append(scale)
         right = attention(self, scale)
         lost = torch.distributed.get_rank() == 1 and len(calls) % 2 == 0
@@ -57,11 +57,11 @@ def silently_wrong(fault: str) -> Iterator[None]:
     if fault == "local positions":
         LlamaRotaryEmbedding.forward = from_zero
     elif fault == "lost payload":
-        Placement.attention = every_other
+        BatchSharding.attention = every_other
     try:
         yield
     finally:
-        LlamaRotaryEmbedding.forward, Placement.attention = rotate, attention
+        LlamaRotaryEmbedding.forward, BatchSharding.attention = rotate, attention
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

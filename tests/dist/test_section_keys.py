@@ -122,7 +122,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         exchange.Pending.wait = wait  # type: ignore[method-assign]
     observables = {
         "grid": lambda: session.mesh.grid,
-        "layout": lambda: (session.layout, session.placements.current.mesh.sequence_size),
+        "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),
         "output": lambda: session.gather(output).double().sum().item(),
         "kernel": lambda: describe(context._kernel(output)),
         "batches": lambda: counters.batches,

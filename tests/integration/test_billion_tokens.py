@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streamed.ledger import Ledger
+from streamed.long_run import LongRun, errors
+from streamed.ranks import PendingGradients
 
 from ds_ring.errors import RingConfigError
-from ds_ring.simulation.ledger import Ledger
-from ds_ring.simulation.long_run import LongRun, errors
-from ds_ring.simulation.streamed import PendingGradients
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 1 << 20

@@ -1,4 +1,4 @@
-"""A search inside a launch that exists: every rank runs this, rank 0 writes and prints.
+"""Run a search inside an existing launch: every rank runs this, rank 0 writes and prints.
 
 Examples:
     torchrun --nproc-per-node 8 -m ds_ring.estimator.tuning --tokens 131072 --heads 32 --kv-heads 8 \\
@@ -21,7 +21,7 @@ from ds_ring.estimator.tuning.run import run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 2: wrong input."""
+    """Run the command line; exit status 2 is wrong input."""
     parser = argparse.ArgumentParser(
         prog="python -m ds_ring.estimator.tuning",
         description=__doc__,

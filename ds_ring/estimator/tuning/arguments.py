@@ -1,4 +1,4 @@
-"""The command line of a search, shared by `ds-ring tune` and `python -m ds_ring.estimator.tuning`.
+"""Declare the command line of a search, for `ds-ring tune` and `python -m ds_ring.estimator.tuning`.
 
 The standard library only: `ds-ring` reads this file without the package, so that `--help` waits for no torch.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """What is tuned for, and where it goes."""
+    """Add the options: what is tuned for, and where the result goes."""
     shapes = parser.add_argument_group("shapes of a layer")
     shapes.add_argument("--tokens", type=int, required=True, help="length of a whole sequence")
     shapes.add_argument("--heads", type=int, required=True, help="query heads")

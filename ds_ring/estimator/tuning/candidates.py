@@ -1,4 +1,4 @@
-"""What can be chosen: every combination of sizes, layout, overlap, kernel options and heads per message.
+"""List what can be chosen: sizes, layout, overlap, kernel options and heads per message.
 
 Owns the enumeration and the translation to keys of the JSON. A candidate says how many K/V heads go round
 together, not how many bytes, so that it means the same at every length.
@@ -27,15 +27,15 @@ LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "residue", "auto")
 
 
 class KernelChoice(NamedTuple):
-    """Options of the kernel, as pairs, and the side of a mask block in tokens."""
+    """Hold options of the kernel, as pairs, and the side of a mask block in tokens."""
 
     options: tuple[tuple[str, int], ...]
     block_size: int
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to run a pass.
+class TuningCandidate:
+    """Describe one way to run a pass.
 
     Attributes:
         ring_size, ulysses_size: their product is the number of ranks that share a sequence.
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def family(self) -> tuple[int, int, str, bool]:
-        """What the model knows least about; each family has a contestant."""
+        """Return what the model predicts least well; every family gets one real pass."""
         return self.ring_size, self.ulysses_size, self.layout, self.overlap
 
     def __str__(self) -> str:
@@ -68,46 +68,47 @@ class Candidate:
         )
 
 
-def candidates(request: Request) -> list[Candidate]:
-    """All that is worth a try, each once; the first one is what the section's defaults come to."""
+def candidates(request: Request) -> list[TuningCandidate]:
+    """Return all that is worth a try, each once; the first one is what the defaults come to."""
     first = default_candidate(request)
     return list(dict.fromkeys([first, *_all(request)]))
 
 
-def default_candidate(request: Request) -> Candidate:
-    """One ring of all ranks with the runtime's own choices."""
+def default_candidate(request: Request) -> TuningCandidate:
+    """Return one ring of all ranks with the runtime's own choices."""
     size = request.sequence_size
     shard = layout_of(request, "auto", size, 1, request.tokens).local_tokens
     name = "contiguous" if size == 1 else layout_names(request, size, 1)["auto"]
     choice = kernel_choices(request, shard)[0]
-    return Candidate(size, 1, name, True, choice, default_heads(request, size, 1, request.tokens))
+    return TuningCandidate(size, 1, name, True, choice, default_heads(request, size, 1, request.tokens))
 
 
-def _all(request: Request) -> Iterator[Candidate]:
+def _all(request: Request) -> Iterator[TuningCandidate]:
     for ulysses in range(1, request.sequence_size + 1):
         if request.sequence_size % ulysses or request.heads % ulysses or request.kv_heads % ulysses:
             continue
         ring = request.sequence_size // ulysses
         shard = layout_of(request, "auto", ring, ulysses, request.tokens).local_tokens
         kernels = kernel_choices(request, shard)
+        # Nothing moves in a ring of one: layout, overlap and message size mean nothing.
         if ring == 1:
-            yield from (Candidate(1, ulysses, "contiguous", True, choice, 0) for choice in kernels)
+            yield from (TuningCandidate(1, ulysses, "contiguous", True, choice, 0) for choice in kernels)
             continue
         layouts = dict.fromkeys(layout_names(request, ring, ulysses).values())
         heads = message_sizes(request, ring, ulysses)
         for parts in itertools.product(layouts, (True, False), kernels, heads):
-            yield Candidate(ring, ulysses, *parts)
+            yield TuningCandidate(ring, ulysses, *parts)
 
 
 @lru_cache(maxsize=256)
 def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
-    """The layout of that name for sequences of `tokens`; RingLayoutError where the pattern has none."""
+    """Return the layout of that name for `tokens`; RingLayoutError where the pattern has none."""
     pattern = request.pattern
     return make_layout(name, tokens=tokens, ring_size=ring, pattern=pattern, multiple_of=ulysses)
 
 
 def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
-    """Every layout that the pattern permits -> the first name for it."""
+    """Map every layout name that the pattern permits to the first name of an equal layout."""
     names: dict[str, str] = {}
     first: dict[Layout, str] = {}
     for name in LAYOUTS:
@@ -120,7 +121,7 @@ def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
 
 
 def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
-    """Options of the kernel, the default first; of blocks that hold a whole shard only one."""
+    """Return options of the kernel, the default first; of blocks that hold a whole shard only one."""
     size = request.base.block_size
     if request.kernel == "flex":
         return [KernelChoice((), n) for n in dict.fromkeys((size, *BLOCK_SIZES))]
@@ -135,13 +136,13 @@ def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
 
 
 def head_bytes(request: Request, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
-    """Bytes of K of one head of a ring shard."""
+    """Return bytes of K of one head of a ring shard."""
     shard = layout_of(request, layout, ring, ulysses, tokens).local_tokens
     return request.batch * shard * request.head_dim * request.item_bytes
 
 
 def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int:
-    """K/V heads that go round together if nobody says how many; 0 in a ring of one."""
+    """Return K/V heads that go round together by default; 0 in a ring of one."""
     if ring == 1:
         return 0
     most = _largest_class(request, ulysses)
@@ -152,7 +153,7 @@ def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int
 
 
 def message_sizes(request: Request, ring: int, ulysses: int) -> list[int]:
-    """Heads per message: the default, one, and all that are read alike."""
+    """Return heads per message: the default, one, and all that are read alike."""
     most = _largest_class(request, ulysses)
     return list(dict.fromkeys([default_heads(request, ring, ulysses, request.tokens), 1, most]))
 
@@ -163,8 +164,8 @@ def _largest_class(request: Request, ulysses: int) -> int:
     return max(len(range(kv_heads)[part]) for part, _ in classes)
 
 
-def keys_of(candidate: Candidate, request: Request, tokens: int) -> dict[str, Any]:
-    """The keys of the section that the candidate sets, for sequences of `tokens`."""
+def keys_of(candidate: TuningCandidate, request: Request, tokens: int) -> dict[str, Any]:
+    """Return the keys of the section that the candidate sets, for sequences of `tokens`."""
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
     if ring > 1:  # or neither means anything: what the section says stays
@@ -177,8 +178,8 @@ def keys_of(candidate: Candidate, request: Request, tokens: int) -> dict[str, An
     return keys
 
 
-def _kernel_options(candidate: Candidate, request: Request) -> dict[str, Any]:
-    """The defaults are left out, so that the file serves on another device as well."""
+def _kernel_options(candidate: TuningCandidate, request: Request) -> dict[str, Any]:
+    """Return options without the defaults, so that the file serves on another device as well."""
     chosen = dict(candidate.kernel.options)
     kept = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
     default = {"block": BLOCK, "triangle": TRIANGLE}
@@ -186,7 +187,7 @@ def _kernel_options(candidate: Candidate, request: Request) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def config_of(candidate: Candidate, request: Request, tokens: int) -> RingConfig:
-    """The section that the candidate comes to."""
+def config_of(candidate: TuningCandidate, request: Request, tokens: int) -> RingConfig:
+    """Return the section that the candidate comes to."""
     keys = request.base.model_dump() | keys_of(candidate, request, tokens)
     return RingConfig.model_validate(keys)

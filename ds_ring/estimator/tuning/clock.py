@@ -1,4 +1,4 @@
-"""Seconds that all ranks agree on: the device idle before and after, the slowest rank counts."""
+"""Time work on all ranks: the device idle before and after, the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_ring.errors import RingMeshError, RingMismatchError
 
 
 class Clock:
-    """Times what all ranks do together.
+    """Measure what all ranks do together.
 
     Args:
         device: of the tensors; CUDA work is waited for at both ends (written, not run on a GPU).
@@ -45,7 +45,7 @@ class Clock:
         dist.barrier(group=self._group)
 
     def require_equal(self, text: str) -> None:
-        """RingMismatchError, on every rank, unless all ranks have the same text."""
+        """Raise RingMismatchError on every rank unless all ranks have the same text."""
         texts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(texts, text, group=self._group)
         other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
@@ -56,17 +56,17 @@ class Clock:
             )
 
     def ranks_here(self) -> int:
-        """Ranks on this rank's host."""
+        """Count the ranks on this rank's host."""
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, socket.gethostname(), group=self._group)
         return names.count(socket.gethostname())
 
     def slowest(self, value: float) -> float:
-        """The largest of all ranks' values, the same bits on all."""
+        """Return the largest of all ranks' values, the same bits on all."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def least(self, value: float) -> float:
-        """The smallest of all ranks' values, the same bits on all."""
+        """Return the smallest of all ranks' values, the same bits on all."""
         return self._reduced(value, dist.ReduceOp.MIN)
 
     def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
@@ -75,7 +75,7 @@ class Clock:
         return float(together)
 
     def own(self, work: Callable[[], object]) -> float:
-        """Seconds on this rank; the device is idle before and after."""
+        """Measure seconds on this rank; the device is idle before and after."""
         self.idle()
         started = time.perf_counter()
         work()
@@ -83,7 +83,7 @@ class Clock:
         return time.perf_counter() - started
 
     def together(self, work: Callable[[], object], rounds: int = 1) -> float:
-        """The slowest rank's seconds, all ranks setting out at once; the least of some rounds.
+        """Return the slowest rank's seconds, all ranks starting at once; the least of some rounds.
 
         The least and not the median: this is for what the machine can do, and a disturbance only adds.
         """

@@ -1,11 +1,4 @@
-"""What was measured as a description of the hardware, in the form of `configs/hardware`, for `ds-ring plan`.
-
-[Note: the rate of a pattern]
-The kernel by itself is timed on a causal triangle. A window's strips and the branches of a dilated pattern
-are smaller calls with a bias, which run at another rate, as do the additions into accumulators between them.
-So the rate that is written down is the one at which the chosen pass, as it was timed at the full length with
-the pattern of the request, comes out right: what it took beyond the plan's figure is laid to its arithmetic.
-"""
+"""Describe the measured hardware in the form of `configs/hardware`, for `ds-ring plan`."""
 
 from __future__ import annotations
 
@@ -30,7 +23,7 @@ MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that someth
 
 
 def describe_hardware(result: Result) -> Json:
-    """A description of this hardware; rates are per rank, with all ranks at work.
+    """Describe this hardware; rates are per rank, with all ranks at work.
 
     A rank of the CPU counts as a device. What was not measured, with one rank, is not in it. Where the choice
     has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate stands.
@@ -48,7 +41,7 @@ def describe_hardware(result: Result) -> Json:
 
 
 def _describe(result: Result, times: float) -> Json:
-    """With a kernel so many times slower than it was by itself."""
+    """Describe it with a kernel `times` slower than it was by itself."""
     request, measured, links = result.request, result.measured, result.measured.links
     kernel = measured.kernels[result.chosen.kernel]
     forward, backward = kernel.forward_flops / times, kernel.backward_flops / times
@@ -71,8 +64,14 @@ def _describe(result: Result, times: float) -> Json:
     return description | {"source": _source(request)}
 
 
+# [Note: the rate of a pattern]
+# The kernel by itself is timed on a causal triangle. A window's strips and the branches of a dilated pattern
+# are smaller calls with a bias, which run at another rate, as do the additions into accumulators between
+# them. So the rate that is written down is the one at which the chosen pass, as it was timed at the full
+# length with the pattern of the request, comes out right: what it took beyond the plan's figure is laid to
+# its arithmetic.
 def _slower(result: Result, hardware: Hardware) -> float:
-    """[Note: the rate of a pattern]: seconds of arithmetic in the chosen pass over those planned."""
+    """Return seconds of arithmetic in the chosen pass over those planned; [Note: the rate of a pattern]."""
     request, chosen = result.request, result.chosen
     plan = plan_of(chosen, request, request.tokens)
     chunk_bytes = result.section()["chunk_bytes"] or chunk_bytes_on(request.device, chosen.ring_size)
@@ -96,7 +95,7 @@ def _device_name(request: Request, ranks_per_node: int) -> str:
 
 
 def _memory_bytes(request: Request, ranks_per_node: int) -> int:
-    """Of a device: a GPU's own, or a rank's part of the host's."""
+    """Return the memory of a device: a GPU's own, or a rank's part of the host's."""
     if request.device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
     return int(psutil.virtual_memory().total) // ranks_per_node

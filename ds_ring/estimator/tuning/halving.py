@@ -1,16 +1,9 @@
-"""Which candidates are worth a real pass: the model prunes, successive halving decides.
+"""Choose which candidates get a real pass: the model prunes, successive halving decides.
 
 Successive halving (Jamieson, Talwalkar 2016; the budget grows as in Hyperband, Li et al. 2018): many
 contestants get few and short passes, the better half goes on to more and longer ones. Contestants take turns
 within a round, so that a busy moment of the machine hits all alike; medians count. Pure: what predicts and
 what measures comes from outside.
-
-[Note: lengths that keep the order]
-Work grows with the square of the length, bytes with the length, what a message costs not at all: a short pass
-favours who computes badly and moves little. So a time at a shorter length counts times the model's ratio
-of the full length to it, and a length is used only while that ratio is nearly the same for all contestants
-(within `ORDERLY`): then the model corrects the order, and does not make it. Where no shorter length is good
-enough all passes have the full one. The last ones have it always.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds_ring.estimator.tuning.candidates import Candidate
+from ds_ring.estimator.tuning.candidates import TuningCandidate
 
 ORDERLY = 1.3  # largest over smallest ratio of the full length's time to a shorter one's
 SHORTER = (8, 4, 2)  # parts of the full length that are tried
@@ -35,12 +28,12 @@ FINALISTS = 2  # and the defaults
 NEIGHBOURS = 4  # one in so many contestants of the start
 TIE = 1.01  # the defaults stay where nothing is better by more than this
 
-Predict = Callable[[Candidate, int], float]
-Measure = Callable[[Candidate, int], float]
+Predict = Callable[[TuningCandidate, int], float]
+Measure = Callable[[TuningCandidate, int], float]
 
 
 class Stage(NamedTuple):
-    """Some rounds at one length, after which `keep` contestants go on."""
+    """Describe some rounds at one length, after which `keep` contestants go on."""
 
     tokens: int
     rounds: int
@@ -49,14 +42,14 @@ class Stage(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """At the most, the first pass of each included."""
+        """Return the most passes of the stage, the first one of each contestant included."""
         return (self.rounds + 1) * self.contestants
 
 
 def field_of(
-    everyone: Sequence[Candidate], tokens: int, ranks: int, predict: Predict
-) -> tuple[list[Candidate], int]:
-    """The largest field whose race is within the budget, and the length of its first passes."""
+    everyone: Sequence[TuningCandidate], tokens: int, ranks: int, predict: Predict
+) -> tuple[list[TuningCandidate], int]:
+    """Return the largest field whose race is within the budget, and the length of its first passes."""
     for size in FIELDS:
         contestants = contestants_of(everyone, size, tokens, predict)
         shortest = shortest_length(contestants, tokens, ranks, predict)
@@ -69,17 +62,17 @@ def field_of(
 
 
 def contestants_of(
-    everyone: Sequence[Candidate], size: int, tokens: int, predict: Predict
-) -> list[Candidate]:
-    """The defaults (the first of all), the best of each size of ring, of each family, and the best predicted.
+    everyone: Sequence[TuningCandidate], size: int, tokens: int, predict: Predict
+) -> list[TuningCandidate]:
+    """Choose the defaults, the best of each ring size, of each family, and the best predicted.
 
     Nothing that is hopeless. Sizes come first: what the model knows least is what one kind of exchange costs
     against the other.
     """
     ranked = sorted(everyone, key=lambda candidate: predict(candidate, tokens))
     limit = HOPELESS * predict(ranked[0], tokens)
-    meshes: dict[tuple[int, int], Candidate] = {}
-    families: dict[tuple[int, int, str, bool], Candidate] = {}
+    meshes: dict[tuple[int, int], TuningCandidate] = {}
+    families: dict[tuple[int, int, str, bool], TuningCandidate] = {}
     for candidate in ranked:
         if predict(candidate, tokens) <= limit:
             meshes.setdefault((candidate.ring_size, candidate.ulysses_size), candidate)
@@ -90,8 +83,14 @@ def contestants_of(
     return [*list(chosen)[: size - len(others)], *others]
 
 
-def shortest_length(contestants: Sequence[Candidate], tokens: int, ranks: int, predict: Predict) -> int:
-    """The shortest length that keeps the order; [Note: lengths that keep the order]."""
+# [Note: lengths that keep the order]
+# Work grows with the square of the length, bytes with the length, what a message costs not at all: a short
+# pass favours who computes badly and moves little. So a time at a shorter length counts times the model's
+# ratio of the full length to it, and a length is used only while that ratio is nearly the same for all
+# contestants (within `ORDERLY`): then the model corrects the order, and does not make it. Where no shorter
+# length is good enough all passes have the full one. The last ones have it always.
+def shortest_length(contestants: Sequence[TuningCandidate], tokens: int, ranks: int, predict: Predict) -> int:
+    """Return the shortest length that keeps the order; [Note: lengths that keep the order]."""
     for part in SHORTER:
         shorter = tokens // part
         if shorter < LEAST_LOCAL_TOKENS * ranks:
@@ -103,7 +102,7 @@ def shortest_length(contestants: Sequence[Candidate], tokens: int, ranks: int, p
 
 
 def stages_of(count: int, shortest: int, tokens: int) -> Iterator[Stage]:
-    """Half of the contestants after each stage, twice the length from the third one on; then the final."""
+    """Yield the stages: half the contestants after each, twice the length from the third on, the final."""
     length, number, neighbours = shortest, 0, count // NEIGHBOURS
     while count > FINALISTS:
         keep = max(-(-count // 2), FINALISTS)
@@ -116,7 +115,7 @@ def stages_of(count: int, shortest: int, tokens: int) -> Iterator[Stage]:
 
 @dataclass
 class Halving:
-    """One search.
+    """Run one search.
 
     Attributes:
         tokens: the full length.
@@ -128,17 +127,17 @@ class Halving:
     tokens: int
     predict: Predict
     measure: Measure
-    seconds: dict[tuple[Candidate, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[tuple[TuningCandidate, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     passes: int = 0
 
     def run(
         self,
-        everyone: Sequence[Candidate],
-        contestants: Sequence[Candidate],
+        everyone: Sequence[TuningCandidate],
+        contestants: Sequence[TuningCandidate],
         shortest: int,
         told: Callable[[Stage], None] = lambda stage: None,
-    ) -> Candidate:
-        """The best of the contestants and of the neighbours of whoever leads after the first stage.
+    ) -> TuningCandidate:
+        """Return the best of the contestants and of the first leader's neighbours.
 
         Args:
             everyone: all candidates, the defaults first.
@@ -150,6 +149,7 @@ class Halving:
         for number, stage in enumerate(stages_of(len(alive), shortest, self.tokens)):
             final = stage.keep == 1
             if final:
+                # The defaults are always in the final: the report compares with them.
                 alive = list(dict.fromkeys([*alive[:FINALISTS], default]))
             told(stage)
             alive = self._stage(alive, stage)
@@ -159,23 +159,24 @@ class Halving:
         close = self.median(default, self.tokens) <= TIE * self.median(best, self.tokens)
         return default if close else best
 
-    def score(self, candidate: Candidate, tokens: int) -> float:
-        """Seconds at the full length by what was measured at a shorter one."""
+    def score(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Return seconds at the full length by what was measured at a shorter one."""
         ratio = self.predict(candidate, self.tokens) / self.predict(candidate, tokens)
         return self.median(candidate, tokens) * ratio
 
-    def median(self, candidate: Candidate, tokens: int) -> float:
-        """Of what was measured; infinite if nothing was."""
+    def median(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Return the median of what was measured; infinite if nothing was."""
         measured = self.seconds.get((candidate, tokens))
         return statistics.median(measured) if measured else float("inf")
 
-    def _stage(self, contestants: list[Candidate], stage: Stage) -> list[Candidate]:
-        """All rounds; who lags behind leaves at once. The best `keep`, in order."""
+    def _stage(self, contestants: list[TuningCandidate], stage: Stage) -> list[TuningCandidate]:
+        """Run all rounds; who falls far behind leaves at once. Return the best `keep`, in order."""
         for candidate in contestants:
             if not self.seconds.get((candidate, stage.tokens)):
                 self._pass(candidate, stage.tokens)  # plans are made in it: it does not count
         racing = contestants
         for turn in range(stage.rounds):
+            # Each round starts with another one: no one is always first on a cold machine.
             for candidate in racing[turn % len(racing) :] + racing[: turn % len(racing)]:
                 self.seconds[candidate, stage.tokens].append(self._pass(candidate, stage.tokens))
             racing = sorted(racing, key=lambda candidate: self.score(candidate, stage.tokens))
@@ -183,12 +184,14 @@ class Halving:
             racing = [one for one in racing if self.score(one, stage.tokens) <= limit]
         return racing if stage.keep == 1 else racing[: stage.keep]
 
-    def _pass(self, candidate: Candidate, tokens: int) -> float:
+    def _pass(self, candidate: TuningCandidate, tokens: int) -> float:
         self.passes += 1
         return self.measure(candidate, tokens)
 
-    def _neighbours(self, leader: Candidate, everyone: Sequence[Candidate]) -> list[Candidate]:
-        """Of those that differ from the leader in one thing only, the best predicted that had no turn."""
+    def _neighbours(
+        self, leader: TuningCandidate, everyone: Sequence[TuningCandidate]
+    ) -> list[TuningCandidate]:
+        """Return untried candidates that differ from the leader in one thing, the best predicted first."""
         found = [
             candidate
             for candidate in everyone
@@ -197,8 +200,8 @@ class Halving:
         return sorted(found, key=lambda candidate: self.predict(candidate, self.tokens))
 
 
-def _differences(a: Candidate, b: Candidate) -> int:
-    """In how many things two candidates differ; another mesh is more than one."""
+def _differences(a: TuningCandidate, b: TuningCandidate) -> int:
+    """Count the things in which two candidates differ; another mesh is more than one."""
     if (a.ring_size, a.ulysses_size) != (b.ring_size, b.ulysses_size):
         return 2
     things = ("layout", "overlap", "kernel", "heads_per_message")

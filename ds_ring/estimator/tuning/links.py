@@ -1,4 +1,4 @@
-"""What the network gives: rate and latency between ring neighbours, and of an all-to-all.
+"""Measure the network: rate and latency between ring neighbours, and of an all-to-all.
 
 Messages go through the exchange, as those of a pass do, checks and waits included; all ranks send at once.
 """
@@ -19,7 +19,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Links:
-    """What moving costs; rates count what leaves a rank while every rank sends.
+    """Hold what moving costs; rates count what leaves a rank while every rank sends.
 
     Attributes:
         bytes_per_s: to the next rank of a ring of all ranks, of the slowest rank.
@@ -35,9 +35,10 @@ class Links:
 
 
 def measure_links(ring: RingMesh, ulysses: RingMesh | None, clock: Clock) -> Links:
-    """On meshes whose ring, or whose Ulysses group, has more than one rank. All ranks must call."""
+    """Measure meshes whose ring, or whose Ulysses group, has more than one rank. Collective."""
     small = _neighbour_seconds(ring, SMALL_BYTES, clock)
     large = _neighbour_seconds(ring, LARGE_BYTES, clock)
+    # The difference of two sizes: the fixed cost of a message drops out.
     rates = [(LARGE_BYTES - SMALL_BYTES) / max(t - s, 1e-9) for s, t in zip(small, large, strict=True)]
     latency = max(small[0] - SMALL_BYTES / rates[0], 1e-7)
     swapped = None if ulysses is None else _all_to_all_rate(ulysses, clock)
@@ -45,7 +46,7 @@ def measure_links(ring: RingMesh, ulysses: RingMesh | None, clock: Clock) -> Lin
 
 
 def _neighbour_seconds(mesh: RingMesh, size_bytes: int, clock: Clock) -> tuple[float, float]:
-    """Of the slowest and of the fastest rank, each the least of some rounds."""
+    """Return seconds of the slowest and of the fastest rank, each the least of some rounds."""
     exchange = Exchange(mesh)
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))

@@ -1,4 +1,4 @@
-"""What a pass should take: the plan's work and bytes over measured rates. Measures nothing itself.
+"""Predict the time of a pass: the plan's work and bytes over measured rates.
 
 The model prunes, and carries a time from a short sequence to the full one; it never has the last word.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_ring.estimator.cost import BACKWARD_FLOPS, FORWARD_FLOPS
-from ds_ring.estimator.tuning.candidates import Candidate, KernelChoice, layout_of
+from ds_ring.estimator.tuning.candidates import KernelChoice, TuningCandidate, layout_of
 from ds_ring.estimator.tuning.links import Links
 from ds_ring.estimator.tuning.probe import KernelRate, kernel_of
 from ds_ring.estimator.tuning.request import Request
@@ -29,7 +29,7 @@ SWAPS = 4  # all-to-alls of a step with Ulysses ranks
 
 @dataclass(frozen=True)
 class Measured:
-    """What the machine gives.
+    """Hold what the machine gives.
 
     Attributes:
         kernels: the rate of every kernel that can be chosen.
@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a pass forward and backward, and what they are made of."""
+    """Hold seconds of a pass forward and backward, and what they are made of."""
 
     seconds: float
     compute_s: float
@@ -57,23 +57,23 @@ class Predicted:
 
 
 class Model:
-    """Predictions for one request on what was measured."""
+    """Predict times for one request on what was measured."""
 
     def __init__(self, request: Request, measured: Measured) -> None:
         self.request, self.measured = request, measured
-        self._known: dict[tuple[Candidate, int], Predicted] = {}
+        self._known: dict[tuple[TuningCandidate, int], Predicted] = {}
 
-    def __call__(self, candidate: Candidate, tokens: int) -> float:
-        """Seconds that the candidate should take."""
+    def __call__(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Return the seconds that the candidate should take."""
         return self.predict(candidate, tokens).seconds
 
-    def predict(self, candidate: Candidate, tokens: int) -> Predicted:
-        """Overlap takes the longer of computing and moving, and what of moving is exposed; else their sum."""
+    def predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
+        """Predict one candidate; overlap takes the longer of computing and moving, else their sum."""
         if (candidate, tokens) not in self._known:
             self._known[candidate, tokens] = self._predict(candidate, tokens)
         return self._known[candidate, tokens]
 
-    def _predict(self, candidate: Candidate, tokens: int) -> Predicted:
+    def _predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
         plan = plan_of(candidate, self.request, tokens)
         ranks = [plan.rank(rank) for rank in sampled_origins(plan.ring_size)]
         groups = message_groups(candidate, ranks[0])
@@ -95,16 +95,17 @@ class Model:
         return forward / rate.forward_flops + backward / rate.backward_flops + tiles * per_tile
 
     def _transfer(self, rank: RankPlan) -> float:
-        """K and V go round twice, their gradients once; whichever of sent and received is more."""
+        """Return seconds of moving: K and V go round twice, their gradients once."""
         links, request = self.measured.links, self.request
         if links is None or not rank.tokens_received:
             return 0.0
+        # Links are full duplex: whichever direction carries more decides.
         keys = max(rank.tokens_received, rank.tokens_sent)
         per_token = 2 * request.batch * request.head_dim * (2 * request.item_bytes + GRADIENT_BYTES)
         return keys * per_token / links.bytes_per_s
 
-    def _swaps(self, candidate: Candidate, tokens: int) -> float:
-        """q, k, v, out, and their gradients, each once."""
+    def _swaps(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Return seconds of the all-to-alls: q, k, v, out, and their gradients, each once."""
         links, size, request = self.measured.links, candidate.ulysses_size, self.request
         if size == 1 or links is None or links.all_to_all_bytes_per_s is None:
             return 0.0
@@ -114,8 +115,8 @@ class Model:
         return heads * own * (size - 1) / size / rate + SWAPS * links.latency_s
 
 
-def plan_of(candidate: Candidate, request: Request, tokens: int) -> Plan:
-    """The plan of the candidate's first Ulysses rank; the others' work is alike."""
+def plan_of(candidate: TuningCandidate, request: Request, tokens: int) -> Plan:
+    """Build the plan of the candidate's first Ulysses rank; the others' work is alike."""
     ring, size = candidate.ring_size, candidate.ulysses_size
     pattern: Pattern = request.pattern if size == 1 else HeadsOfPart(request.pattern, 0, size)
     return build_plan(
@@ -127,8 +128,8 @@ def plan_of(candidate: Candidate, request: Request, tokens: int) -> Plan:
     )
 
 
-def message_groups(candidate: Candidate, rank: RankPlan) -> int:
-    """Groups of K/V heads that go round one after the other."""
+def message_groups(candidate: TuningCandidate, rank: RankPlan) -> int:
+    """Count the groups of K/V heads that go round one after the other."""
     if candidate.heads_per_message == 0:
         return len(rank.walks)
     heads = [len(range(rank.kv_heads)[walk.kv_heads]) for walk in rank.walks]
@@ -136,7 +137,7 @@ def message_groups(candidate: Candidate, rank: RankPlan) -> int:
 
 
 def count_tiles(rank: RankPlan) -> int:
-    """Tiles of one head of every walk, over the number of walks: each group of heads has so many."""
+    """Count tiles of one head of every group, over the number of groups: each has so many."""
     counts = [sum(len(visit.tiles) for visit in walk.visits) for walk in rank.walks]
     return round(sum(counts) / len(counts))
 
@@ -147,7 +148,7 @@ def _pairs_of(tiles: Tiles, choice: KernelChoice, request: Request, backward: bo
 
 
 def executed_pairs(rank: RankPlan, choice: KernelChoice, request: Request, backward: bool) -> int:
-    """Pairs that the kernel multiplies on this rank, over all its query heads."""
+    """Count the pairs that the kernel multiplies on this rank, over all its query heads."""
     total = 0
     for walk in rank.walks:
         kv_heads = len(range(rank.kv_heads)[walk.kv_heads])
@@ -158,7 +159,7 @@ def executed_pairs(rank: RankPlan, choice: KernelChoice, request: Request, backw
 
 
 def _by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
-    """Tiles that are for all query heads of a group, and those that are for one of them each."""
+    """Yield tiles that are for all query heads of a group, and those for one of them each."""
     single = tiles.member >= 0
     if not single.any():
         yield tiles, group

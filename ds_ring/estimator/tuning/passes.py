@@ -1,4 +1,4 @@
-"""Real passes, timed: forward and backward of one attention layer on all ranks, as the JSON asks for it."""
+"""Time real passes: forward and backward of one attention layer on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_ring.estimator.tuning.candidates import Candidate, config_of, default_heads, layout_of
+from ds_ring.estimator.tuning.candidates import TuningCandidate, config_of, default_heads, layout_of
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.request import Request
 from ds_ring.module import RingAttention
@@ -18,7 +18,7 @@ TINY_TOKENS = 16  # of a rank, where only the number of hops counts
 
 
 class Passes:
-    """Runs candidates. All ranks must ask for the same ones in the same order.
+    """Run candidates. All ranks must ask for the same ones in the same order.
 
     Args:
         request: shapes.
@@ -32,14 +32,14 @@ class Passes:
         self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
 
     def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:
-        """The mesh of these sizes, made when first asked for."""
+        """Return the mesh of these sizes, made when first asked for."""
         sizes = (ring_size, ulysses_size)
         if sizes not in self._meshes:
             self._meshes[sizes] = RingMesh.from_world(*sizes, heartbeat_timeout_s=HEARTBEAT_S)
         return self._meshes[sizes]
 
-    def seconds(self, candidate: Candidate, tokens: int) -> float:
-        """Of one pass on the slowest rank, inputs not counted."""
+    def seconds(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Measure one pass on the slowest rank, inputs not counted."""
         ring, ulysses = candidate.ring_size, candidate.ulysses_size
         layout = layout_of(self.request, candidate.layout, ring, ulysses, tokens)
         attention = RingAttention(
@@ -57,8 +57,8 @@ class Passes:
         self.count += 1
         return self.clock.together(step)
 
-    def hop_overhead(self, candidate: Candidate) -> float:
-        """Seconds of a hop that carries next to nothing; 0 in a ring of one."""
+    def hop_overhead(self, candidate: TuningCandidate) -> float:
+        """Measure seconds of a hop that carries next to nothing; 0 in a ring of one."""
         if candidate.ring_size == 1:
             return 0.0
         tokens = TINY_TOKENS * self.request.sequence_size
@@ -74,10 +74,11 @@ class Passes:
             mesh.close()
 
     def _tensors(self, local_tokens: int) -> list[Tensor]:
-        """q, k, v and the gradient of out, [B, H, S, D]; those of one length are kept."""
+        """Return q, k, v and the gradient of out, [B, H, S, D]; those of one length are kept."""
         request = self.request
         shape = (request.batch, request.heads, local_tokens, request.head_dim)
         if shape not in self._inputs:
+            # One length at a time: two of them may not fit the device.
             self._inputs.clear()
             dtype, device = getattr(torch, request.dtype), self.clock.device
             shapes = [shape, *[(shape[0], request.kv_heads, *shape[2:])] * 2, shape]

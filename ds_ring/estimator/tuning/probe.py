@@ -1,4 +1,4 @@
-"""The kernel by itself: its rate forward and backward, and what a tile costs beside that, from two sizes.
+"""Measure the kernel by itself: its rate forward and backward, and the fixed cost of a tile.
 
 All ranks measure at once, as they will compute at once: what they share (cores, memory) is in the figures.
 How much faster one of them is alone is measured as well: ranks with little work leave it to the others.
@@ -34,7 +34,7 @@ MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True)
 class KernelRate:
-    """What a kernel does on one rank while all of them work.
+    """Hold what a kernel does on one rank while all of them work.
 
     Attributes:
         forward_flops, backward_flops: per second, of the pairs that it multiplies, hidden ones included.
@@ -48,19 +48,19 @@ class KernelRate:
 
 
 class Sample(NamedTuple):
-    """One size: FLOPs and seconds, forward and backward."""
+    """Hold FLOPs and seconds of one size, forward and backward."""
 
     flops: tuple[float, float]
     seconds: tuple[float, float]
 
 
 def kernel_of(choice: KernelChoice, request: Request) -> Kernel:
-    """The kernel with these options."""
+    """Return the kernel with these options."""
     return get_kernel(request.kernel, request.device, choice.options, choice.block_size)
 
 
 class Probe:
-    """Times kernels on tensors of one request.
+    """Time kernels on tensors of one request.
 
     Args:
         request: shapes and device.
@@ -75,7 +75,7 @@ class Probe:
     def rates(
         self, choices: Sequence[KernelChoice], large_tokens: int, told: Callable[[], object]
     ) -> dict[KernelChoice, KernelRate]:
-        """Of a kernel with each of these options, in turns; the least of the turns counts.
+        """Measure a kernel with each of these options, in turns; the least of the turns counts.
 
         Args:
             choices: options.
@@ -83,6 +83,7 @@ class Probe:
             told: called `TURNS` times for each choice.
         """
         samples: dict[tuple[KernelChoice, int], list[Sample]] = defaultdict(list)
+        # In turns, so that a busy moment of the machine hits every choice alike.
         for turn in range(TURNS):
             for choice in choices:
                 if not turn:
@@ -95,7 +96,7 @@ class Probe:
         }
 
     def alone_speedup(self, choice: KernelChoice, rank: int, tokens: int) -> float:
-        """Seconds while all ranks compute over those of rank 0 while the others wait; at least 1."""
+        """Return seconds while all ranks compute over those of rank 0 alone; at least 1."""
         context, tensors = self._pass(choice, tokens)
 
         def work() -> None:
@@ -109,7 +110,7 @@ class Probe:
         return max(together / min(alone), 1.0)
 
     def matmul_flops(self) -> float:
-        """FLOP/s of one large product in the dtype of the request, while all ranks compute."""
+        """Measure FLOP/s of one large product in the request's dtype, while all ranks compute."""
         side = MATMUL_SIDE[self.request.device]
         dtype = getattr(torch, self.request.dtype)
         a = torch.ones(side, side, dtype=dtype, device=self.clock.device)
@@ -149,13 +150,13 @@ def _rate(small: list[Sample], large: list[Sample]) -> KernelRate:
 
 
 def _least(samples: list[Sample]) -> Sample:
-    """Forward and backward each by itself."""
+    """Return the least seconds, forward and backward each by itself."""
     forward, backward = (min(sample.seconds[way] for sample in samples) for way in (0, 1))
     return Sample(samples[0].flops, (forward, backward))
 
 
 def _fit(small: Sample, large: Sample, way: int) -> tuple[float, float]:
-    """Rate and fixed seconds of a line through two points; without a rise, the larger one's rate alone."""
+    """Fit rate and fixed seconds to two points; without a rise, return the larger one's rate alone."""
     rise_s = large.seconds[way] - small.seconds[way]
     if rise_s <= 0:
         return large.flops[way] / large.seconds[way], 0.0

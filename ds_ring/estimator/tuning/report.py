@@ -1,4 +1,4 @@
-"""Tables for people: what was measured, expected and chosen."""
+"""Print tables for people: what was measured, expected and chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_ring.tables import console, print_table
 
 
 def print_tables(result: Result) -> None:
-    """On stdout."""
+    """Print the tables on stdout."""
     here = console()
     print_table(_machine(result))
     here.print(_finals(result))  # names of candidates are broken between words, figures are not

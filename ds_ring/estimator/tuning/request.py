@@ -1,4 +1,4 @@
-"""What is to be tuned for: shapes, the number of ranks, and the section of the JSON that it starts from."""
+"""Describe what is tuned for: shapes, the number of ranks, and the section that it starts from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Request:
-    """What is tuned for; `request_from` checks it.
+    """Describe what is tuned for; `request_from` checks it.
 
     Attributes:
         tokens: of a whole sequence.
@@ -44,22 +44,22 @@ class Request:
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share one sequence."""
+        """Return the ranks that share one sequence."""
         return self.base.sequence_parallel_size
 
     @property
     def pattern(self) -> Pattern:
-        """What attends to what, without the documents of a batch."""
+        """Return what attends to what, without the documents of a batch."""
         return pattern_from_config(self.base)
 
     @property
     def item_bytes(self) -> int:
-        """Of one element of q, k and v."""
+        """Return bytes of one element of q, k and v."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def kernel(self) -> str:
-        """The kernel that will run, by its name."""
+        """Return the name of the kernel that will run."""
         if self.base.kernel != "auto":
             return self.base.kernel
         return "cpu" if self.device == "cpu" else "flex"
@@ -119,7 +119,7 @@ def request_from(
 
 
 def _base_of(whole: Json, world_size: int) -> RingConfig:
-    """The section with its sizes open; everything else in it must be sound."""
+    """Return the section with its sizes open; everything else in it must be sound."""
     section = whole.get(SECTION, {})
     if not isinstance(section, dict):
         return RingConfig.from_deepspeed(whole)  # refuses it

@@ -1,4 +1,4 @@
-"""What came out of a search, and the section of a DeepSpeed JSON that it becomes."""
+"""Hold the result of a search, and write it as the section of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.json_text import Json
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.estimator.tuning.candidates import Candidate, keys_of
+from ds_ring.estimator.tuning.candidates import TuningCandidate, keys_of
 from ds_ring.estimator.tuning.model import Measured, Predicted
 from ds_ring.estimator.tuning.request import Request
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate that was timed at the full length.
+    """Hold the times of a candidate at the full length.
 
     Attributes:
         candidate: which.
@@ -28,7 +28,7 @@ class Finalist:
         seconds: what the slowest rank took, by round.
     """
 
-    candidate: Candidate
+    candidate: TuningCandidate
     predicted_s: float
     seconds: tuple[float, ...]
 
@@ -39,7 +39,7 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Result:
-    """What `tune` found; the same on all ranks.
+    """Hold what `tune` found; the same on all ranks.
 
     Attributes:
         request: what was asked.
@@ -57,10 +57,10 @@ class Result:
 
     request: Request
     measured: Measured
-    chosen: Candidate
+    chosen: TuningCandidate
     predicted: Predicted
     finalists: tuple[Finalist, ...]
-    default: Candidate
+    default: TuningCandidate
     candidates: int
     contestants: int
     passes: int
@@ -68,26 +68,26 @@ class Result:
     seconds: float
     ranks_per_node: int
 
-    def finalist(self, candidate: Candidate) -> Finalist:
-        """The times of a candidate at the full length; KeyError if it was not in the final."""
+    def finalist(self, candidate: TuningCandidate) -> Finalist:
+        """Return the times of a candidate at the full length; KeyError if it was not in the final."""
         return {one.candidate: one for one in self.finalists}[candidate]
 
     @property
     def chosen_s(self) -> float:
-        """Median seconds of a pass of the choice."""
+        """Return median seconds of a pass of the choice."""
         return self.finalist(self.chosen).median_s
 
     @property
     def default_s(self) -> float:
-        """Median seconds of a pass of the defaults."""
+        """Return median seconds of a pass of the defaults."""
         return self.finalist(self.default).median_s
 
     def section(self) -> Json:
-        """The keys of the section that were chosen."""
+        """Return the keys of the section that were chosen."""
         return keys_of(self.chosen, self.request, self.request.tokens)
 
     def merged(self, whole: Json) -> Json:
-        """A DeepSpeed JSON with the choice in it, all else kept.
+        """Return a DeepSpeed JSON with the choice in it, all else kept.
 
         Keys that the choice leaves at their defaults are written only where the JSON has them already, or
         where they say what was measured (sizes, layout, overlap).
@@ -106,7 +106,7 @@ class Result:
         return merged
 
     def as_json(self) -> Json:
-        """For machines: seconds, bytes and FLOPs, as in the attributes."""
+        """Return the result for machines: seconds, bytes and FLOPs, as in the attributes."""
         links, chosen = self.measured.links, self.finalist(self.chosen)
         return {
             "chosen": str(self.chosen),
@@ -156,7 +156,7 @@ def require_writable(path: Path, option: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file is there as a whole or not at all."""
+    """Write a file so that it is there as a whole or not at all."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.resolve().parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""One search from a command line: read, tune, write, print. Called on every rank; rank 0 writes."""
+"""Run one search from a command line: read, tune, write, print. Rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_ring.estimator.tuning.search import tune
 
 
 def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
-    """The DeepSpeed JSON and the request; measures nothing.
+    """Read the DeepSpeed JSON and the request; measure nothing.
 
     Raises:
         RingConfigError: whatever in the options or files cannot be.
@@ -46,7 +46,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Read, tune, and on rank 0 write and print. Every rank of an initialised process group must call."""
+    """Read, tune, and on rank 0 write and print. Collective."""
     whole, request = read(options, dist.get_world_size())
     result = tune(request, progress=True)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""`tune`: measure, predict, prune, race. Every rank calls it with the same request, for the same result."""
+"""Tune: measure, predict, prune, race. Every rank calls it with the same request, for the same result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ds_ring.errors import RingMeshError
-from ds_ring.estimator.tuning.candidates import Candidate, candidates, layout_of
+from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates, layout_of
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.halving import Halving, Stage, field_of, stages_of
 from ds_ring.estimator.tuning.links import Links, measure_links
@@ -57,7 +57,7 @@ def tune(request: Request, *, progress: bool = False) -> Result:
 
 
 def device_of(request: Request) -> torch.device:
-    """This rank's device, made the current one."""
+    """Return this rank's device, made the current one."""
     if request.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", dist.get_node_local_rank(0))
@@ -66,11 +66,12 @@ def device_of(request: Request) -> torch.device:
 
 
 def measure_machine(
-    everyone: list[Candidate], request: Request, clock: Clock, passes: Passes, bar: tqdm[None]
+    everyone: list[TuningCandidate], request: Request, clock: Clock, passes: Passes, bar: tqdm[None]
 ) -> Measured:
-    """Kernel rates, links and what a hop costs."""
+    """Measure kernel rates, links and the overhead of a hop."""
     probe, first = Probe(request, clock), everyone[0]
     shard = layout_of(request, "auto", first.ring_size, 1, request.tokens).local_tokens
+    # No larger than a shard, so that the probe costs no more than a pass.
     large = min(max(shard, 2 * SMALL_TOKENS), LARGE_TOKENS)
     bar.set_description_str("kernels")
     choices = list(dict.fromkeys(candidate.kernel for candidate in everyone))
@@ -86,7 +87,7 @@ def measure_machine(
     return Measured(kernels, alone, matmul, links, overhead)
 
 
-def _links(everyone: list[Candidate], passes: Passes, clock: Clock) -> Links:
+def _links(everyone: list[TuningCandidate], passes: Passes, clock: Clock) -> Links:
     sizes = {(candidate.ring_size, candidate.ulysses_size) for candidate in everyone}
     whole = passes.mesh(passes.request.sequence_size, 1)
     most_heads = max(ulysses for _, ulysses in sizes)
@@ -97,7 +98,7 @@ def _links(everyone: list[Candidate], passes: Passes, clock: Clock) -> Links:
 
 
 def _race(
-    everyone: list[Candidate],
+    everyone: list[TuningCandidate],
     request: Request,
     measured: Measured,
     passes: Passes,
@@ -111,7 +112,7 @@ def _race(
     plan = list(stages_of(len(contestants), shortest, tokens))
     with _bar(progress, sum(_expected_s(stage, fastest, model) for stage in plan)) as bar:
 
-        def measure(candidate: Candidate, length: int) -> float:
+        def measure(candidate: TuningCandidate, length: int) -> float:
             seconds = passes.seconds(candidate, length)
             bar.update(model(fastest, length))
             return seconds
@@ -139,8 +140,8 @@ def _race(
     )
 
 
-def _expected_s(stage: Stage, fastest: Candidate, model: Model) -> float:
-    """Units of the bar: seconds of the fastest, so that the time left is about right at every length."""
+def _expected_s(stage: Stage, fastest: TuningCandidate, model: Model) -> float:
+    """Return units of the bar: seconds of the fastest, so that the time left is about right."""
     return stage.passes * model(fastest, stage.tokens)
 
 

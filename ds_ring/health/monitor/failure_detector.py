@@ -1,4 +1,4 @@
-"""The failure detector: it decides from what the ranks say, and from their silence, who failed first.
+"""Decide who failed first, from what the ranks say and from their silence.
 
 Pure: every event comes with its time, in seconds; the sockets are `server.py`'s. There is one detector for a
 job, so the first fault wins and every survivor names the same culprit. [Note: who is to blame] in `waits.py`.
@@ -19,7 +19,7 @@ TEXT_CHARACTERS = 1000  # of a cause, or of the name of a place
 
 
 class Fault(NamedTuple):
-    """Who failed, by world rank, and what was seen."""
+    """Name who failed, by world rank, and what was seen."""
 
     rank: int
     cause: str
@@ -27,14 +27,14 @@ class Fault(NamedTuple):
 
 @dataclass
 class RankState:
-    """What is known of a rank."""
+    """Hold what is known of a rank."""
 
     heard: float
     left: float | None = None
 
 
 class Accusation(NamedTuple):
-    """A rank's word against others, judged when it is due."""
+    """Hold a rank's word against others, judged when it is due."""
 
     due: float
     group: frozenset[int]  # with the rank itself
@@ -43,7 +43,7 @@ class Accusation(NamedTuple):
 
 @dataclass
 class FailureDetector:
-    """Decides who failed first."""
+    """Decide who failed first."""
 
     world_size: int
     heartbeat_timeout_s: float
@@ -56,7 +56,7 @@ class FailureDetector:
     _broken: tuple[float, str] | None = None  # when to judge the first report of a broken collective
 
     def join(self, rank: int, now: float) -> None:
-        """A rank is here from now on."""
+        """Note that a rank is here from now on."""
         self._first_join = self._first_join if self.ranks else now
         self.ranks[rank] = RankState(now)
 
@@ -75,6 +75,7 @@ class FailureDetector:
             self._waits.end(rank)
         elif kind == "accuse":
             accusation = Accusation(now + GRACE_S, self._group(rank, message), _text_in(message, "cause"))
+            # A rank's later accusations follow from its first.
             self._accusations.setdefault(rank, accusation)
         elif kind == "broken":
             self._broken = self._broken or (now + GRACE_S, _text_in(message, "cause"))
@@ -88,12 +89,12 @@ class FailureDetector:
             raise ValueError(f"expected a message of a rank, got the kind {kind!r:.40}")
 
     def close(self, rank: int) -> None:
-        """The connection of a rank ended."""
+        """Blame a rank whose connection ended without a goodbye."""
         if self.ranks[rank].left is None:
             self.blame(rank, "its process ended without a goodbye (killed, aborted or crashed)")
 
     def forgive(self, seconds: float) -> None:
-        """The monitor itself was not running for so long."""
+        """Excuse all ranks for a time in which the monitor itself was not running."""
         self._first_join += seconds
         for state in self.ranks.values():
             state.heard += seconds
@@ -111,12 +112,12 @@ class FailureDetector:
         return self.fault
 
     def blame(self, rank: int, cause: str) -> None:
-        """A rank has failed, if it is the first one."""
+        """Record that a rank has failed, if it is the first one."""
         if self.fault is None:
             self.fault = Fault(rank, cause)
 
     def _group(self, rank: int, message: dict[str, Any]) -> frozenset[int]:
-        """The ranks of a message, and its sender: one set, kept once, for all ranks of a group."""
+        """Return the ranks of a message, and its sender, as one set that all ranks of a group share."""
         on = message.get("on")
         if not isinstance(on, list) or not all(_is_range(one, self.world_size) for one in on):
             raise ValueError(f"on: expected ranges of ranks below {self.world_size}, got {on!r:.40}")
@@ -130,6 +131,7 @@ class FailureDetector:
             silent = now - state.heard
             if silent > self.heartbeat_timeout_s and state.left is None:
                 self.blame(rank, f"no heartbeat for {silent:.1f} s: it is stopped, or cut off")
+        # Ranks join together, once all are known to be there: a late one has failed.
         limit = max(JOIN_S, self.heartbeat_timeout_s)
         if self.ranks and len(self.ranks) < self.world_size and now - self._first_join > limit:
             missing = next(rank for rank in range(self.world_size) if rank not in self.ranks)
@@ -146,7 +148,7 @@ class FailureDetector:
                 return
 
     def _look_at_broken(self, now: float) -> None:
-        """A collective that is not ours has failed on a rank: blame whoever left first, if any has."""
+        """Blame whoever left first, if any has, where a collective that is not ours has failed."""
         if self._broken is not None and self._broken[0] <= now:
             cause, self._broken = self._broken[1], None
             if self._leavers:
@@ -154,13 +156,15 @@ class FailureDetector:
                 self.blame(first, f"it left (its process exited) while others were at work: {cause}")
 
     def _settle(self, by: int, accusation: Accusation) -> None:
-        """Judge an accusation."""
+        """Decide whom an accusation is true of."""
+        # A rank that waits for one that waits itself is no witness: the end of the chain counts.
         end, accused, cause = self._waits.end_of(by), min(accusation.group - {by}), accusation.cause
         if not end.circle:
             self.blame(accused if end.rank == by else end.rank, cause)
             return
         waits = {rank: self._waits.of[rank] for rank in end.circle}
         usual = Counter(wait.place for wait in waits.values()).most_common(1)[0][0]
+        # In a circle nobody waits for nobody: the rank at another place than most took a wrong turn.
         odd = [rank for rank, wait in waits.items() if wait.place != usual]
         first = sorted(end.circle)[:8]  # a message is for people
         where = ", ".join(f"rank {rank} at {waits[rank].what}" for rank in first)

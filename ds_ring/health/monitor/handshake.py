@@ -1,4 +1,4 @@
-"""The handshake of a rank and the monitor process: each proves that it knows the job's secret.
+"""Let a rank and the monitor process each prove that it knows the job's secret.
 
 Owns the four lines that are exchanged before anything else. The secret itself never crosses the wire: each
 side sends a random nonce, and the other answers with an HMAC-SHA256 over both nonces, the rank and its own
@@ -32,7 +32,7 @@ _WELCOME = re.compile(rf"{VERSION} welcome", re.ASCII)
 
 
 class HandshakeError(Exception):
-    """The other side is not of this job, or does not speak this protocol."""
+    """Report that the other side is not of this job, or does not speak this protocol."""
 
 
 def _proof(secret: bytes, role: str, rank: int, rank_nonce: str, monitor_nonce: str) -> str:
@@ -48,7 +48,7 @@ def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
 
 
 class MonitorHandshake:
-    """The monitor's side, one line after the other.
+    """Take the monitor's side, one line after the other.
 
     Attributes:
         rank: who it is, once `done`; a mere claim before.
@@ -83,7 +83,7 @@ class MonitorHandshake:
 
 
 class RankHandshake:
-    """A rank's side: `hello`, then `answer` to the challenge, then `check_welcome`."""
+    """Take a rank's side: `hello`, then `answer` to the challenge, then `check_welcome`."""
 
     def __init__(self, secret: bytes, rank: int) -> None:
         self._secret, self._rank, self._nonce = secret, rank, secrets.token_hex(16)
@@ -109,7 +109,7 @@ class RankHandshake:
 
 
 def authenticate(connection: socket.socket, secret: bytes, rank: int, timeout_s: float) -> None:
-    """Shake hands as a rank, within `timeout_s` in all, however slowly the other side answers.
+    """Pass the handshake as a rank, within `timeout_s` in all, however slowly the other side answers.
 
     Raises:
         HandshakeError: the other side is not this job's monitor.
@@ -124,7 +124,7 @@ def authenticate(connection: socket.socket, secret: bytes, rank: int, timeout_s:
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    """Byte by byte: what follows the welcome belongs to somebody else."""
+    """Read byte by byte: what follows the welcome belongs to somebody else."""
     line = bytearray()
     while len(line) < HANDSHAKE_LINE_BYTES:
         left_s = deadline - time.monotonic()

@@ -1,19 +1,6 @@
-"""The sockets of the monitor process: ranks that have shaken hands, and strangers, who get little of it.
+"""Serve the sockets of the monitor process: ranks that have shaken hands, and strangers.
 
 It leaves its parent at once, outlives every rank and ends when the last one is gone.
-
-[Note: the monitor process]
-A store of torch could hold heartbeats, too, but it dies with the rank that hosts it (or costs a second
-process with all of torch), and it does not notice that a client is gone. Here the end of a connection is
-the message: a rank that is killed, aborts or crashes is known in milliseconds, one that is stopped or cut
-off after the heartbeat timeout.
-
-[Note: strangers]
-Whoever can reach the port may connect, so nothing that comes before the handshake is trusted. Its lines are
-short and have one form (no JSON is parsed); it has to be over in `STRANGER_S`; there is room for a limited
-number at a time, and whoever has had `TURN_S` makes room, first of the address that has most; strangers do
-not keep the process alive. No send ever waits: what a client does not read is kept up to a limit, and then
-the client is dropped. So a stranger can delay a rank that is joining, and no rank that has joined.
 """
 
 from __future__ import annotations
@@ -47,6 +34,17 @@ LOOPBACK = "127.0.0.1"
 PORTS = 20  # tries
 
 
+# [Note: strangers]
+# Whoever can reach the port may connect, so nothing that comes before the handshake is trusted. Its lines are
+# short and have one form (no JSON is parsed); it has to be over in `STRANGER_S`; there is room for a limited
+# number at a time, and whoever has had `TURN_S` makes room, first of the address that has most; strangers do
+# not keep the process alive. No send ever waits: what a client does not read is kept up to a limit, and then
+# the client is dropped. So a stranger can delay a rank that is joining, and no rank that has joined.
+# [Note: the monitor process]
+# A store of torch could hold heartbeats, too, but it dies with the rank that hosts it (or costs a second
+# process with all of torch), and it does not notice that a client is gone. Here the end of a connection is
+# the message: a rank that is killed, aborts or crashes is known in milliseconds, one that is stopped or cut
+# off after the heartbeat timeout.
 def line_bytes(world_size: int) -> int:
     """Return the longest line of a rank: one that waits for every second rank names them all."""
     return 16384 + 16 * world_size
@@ -54,7 +52,7 @@ def line_bytes(world_size: int) -> int:
 
 @dataclass(eq=False)
 class Client:
-    """A connection: a stranger until its handshake is done."""
+    """Hold a connection: a stranger until its handshake is done."""
 
     connection: socket.socket
     address: str
@@ -70,7 +68,7 @@ class Client:
 
 
 class Server:
-    """The sockets around a failure detector.
+    """Connect ranks and strangers to a failure detector.
 
     Args:
         listeners: bound, and listening.
@@ -92,7 +90,7 @@ class Server:
         self.told = False
 
     def serve(self) -> None:
-        """Until every rank is gone, or none came."""
+        """Serve until every rank is gone, or none came."""
         last_busy = before = time.monotonic()
         next_look = 0.0
         while True:
@@ -105,6 +103,7 @@ class Server:
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
             now = time.monotonic()
+            # The host was suspended, say: silence during that time is nobody's fault.
             if now - before > PAUSED_S:
                 self.detector.forgive(now - before)
             before = now
@@ -117,7 +116,7 @@ class Server:
                 return
 
     def _look(self, now: float) -> None:
-        """What time alone brings: a verdict, strangers whose time is over, room for others."""
+        """Handle what time alone brings: a verdict, strangers whose time is over, room for others."""
         fault = self.detector.look(now)
         if fault is not None and not self.told:
             self.told = True
@@ -168,7 +167,7 @@ class Server:
         self._listen(ready)
 
     def _listen(self, listening: bool) -> None:
-        """Newcomers wait in the kernel's queue meanwhile."""
+        """Start or stop accepting; newcomers wait in the kernel's queue meanwhile."""
         if self.listening != listening:
             self.listening = listening
             for listener in self.listeners:
@@ -273,13 +272,14 @@ class Server:
             self._drop(client)
             return
         del client.unsent[:sent]
+        # | Sends never wait: what a socket does not take now is sent when it can be written.
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         if self.selector.get_key(client.connection).events != events:
             self.selector.modify(client.connection, events, client)
 
 
 def raise_file_limit(world_size: int) -> int:
-    """Raise this process's limit of open files; the number of strangers that there is room for.
+    """Raise this process's limit of open files; return the number of strangers that there is room for.
 
     Raises:
         OSError: the hard limit is too low for so many ranks.
@@ -300,7 +300,7 @@ def raise_file_limit(world_size: int) -> int:
 
 
 def listen_at(host: str) -> list[socket.socket]:
-    """Listen at one address of this host, and at loopback, on one port.
+    """Open one port at one address of this host, and at loopback.
 
     Ranks of this host come by loopback, which works while the network does not. An empty `host` is every
     address, of both families where there are both.
@@ -330,6 +330,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(str(error))
     print(listeners[0].getsockname()[1], flush=True)
+    # Leaves the parent, so that a launcher that ends a rank's children leaves the monitor alone.
     if os.fork():
         os._exit(0)
     os.setsid()

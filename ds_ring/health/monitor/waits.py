@@ -1,10 +1,4 @@
-"""Who waits for whom, and where that ends. Pure: no clock, no sockets.
-
-[Note: who is to blame]
-A rank that waits too long accuses the rank it waits for; but that one may be waiting itself. The monitor
-knows every wait that lasts longer than a moment, follows them to their end and names the rank that waits for
-nobody. Where ranks wait for each other in a circle, the one that is at another place than most is named.
-"""
+"""Record who waits for whom, and find where that ends. Pure: no clock, no sockets."""
 
 from __future__ import annotations
 
@@ -18,6 +12,11 @@ Place = tuple[int, int]  # number of the call, hop
 Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
 
 
+# [Note: who is to blame]
+# A rank that waits too long accuses the rank it waits for; but that one may be waiting itself. The monitor
+# knows every wait that lasts longer than a moment, follows them to their end and names the rank that waits
+# for nobody. Where ranks wait for each other in a circle, the one that is at another place than most is
+# named.
 def ranges_of(ranks: Iterable[int]) -> Ranges:
     """Write ranks as ranges: a thousand that wait for a thousand would send megabytes otherwise."""
     return merged([rank, rank] for rank in ranks)
@@ -42,7 +41,7 @@ def ranks_of(ranges: Ranges) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait under way.
+    """Describe a wait under way.
 
     Attributes:
         group: the world ranks it is for (a collective has many), and the one that waits.
@@ -58,14 +57,14 @@ class Wait:
 
 
 class End(NamedTuple):
-    """Where the waits from a rank end: at a rank that waits for nobody, or in a circle (`rank` is in it)."""
+    """Say where the waits from a rank end: at one that waits for nobody, or in a circle that `rank` is in."""
 
     rank: int
     circle: tuple[int, ...]
 
 
 class Waits:
-    """All waits under way, by the rank that waits."""
+    """Keep all waits under way, by the rank that waits."""
 
     def __init__(self) -> None:
         self.of: dict[int, Wait] = {}
@@ -73,13 +72,13 @@ class Waits:
         self._ends: dict[int, End] = {}  # of those that were asked for since the last change
 
     def begin(self, rank: int, wait: Wait) -> None:
-        """A rank waits, no longer for what it waited for before."""
+        """Replace what a rank waits for."""
         self.end(rank)
         self.of[rank] = wait
         self._at[wait.place].add(rank)
 
     def end(self, rank: int) -> None:
-        """A rank waits no longer."""
+        """Remove a rank's wait."""
         self._ends.clear()
         wait = self.of.pop(rank, None)
         if wait is not None:
@@ -111,6 +110,6 @@ class Waits:
         return self._ends[rank]
 
     def _slowest(self, rank: int, wait: Wait) -> int:
-        """Of those that a rank waits for: one that does not wait, or is elsewhere, or the first."""
+        """Choose of those that a rank waits for: one that does not wait, or is elsewhere, or the first."""
         elsewhere = wait.group - self._at[wait.place]  # the rank itself is not
         return min(elsewhere - self.of.keys() or elsewhere or wait.group - {rank})

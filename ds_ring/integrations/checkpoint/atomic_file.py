@@ -1,4 +1,4 @@
-"""Small files that are there as a whole or not at all, whatever happens while they are written."""
+"""Write small files that are there as a whole or not at all, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk: a rename is lost with the power otherwise."""
+    """Write the names in `folder` to the disk: a rename is lost with the power otherwise."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

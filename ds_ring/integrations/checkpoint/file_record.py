@@ -1,4 +1,4 @@
-"""One file of a checkpoint: its size and sha256, written down and compared.
+"""Record and compare size and sha256 of one file of a checkpoint.
 
 Owns the hashing. Which files belong to a checkpoint is manifest.py's.
 """
@@ -23,13 +23,13 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Strict(BaseModel):
-    """A model of a file that takes nothing unknown and converts nothing."""
+    """Take nothing unknown from a file and convert nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class FileRecord(Strict):
-    """One file of a checkpoint; `path` is relative to the tag's folder, with forward slashes.
+    """Describe one file of a checkpoint; `path` is relative to the tag's folder, with forward slashes.
 
     A path that leads out of the folder is refused where the manifest is used (`strangers_in`): whoever wrote
     it may have written a digest that fits.
@@ -41,7 +41,9 @@ class FileRecord(Strict):
 
 
 def record_file(folder: Path, path: str) -> FileRecord:
-    """Size and sha256 of a file just written, which is brought to the disk on the way. May raise OSError."""
+    """Return size and sha256 of a file just written, which is brought to the disk on the way. May raise
+    OSError.
+    """
     with open_regular(folder / path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
@@ -49,7 +51,7 @@ def record_file(folder: Path, path: str) -> FileRecord:
 
 
 def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
-    """`record_file` of several, in their order."""
+    """Return `record_file` of several, in their order."""
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return list(threads.map(lambda path: record_file(folder, path), paths))
 

@@ -1,11 +1,7 @@
-"""Loading only checkpoints that are whole, decided on all ranks alike.
+"""Load only checkpoints that are whole, decided on all ranks alike.
 
 Owns what `engine.load_checkpoint` does on an engine of `ds_ring.initialize`, and how the ranks come to one
 decision. Saving is save.py's; the files and what damage looks like are manifest.py's.
-
-[Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
-`latest`: then the checkpoint before is as good as any, and is taken. A link, a FIFO, a file more, a path that
-leads out, code in a pickle are somebody's doing: loading stops, and a person decides.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def guard_checkpoints(engine: DeepSpeedEngine) -> None:
-    """Make `engine.save_checkpoint` that of save.py and `engine.load_checkpoint` the one below.
+    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below.
 
     Raises:
         RingConfigError: the JSON chose a checkpoint writer that goes on writing in the background.
@@ -67,6 +63,9 @@ def guard_checkpoints(engine: DeepSpeedEngine) -> None:
     engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
 
 
+# [Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
+# `latest`: then the checkpoint before is as good as any, and is taken. A link, a FIFO, a file more, a path
+# that leads out, code in a pickle are somebody's doing: loading stops, and a person decides.
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str,
@@ -77,7 +76,7 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """DeepSpeed's load_checkpoint of the newest checkpoint that is whole. Collective.
+    """Load the newest checkpoint that is whole, by DeepSpeed's load_checkpoint. Collective.
 
     Without a tag it starts from the one that `latest` names and goes back, one checkpoint at a time, past
     what does not verify; each step is logged as an error with the file, what was expected and what is there.
@@ -114,7 +113,9 @@ def _storage_of(engine: DeepSpeedEngine) -> Storage:
 
 
 def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
-    """The tag to load, the same on every rank; None where there is nothing to load and none was asked for."""
+    """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
+    for.
+    """
     asked = together(lambda: None if tag is None else _existing(root, str(tag)))
     if len(set(asked)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
@@ -124,6 +125,7 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
     for position, name in enumerate(proposals):
         _require_no_stranger(root / name)
         faults = _faults_everywhere(root / name, storage, universal)
+        # The first whole one is taken; what is older is not even read.
         if not faults:
             _require_nothing_runs(root / name, storage)
             _say_what_was_left(root, name)
@@ -146,7 +148,7 @@ def _existing(root: Path, tag: str) -> str:
 
 
 def _require_latest(root: Path, chosen: str) -> None:
-    """Collective. DeepSpeed 0.19.8 then reads the weights of what `latest` names, whatever was asked for."""
+    """Require that `latest` names the tag: DeepSpeed 0.19.8 then reads its weights, whatever is asked for."""
     named = together(lambda: read_latest(root) if dist.get_rank() == 0 else None)[0]
     if named != chosen:
         raise RingCheckpointError(
@@ -157,7 +159,7 @@ def _require_latest(root: Path, chosen: str) -> None:
 
 
 def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
-    """Tags in the order in which to try them."""
+    """Return tags in the order in which to try them."""
     if tag is not None:
         return [tag]
     if universal:
@@ -177,7 +179,7 @@ def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
 
 
 def _require_no_stranger(folder: Path) -> None:
-    """Collective."""
+    """Raise where somebody has changed the folder. Collective."""
 
     def look() -> None:
         if os.path.lexists(folder) and (found := strangers_in(folder)):
@@ -187,14 +189,14 @@ def _require_no_stranger(folder: Path) -> None:
 
 
 def _require_nothing_runs(folder: Path, storage: Storage) -> None:
-    """Collective: each rank reads its share of the pickled files."""
+    """Read this rank's share of the pickled files, without running code from them. Collective."""
     together(
         lambda: require_weights_only(folder, list(files_in(folder))[storage.share :: len(storage.ranks)])
     )
 
 
 def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
-    """What is wrong with a checkpoint on any storage, each fault once. Collective."""
+    """Return what is wrong with a checkpoint on any storage, each fault once. Collective."""
     if universal and not any(together((folder / MANIFEST).exists)):
         _log_on_rank_0(f"{folder} is a universal checkpoint without {MANIFEST}: it is loaded unverified")
         return []
@@ -203,7 +205,7 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
 
 
 def _say_what_was_left(root: Path, chosen: str) -> None:
-    """Saving that was cut short leaves a folder that nobody names: say that it is not used."""
+    """Report folders of saves that were cut short, which nobody names and nobody uses."""
     if dist.get_rank() == 0 and (left := [tag for tag in unfinished_tags(root) if tag != chosen]):
         log.error("unfinished in %s and not used: %s (no manifest); taking %s", root, ", ".join(left), chosen)
 

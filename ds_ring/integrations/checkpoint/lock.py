@@ -1,4 +1,4 @@
-"""One job for each folder of checkpoints: the claim that a job holds while it may save there.
+"""Lock a folder of checkpoints for one job, as long as it may save there.
 
 Owns the file `.ds_ring_lock`. The kernel's lock on it (flock) is the claim: that of a job that ended, however
 it ended, is gone. What the file says is for the message only. On NFS, Linux makes it a lock of the server's,
@@ -33,7 +33,7 @@ _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderLocks:
-    """The folders that one engine saves in, claimed until the engine is gone."""
+    """Hold the folders that one engine saves in until the engine is gone."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}  # descriptors by folder
@@ -42,7 +42,7 @@ class FolderLocks:
         os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(self)))
 
     def claim(self, folder: Path) -> None:
-        """Claim `folder` for this process; again by the same process is fine.
+        """Lock `folder` for this process; again by the same process is fine.
 
         Raises:
             RingCheckpointError: another process holds it. OSError: the lock file cannot be written.
@@ -128,7 +128,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """False once somebody has removed the lock file, or the folder, and perhaps made it anew."""
+    """Return False once somebody has removed the lock file, or the folder, and perhaps made it anew."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:

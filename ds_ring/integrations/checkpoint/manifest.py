@@ -1,11 +1,7 @@
-"""The manifest of a checkpoint: which files belong to it, their sizes and sha256. Knows no deepspeed.
+"""Write and read the manifest of a checkpoint: its files, their sizes and sha256. Knows no deepspeed.
 
 Owns the file `ds_ring_manifest.json` in a tag's folder and the order of the checkpoints of a run. Who hashes
 what on which rank, and what follows from damage, is checkpoint.py's.
-
-[Note: sealed] The manifest is written last, after every file of every rank, so a folder without one was never
-finished: it needs no other mark. It carries a digest of itself: a flipped bit in it is not taken for damage
-to the files.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ _FAULTS_NAMED = 20
 
 
 class Manifest(Strict):
-    """All files of a checkpoint.
+    """List all files of a checkpoint.
 
     Attributes:
         format: 1; another number is another version's.
@@ -72,7 +68,7 @@ class Manifest(Strict):
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Relative paths of all files below `folder`, the manifest and its unfinished copies left out.
+    """Yield relative paths of all files below `folder`, the manifest and its unfinished copies left out.
 
     Raises:
         RingCheckpointError: something there is neither a folder nor a regular file.
@@ -86,8 +82,11 @@ def files_in(folder: Path) -> Iterator[str]:
             yield path
 
 
+# [Note: sealed] The manifest is written last, after every file of every rank, so a folder without one was
+# never finished: it needs no other mark. It carries a digest of itself: a flipped bit in it is not taken for
+# damage to the files.
 def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int) -> Manifest:
-    """Seal the checkpoint in `folder` ([Note: sealed])."""
+    """Write the manifest of the checkpoint in `folder` ([Note: sealed])."""
     files = tuple(sorted(files, key=lambda record: record.path))
     manifest = Manifest(global_steps=global_steps, saved_unix_seconds=time.time(), files=files)
     manifest = manifest.model_copy(update={"digest": manifest.digest_of_the_rest()})
@@ -96,7 +95,7 @@ def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`; RingCheckpointError where there is none to trust."""
+    """Return the manifest in `folder`; RingCheckpointError where there is none to trust."""
     require_folder(folder)
     try:
         manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MOST_MANIFEST_BYTES))
@@ -173,7 +172,7 @@ def strangers_in(folder: Path) -> list[str]:
 
 
 def faults_of(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the checkpoint in `folder`: one sentence for each fault, with expected and got.
+    """Return what is wrong with the checkpoint in `folder`: one sentence for each fault.
 
     Every caller looks at all sizes; hashes are divided: share `share` of `shares` reads its part of them.
     """
@@ -219,7 +218,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
 
 
 def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
-    """Seal a checkpoint that was written without a manifest, as it is now; its user knows that it is whole.
+    """Write a manifest for a checkpoint that has none, as it is now; its user knows that it is whole.
 
     Its place in the order of checkpoints follows from the number at the end of the tag (global_step120).
 
@@ -240,7 +239,7 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
 
 
 def read_latest(root: Path, name: str = LATEST) -> str | None:
-    """The tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file.
+    """Return the tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file.
 
     Raises:
         RingCheckpointError: what it holds is text and no plain name, or it is no small regular file.
@@ -257,7 +256,7 @@ def read_latest(root: Path, name: str = LATEST) -> str | None:
 
 
 def earlier_tags(root: Path, tag: str) -> list[str]:
-    """Tags of sealed checkpoints older than `tag`, newest first; all others where `tag` tells no age."""
+    """Return tags of sealed checkpoints older than `tag`, newest first; all if `tag` has no known age."""
     ages = {folder.name: age for folder in _folders(root) if (age := _age(folder)) is not None}
     limit = ages.pop(tag, None)
     kept = [name for name in ages if limit is None or ages[name] < limit]
@@ -265,7 +264,7 @@ def earlier_tags(root: Path, tag: str) -> list[str]:
 
 
 def unfinished_tags(root: Path) -> list[str]:
-    """Folders that hold a checkpoint's files and no manifest. Universal checkpoints have none either."""
+    """Return folders with a checkpoint's files and no manifest; universal checkpoints have none either."""
     return [
         folder.name
         for folder in _folders(root)
@@ -286,11 +285,11 @@ def _age(folder: Path) -> tuple[int, float] | None:
 
 
 def _is_ours_or_nfs(path: str) -> bool:
-    """The manifest, its unfinished copies, and what NFS keeps of a file that was removed while open."""
+    """Return whether a file is the manifest, a copy of it, or what NFS keeps of a removed open file."""
     return path.startswith((MANIFEST, f".{MANIFEST}")) or path.rpartition("/")[2].startswith(".nfs")
 
 
 def _few(faults: list[str]) -> list[str]:
-    """Enough of them to act on."""
+    """Return enough of the faults to act on."""
     left = len(faults) - _FAULTS_NAMED
     return faults if left <= 0 else [*faults[:_FAULTS_NAMED], f"and {left} more of this kind"]

@@ -1,4 +1,4 @@
-"""The names and files that a checkpoint may consist of: plain tags and regular files.
+"""Check the names and files that a checkpoint may consist of: plain tags and regular files.
 
 Owns the walk over a checkpoint's folder and the opening of its files. A folder of checkpoints may be shared
 with others: a symbolic link would lead out of it, a FIFO would be waited for and a device read without end.
@@ -32,7 +32,7 @@ def kind_of(mode: int) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether `name` is that of one visible file in the folder where it stands."""
+    """Return whether `name` is that of one visible file in the folder where it stands."""
     return (
         bool(name)
         and not name.startswith(".")
@@ -43,7 +43,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def is_plain_path(path: str) -> bool:
-    """Tell whether `path` has forward slashes only and stays below the folder that it starts from."""
+    """Return whether `path` has forward slashes only and stays below the folder that it starts from."""
     return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
@@ -102,7 +102,7 @@ def entries_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def is_folder(path: Path) -> bool:
-    """Tell whether `path` is a folder by itself, not through a link."""
+    """Return whether `path` is a folder by itself, not through a link."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:

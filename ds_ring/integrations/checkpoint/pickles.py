@@ -1,13 +1,7 @@
-"""Reading a checkpoint's pickled files without running code from them: torch's `weights_only`.
+"""Read a checkpoint's pickled files without running code from them: torch's `weights_only`.
 
 Owns the list of classes that DeepSpeed's files may name. DeepSpeed 0.19.8 loads every file with
 `weights_only=False`, in its checkpoint engine and, for universal checkpoints, by itself.
-
-[Note: weights only] A pickle may call any function while it is read, and a manifest does not help: who can
-put a file into the folder can write its manifest, too. So every file is read by torch's restricted unpickler
-before any rank hands the folder to DeepSpeed (mapped, not read: it is the pickle that counts), all ranks hear
-of what it refuses, and while DeepSpeed loads, `torch.load` is restricted for all files of the folder, whoever
-calls it.
 """
 
 from __future__ import annotations
@@ -41,6 +35,11 @@ _NUMPY_FUNCTIONS: tuple[tuple[Callable[..., Any], str], ...] = tuple(
 )
 
 
+# [Note: weights only] A pickle may call any function while it is read, and a manifest does not help: who can
+# put a file into the folder can write its manifest, too. So every file is read by torch's restricted
+# unpickler before any rank hands the folder to DeepSpeed (mapped, not read: it is the pickle that counts),
+# all ranks hear of what it refuses, and while DeepSpeed loads, `torch.load` is restricted for all files of
+# the folder, whoever calls it.
 def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
     """Read those of `paths` below `folder` that torch has pickled, without running anything from them.
 
@@ -55,7 +54,7 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
 
 @contextmanager
 def weights_only_below(root: Path) -> Iterator[None]:
-    """Let `torch.load` read files below `root` with `weights_only=True`, whatever its caller says."""
+    """Restrict `torch.load` to `weights_only=True` for files below `root`, whatever its caller says."""
     inside, load = os.path.abspath(root), torch.load
 
     def restricted(f: Any, *args: Any, **options: Any) -> Any:

@@ -1,12 +1,7 @@
-"""Saving a checkpoint so that the one before stays, whatever happens: files, a manifest, one rename.
+"""Save a checkpoint so that the one before stays, whatever happens: files, a manifest, one rename.
 
 Owns what `engine.save_checkpoint` does on an engine of `ds_ring.initialize`. DeepSpeed's files are written to
 a hidden folder beside the one of the tag, `.TAG.saving`, which gets the tag's name with its manifest.
-
-[Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
-storage puts the manifest together from their reports, after it has found every file in its own view of the
-folder, so a folder that the hosts do not share is noticed when it is written. With DeepSpeed's
-`"checkpoint": {"use_node_local_storage": true}` each host is a storage of its own, with its own manifest.
 """
 
 from __future__ import annotations
@@ -35,6 +30,10 @@ __all__ = ["save_checkpoint"]
 log = logging.getLogger(__name__)
 
 
+# [Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
+# storage puts the manifest together from their reports, after it has found every file in its own view of the
+# folder, so a folder that the hosts do not share is noticed when it is written. With DeepSpeed's
+# `"checkpoint": {"use_node_local_storage": true}` each host is a storage of its own, with its own manifest.
 def save_checkpoint(
     engine: DeepSpeedEngine,
     save_dir: str,
@@ -45,7 +44,7 @@ def save_checkpoint(
     *,
     locks: FolderLocks,
 ) -> bool:
-    """DeepSpeed's save_checkpoint, then a manifest, then the tag's name, then `latest`. Collective.
+    """Call DeepSpeed's save_checkpoint, then write a manifest, the tag's name and `latest`. Collective.
 
     However it is cut short, `latest` names a checkpoint that was finished, and one of the same tag that was
     there before is whole until the new one is. That takes the disk space of both.
@@ -79,6 +78,7 @@ def save_checkpoint(
         if storage.leads:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
+    # The rename is the commit: before it the old checkpoint is whole, after it the new one.
     together(lambda: _give_its_name(hidden, root / tag) if storage.leads else None)
     if save_latest:
         together(lambda: write_at_once(root / LATEST, tag) if storage.leads else None)
@@ -93,7 +93,7 @@ def _agreed_tag(tag: str) -> str:
 
 
 def _make_room(root: Path, hidden: Path, locks: FolderLocks) -> None:
-    """Make and claim the folders that DeepSpeed writes into, before any rank is in a barrier of its own."""
+    """Create and lock the folders that DeepSpeed writes into, before any rank is in a barrier of its own."""
     root.mkdir(parents=True, exist_ok=True)
     locks.claim(root)
     if is_folder(hidden):
@@ -102,13 +102,13 @@ def _make_room(root: Path, hidden: Path, locks: FolderLocks) -> None:
 
 
 class _Writes:
-    """What this rank wrote below a folder, as relative paths, and what went wrong."""
+    """Record what this rank wrote below a folder, as relative paths, and what went wrong."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths, self.fault = folder, dict[str, None](), ""
 
     def records(self) -> list[FileRecord]:
-        """The records of all files, or RingCheckpointError if one could not be written or loaded again."""
+        """Return the records of all files, or raise if one could not be written or loaded again."""
         if self.fault:
             raise RingCheckpointError(self.fault)
         require_weights_only(self.folder, self.paths)
@@ -116,7 +116,7 @@ class _Writes:
 
     @contextmanager
     def watching(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Note what is written. An error is kept for later: DeepSpeed's other ranks wait in a barrier."""
+        """Record what is written. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
         write = engine.checkpoint_engine.save
 
         def save(state_dict: Any, path: str) -> Any:
@@ -192,7 +192,7 @@ def _give_its_name(hidden: Path, folder: Path) -> None:
 
 
 def _free_name(folder: Path, why: str) -> Path:
-    """`.TAG.replaced`, to be removed, or a visible TAG.unsealed, TAG.unsealed2 and so on, to be kept."""
+    """Return `.TAG.replaced`, to be removed, or a visible TAG.unsealed, TAG.unsealed2 ..., to be kept."""
     if why == "replaced":
         hidden = folder.with_name(f".{folder.name}.replaced")
         shutil.rmtree(hidden, ignore_errors=True)

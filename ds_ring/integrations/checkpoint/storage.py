@@ -1,4 +1,4 @@
-"""Which ranks see one folder alike, and doing a thing on all ranks so that they succeed or fail together.
+"""Find which ranks see one folder alike, and act on all ranks so that they succeed or fail together.
 
 Owns the collectives of saving and loading. Knows neither DeepSpeed nor what a checkpoint's files are.
 """
@@ -16,24 +16,26 @@ T = TypeVar("T")
 
 
 class Storage(NamedTuple):
-    """The ranks that see one folder alike, by their number in the world, and this rank."""
+    """List the ranks that see one folder alike, by their number in the world, and this rank."""
 
     ranks: tuple[int, ...]
     rank: int
 
     @property
     def leads(self) -> bool:
-        """True on the one rank that writes what is written once."""
+        """Return True on the one rank that writes what is written once."""
         return self.rank == self.ranks[0]
 
     @property
     def share(self) -> int:
-        """Which part of the work on this storage is this rank's, of `len(ranks)`."""
+        """Return which part of the work on this storage is this rank's, of `len(ranks)`."""
         return self.ranks.index(self.rank)
 
 
 def storage_of(local_rank: int, node_local: bool) -> Storage:
-    """All ranks, or with node-local storage those of this host, which are consecutive. Collective then."""
+    """Return all ranks, or with node-local storage those of this host, which are consecutive. Collective
+    then.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     if not node_local:
         return Storage(tuple(range(world)), rank)
@@ -45,7 +47,7 @@ def storage_of(local_rank: int, node_local: bool) -> Storage:
 
 
 def together(act: Callable[[], T]) -> list[T]:
-    """What `act` gives on every rank, by rank. Collective, so a barrier; an error of one is raised on all.
+    """Return what `act` gives on every rank. Collective, so a barrier; an error of one is raised on all.
 
     Raises:
         RingCheckpointMissingError: so did `act`, on every rank on which it failed.

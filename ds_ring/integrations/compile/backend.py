@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="ds_ring")`: models that know nothing of the ring, on a ring.
+"""Rewrite models that know nothing of the ring: `torch.compile(model, backend="ds_ring")`.
 
 Owns the backend's options and what happens to a refusal; the rewriting is graph_rewrite.py's. The rest of the
 graph goes to Inductor, or to the backend that `inner` names.
@@ -8,10 +8,6 @@ graph goes to Inductor, or to the backend that `inner` names.
     logits = model(input_ids=ids_local, position_ids=positions_local, use_cache=False).logits
 
 Under `ds_ring.initialize` say `engine.compile(backend="ds_ring")`: the session knows the rest.
-
-[Note: refusals of a backend]
-Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that raises
-the RingError, as it is, whenever it is called, and tells the other ranks first where there is a mesh.
 """
 
 from __future__ import annotations
@@ -27,8 +23,13 @@ from torch.fx import GraphModule
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
-from ds_ring.integrations.compile.graph_placement import Places, SessionSource, Source, StaticSource
 from ds_ring.integrations.compile.graph_rewrite import Rewriting
+from ds_ring.integrations.compile.graph_sharding import (
+    RegisteredSource,
+    SessionSource,
+    ShardingSource,
+    StaticSource,
+)
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.module import options_from_config
 from ds_ring.runtime.context import Options, context_for, refusing_context
@@ -52,7 +53,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What the backend is told.
+    """Hold the backend's options.
 
     Attributes:
         source: where tokens lie.
@@ -61,14 +62,14 @@ class BackendOptions:
         masks: "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern.
     """
 
-    source: Source
+    source: ShardingSource
     inner: str = "inductor"
     inner_options: Mapping[str, Any] | None = None
     masks: str = "check"
 
     @classmethod
     def read(cls, options: Mapping[str, Any], session: RingSession | None = None) -> BackendOptions:
-        """The options of torch.compile; with a session, mesh and pattern are its own.
+        """Read the options of torch.compile; with a session, mesh and pattern are its own.
 
         Raises:
             RingConfigError: an unknown key or value, or no word about where the tokens lie.
@@ -147,10 +148,14 @@ def _refuse_ulysses(mesh: RingMesh) -> None:
         )
 
 
+# [Note: refusals of a backend]
+# Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that
+# raises the RingError, as it is, whenever it is called, and tells the other ranks first where there is a
+# mesh.
 def backend(
     module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
 ) -> Compiled:
-    """The backend by its name, as torch.compile calls it with a Dynamo graph.
+    """Compile a Dynamo graph, as torch.compile calls a backend by its name.
 
     Raises:
         RingError: nothing here; the function that it returns does ([Note: refusals of a backend]).
@@ -159,7 +164,7 @@ def backend(
 
 
 def backend_of(session: RingSession) -> Callable[..., Compiled]:
-    """The backend that knows a session; torch.compile's `options` say the rest.
+    """Return the backend that knows a session; torch.compile's `options` say the rest.
 
     Raises:
         RingConfigError: the session has Ulysses ranks, which graphs are not rewritten for.
@@ -184,14 +189,14 @@ def _compile(
     mesh = session.mesh if session is not None else options.get("mesh")
     try:
         read = BackendOptions.read(options, session)
-        mesh, places = read.source.mesh, Places(read.source)
-        Rewriting(places.handle, read.masks == "replace").run(module)
+        mesh, registered = read.source.mesh, RegisteredSource(read.source)
+        Rewriting(registered.handle, read.masks == "replace").run(module)
     except RingError as error:
         return _refusing(error, mesh)
     compiled = lookup_backend(read.inner)(module, list(inputs), **_keywords(read, more))
 
     def run(*args: Any) -> Any:
-        assert places.source is read.source  # keeps the number in the graph alive
+        assert registered.source is read.source  # keeps the number in the graph alive
         return compiled(*args)
 
     return run
@@ -202,7 +207,7 @@ def _keywords(read: BackendOptions, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusing(error: RingError, mesh: object) -> Compiled:
-    """See [Note: refusals of a backend]."""
+    """Return a function that raises the refusal; see [Note: refusals of a backend]."""
 
     def refuse(*_: Any) -> Any:
         if isinstance(mesh, RingMesh):

@@ -1,4 +1,4 @@
-"""Which nodes of a Dynamo graph are attention, and what of their arguments a ring computes.
+"""Find the attention nodes of a Dynamo graph, and read what of their arguments a ring computes.
 
 Owns the reading of `scaled_dot_product_attention` and `flex_attention` nodes, in the graph and in those that
 it calls. What is attention and cannot be read raises: a graph must never attend to one rank's tokens only.
@@ -28,7 +28,7 @@ _WHAT_TO_DO = (
 
 
 class Attention(NamedTuple):
-    """An attention node, understood.
+    """Describe an attention node.
 
     Attributes:
         node, scope: where it stands.
@@ -61,7 +61,7 @@ def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> Attention:
 
 
 def _facts(mask: Any, scope: Scope, replace_masks: bool) -> Facts | None:
-    """None if the mask is the pattern's, unread."""
+    """Read a mask; None if it is the pattern's, unread."""
     if mask is None:
         return Facts()
     if replace_masks:
@@ -116,7 +116,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
 
 
 def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None = None) -> Iterator[Scope]:
-    """The graph and the graphs that it calls, with what each is called with; not those of FlexAttention."""
+    """Yield the graph and the graphs that it calls, with their arguments; not those of FlexAttention."""
     scope = Scope(module, outer)
     if call is not None:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -156,7 +156,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def refuse_other_attention(node: Node, name: str) -> None:
-    """Attention that is written out, or that another package computes."""
+    """Refuse attention that is written out, or that another package computes."""
     if node.op not in ("call_function", "call_method"):
         return
     what = str(node.target)
@@ -190,7 +190,7 @@ _BETWEEN += ("masked_fill", "masked_fill_", "type_as", "view", "reshape", "trued
 
 
 def _comes_from_a_product(node: Node) -> bool:
-    """Scores: a product of two batches of matrices, scaled and masked. A router multiplies by its weights."""
+    """Return whether a node holds scores: a product of two batches of matrices, scaled and masked."""
     seen, open_ = set(), list(node.all_input_nodes[:1])
     while open_:
         one = open_.pop()
@@ -221,7 +221,7 @@ def _number(scale: Any) -> float | None:
 
 
 def _checked(one: Attention) -> Attention:
-    """Shapes that a ring can take; the rest is checked where it runs."""
+    """Check shapes that a ring can take; the rest is checked where it runs."""
     fakes = [x.meta.get("example_value") if isinstance(x, Node) else None for x in (one.q, one.k, one.v)]
     shapes = [None if fake is None else list(fake.shape) for fake in fakes]
     for name, shape in zip("qkv", shapes, strict=True):

@@ -1,7 +1,7 @@
-"""What a mask in a Dynamo graph means, read from the nodes that compute it.
+"""Read what a mask in a Dynamo graph means from the nodes that compute it.
 
 Owns the reading only: which facts a mask states (causal, a window, packed documents) and from which position
-ids. Whether a pattern may stand for it is graph_placement.py's. Nothing is guessed: a node that is not known
+ids. Whether a pattern may stand for it is graph_sharding.py's. Nothing is guessed: a node that is not known
 here makes the mask unreadable, with the node's name and line.
 
 Known is what transformers' `masking_utils` and hand-written masks of FlexAttention are made of, comparisons
@@ -23,7 +23,7 @@ QUERY, KEY = 2, 3  # axes of a mask [B, H, S, S]
 
 
 class Along(NamedTuple):
-    """A number for every slot along one axis: the slot itself, or what a table holds for it.
+    """Hold a number for every slot along one axis: the slot itself, or what a table holds for it.
 
     Attributes:
         axis: 0 batch, 1 head, 2 query, 3 key.
@@ -38,13 +38,13 @@ class Along(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """Query minus key."""
+    """Stand for query minus key."""
 
     table: tuple[str, Node | None]
 
 
 class Facts(NamedTuple):
-    """What a mask states; all of it holds.
+    """State what a mask says; all of it holds.
 
     Attributes:
         causal: no later key is seen.
@@ -72,7 +72,7 @@ class Facts(NamedTuple):
 
 @dataclass
 class Scope:
-    """A graph, and what its placeholders are in the graph that calls it.
+    """Hold a graph, and what its placeholders are in the graph that calls it.
 
     Attributes:
         module: the graph.
@@ -86,12 +86,12 @@ class Scope:
 
     @property
     def root(self) -> Scope:
-        """The whole graph."""
+        """Return the whole graph."""
         return self if self.outer is None else self.outer.root
 
 
 def read_mask(mask: Node, scope: Scope) -> Facts:
-    """The facts of a tensor mask, or of the output of a mask_mod.
+    """Read the facts of a tensor mask, or of the output of a mask_mod.
 
     Raises:
         RingPatternError: the mask cannot be read; says which operation, and where it stands.
@@ -103,7 +103,7 @@ def read_mask(mask: Node, scope: Scope) -> Facts:
 
 
 def resolve(value: Any, scope: Scope) -> tuple[Any, Scope]:
-    """A node where it is computed: a placeholder of an inner graph is what it is called with."""
+    """Return a node where it is computed: a placeholder of an inner graph is what it is called with."""
     while isinstance(value, Node) and value.op == "placeholder" and scope.outer is not None:
         value, scope = scope.given.get(value), scope.outer
     return value, scope
@@ -124,14 +124,14 @@ def _read(value: Any, scope: Scope) -> Any:
 
 
 def name_of(node: Node) -> str:
-    """The bare name of what a node calls: `and_`, `cumsum`, `scaled_dot_product_attention`."""
+    """Return the bare name of what a node calls: `and_`, `cumsum`, `scaled_dot_product_attention`."""
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
     return str(node.target) if node.op == "call_method" else node.op
 
 
 def where(node: Node) -> str:
-    """The user's line that a node comes from, in words; empty if nobody knows."""
+    """Return the user's line that a node comes from, in words; empty if nobody knows."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
     return f", at {lines[-2]}: {lines[-1]}" if len(lines) > 1 else ""
 
@@ -157,7 +157,7 @@ def _as_facts(meaning: Any, node: Node) -> Facts:
 
 
 def _same(node: Node, scope: Scope) -> Any:
-    """Operations that change shape, device or type, and no value that counts."""
+    """Read through operations that change shape, device or type, and no value that counts."""
     return _read(node.args[0], scope)
 
 
@@ -176,7 +176,7 @@ def _and(node: Node, scope: Scope) -> Facts:
 
 
 def _lookup(node: Node, scope: Scope) -> Along | None:
-    """`arange[None, None, :, None]`, or a table at [batch, slot]."""
+    """Read `arange[None, None, :, None]`, or a table at [batch, slot]."""
     base, index = node.args
     if not isinstance(index, tuple):
         return None
@@ -192,7 +192,7 @@ def _lookup(node: Node, scope: Scope) -> Along | None:
 
 
 def _is_arange(node: Any, scope: Scope) -> bool:
-    """0, 1, 2, ... for each slot."""
+    """Return whether a node is 0, 1, 2, ... for each slot."""
     node, scope = resolve(node, scope)
     if not isinstance(node, Node):
         return False
@@ -205,7 +205,7 @@ def _is_arange(node: Any, scope: Scope) -> bool:
 
 
 def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
-    """Whether a table of [B, S] holds positions or the documents that are counted off them."""
+    """Return whether a table of [B, S] holds positions or the documents that are counted off them."""
     node = _plain(base, scope)
     if not isinstance(node, Node):
         return "values", None
@@ -219,7 +219,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
 
 
 def _plain(value: Any, scope: Scope) -> Any:
-    """The tensor behind expands and conversions to where it already is."""
+    """Return the tensor behind expands and conversions to where it already is."""
     value, scope = resolve(value, scope)
     while isinstance(value, Node) and name_of(value) in ("expand", "contiguous", "clone"):
         value, scope = resolve(value.args[0], scope)
@@ -227,7 +227,7 @@ def _plain(value: Any, scope: Scope) -> Any:
 
 
 def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
-    """p of `(diff(p, prepend=p[:, :1] - 1) != 1).cumsum(-1)`: a number that rises where p does not go on."""
+    """Return p of `(diff(p, prepend=p[:, :1] - 1) != 1).cumsum(-1)`, which rises where p does not go on."""
     breaks = _plain(node.args[0], scope)
     if not (isinstance(breaks, Node) and name_of(breaks) == "ne" and breaks.args[1] == 1):
         return None
@@ -241,7 +241,7 @@ def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
 
 
 def _is_one_before(node: Any, positions: Node, scope: Scope) -> bool:
-    """`positions[:, :1] - 1`, so that the first slot never breaks."""
+    """Return whether a node is `positions[:, :1] - 1`, so that the first slot never breaks."""
     node = _plain(node, scope)
     if not (isinstance(node, Node) and name_of(node) == "sub" and node.args[1] == 1):
         return False
@@ -282,7 +282,7 @@ def _equal(node: Node, scope: Scope) -> Facts | None:
 
 
 def _compare(least: int) -> Callable[[Node, Scope], Facts | None]:
-    """A reader of `left - right >= least`, for `>` (1) and `>=` (0)."""
+    """Return a reader of `left - right >= least`, for `>` (1) and `>=` (0)."""
 
     def read(node: Node, scope: Scope) -> Facts | None:
         left, right = (_read(arg, scope) for arg in node.args)
@@ -300,7 +300,9 @@ def _compare_reversed(least: int) -> Callable[[Node, Scope], Facts | None]:
 
 
 def _at_least(greater: Any, smaller: Any, least: int) -> Facts | None:
-    """`greater - smaller >= least`, as a bound of query minus key: from below causal, from above a window."""
+    """Read `greater - smaller >= least` as a bound of query minus key: causal from below, a window from
+    above.
+    """
     if isinstance(greater, Distance) and isinstance(smaller, int):
         return _from_below(smaller + least, greater.table)
     if isinstance(smaller, Distance) and isinstance(greater, int):

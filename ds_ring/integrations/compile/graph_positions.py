@@ -1,4 +1,4 @@
-"""The greatest position of a sequence in a compiled graph, where a model asks for that of its local tokens.
+"""Replace the greatest local position in a compiled graph by that of the whole sequence.
 
 Owns the operator `ds_ring::greatest_position` and where the backend puts it: behind every maximum over a
 whole tensor of integers that is computed from integers alone (position ids; never what a router or the scores
@@ -14,22 +14,22 @@ from torch.fx import GraphModule, Node
 
 from ds_ring.integrations.compile.graph_attention import is_tensor
 from ds_ring.integrations.compile.graph_masks import name_of
-from ds_ring.integrations.compile.graph_placement import StaticSource, places_of
+from ds_ring.integrations.compile.graph_sharding import StaticSource, source_of
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 
 
 @torch.library.custom_op("ds_ring::greatest_position", mutates_args=())
 def greatest_position_op(local: Tensor, source: int) -> Tensor:
-    """The greatest of all ranks' `local` [], an integer tensor. Collective over the sequence group.
+    """Return the greatest of all ranks' `local` [], an integer tensor. Collective over the sequence group.
 
     Args:
         local: the greatest of this rank's tokens. Under a session it is the batch's already (rotary.py).
-        source: number of the `Places`.
+        source: number of the `RegisteredSource`.
     """
-    places = places_of(source)
-    if not isinstance(places.source, StaticSource):
+    registered = source_of(source)
+    if not isinstance(registered.source, StaticSource):
         return local.clone()
-    mesh = places.source.mesh
+    mesh = registered.source.mesh
     exchange = Exchange(mesh, BATCH_TIMEOUT_S)
     return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size)).amax(dim=0)
 
@@ -40,7 +40,7 @@ def _(local: Tensor, source: int) -> Tensor:
 
 
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
-    """Put the operator behind every maximum of positions in a graph, in place."""
+    """Insert the operator behind every maximum of positions in a graph, in place."""
     for node in list(module.graph.nodes):
         if _is_whole_maximum(node) and _of_integers_alone(node):
             with module.graph.inserting_after(node):
@@ -51,7 +51,7 @@ def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
 
 
 def _is_whole_maximum(node: Node) -> bool:
-    """True for `max(x)`, `x.max()` and the like: one tensor in, one number out."""
+    """Return whether a node is `max(x)`, `x.max()` and the like: one tensor in, one number out."""
     if name_of(node) not in ("max", "amax") or not is_tensor(node):
         return False
     tensors = [one for one in node.all_input_nodes if is_tensor(one)]
@@ -59,7 +59,7 @@ def _is_whole_maximum(node: Node) -> bool:
 
 
 def _of_integers_alone(node: Node) -> bool:
-    """True if no tensor of fractions stands anywhere before it."""
+    """Return whether no tensor of fractions stands anywhere before it."""
     seen, todo = set(), [node]
     while todo:
         one = todo.pop()

@@ -1,9 +1,9 @@
-"""A Dynamo graph with its attention replaced by the ring's.
+"""Replace the attention of a Dynamo graph by the ring's.
 
 Owns the surgery. What attention asks for is read in graph_attention.py, what its masks mean in
-graph_masks.py, and whether the pattern may stand for them is decided in every run by graph_placement.py.
+graph_masks.py, and whether the pattern may stand for them is decided in every run by graph_sharding.py.
 
-Inner graphs (activation checkpoints) are rewritten as well; the placement is computed once outside and handed
+Inner graphs (activation checkpoints) are rewritten as well; the sharding is computed once outside and handed
 in, so that a recomputation is the same attention.
 """
 
@@ -28,16 +28,16 @@ from ds_ring.integrations.compile.graph_attention import (
     scopes_of,
 )
 from ds_ring.integrations.compile.graph_masks import Facts, Scope, name_of, where
-from ds_ring.integrations.compile.graph_placement import needs_backend_op
 from ds_ring.integrations.compile.graph_positions import ask_for_greatest_positions
+from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 
 
 @dataclass
 class Rewriting:
-    """One pass over a graph.
+    """Rewrite one graph.
 
     Attributes:
-        source: number of the `Places` that the graph asks.
+        source: number of the `RegisteredSource` that the graph asks.
         replace_masks: masks that cannot be read are the pattern's.
     """
 
@@ -47,7 +47,7 @@ class Rewriting:
     _instead: dict[Node, Node] = field(default_factory=dict)  # of attention that feeds attention
 
     def run(self, module: GraphModule) -> int:
-        """Rewrite a graph in place; how many attentions it had.
+        """Rewrite a graph in place; return how many attentions it had.
 
         Raises:
             RingError: something in it cannot be honoured.
@@ -61,6 +61,7 @@ class Rewriting:
         mixed = min((w for w in windows if w is not None), default=None) if len(windows) > 1 else None
         for one in found:
             self._replace(one, mixed)
+        # From the inside out: a call's arguments are unused once its graph no longer reads them.
         for scope in reversed(scopes):
             _erase_unused(scope.module)
             scope.module.recompile()
@@ -99,7 +100,7 @@ class Rewriting:
         graph.erase_node(node)
 
     def _which_of(self, one: Attention, mixed_window: int | None) -> Node:
-        """The node with the placement's number; one for all attentions that ask the same."""
+        """Return the node with the sharding's number; one for all attentions that ask the same."""
         facts = one.facts or Facts()
         root = one.scope.root
         asked = (
@@ -129,7 +130,7 @@ class Rewriting:
 
 
 def _take_marks_away(module: GraphModule) -> None:
-    """`needs_backend` has done its duty: this is the backend."""
+    """Remove `needs_backend`: this is the backend."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (
             torch.ops.ds_ring.needs_backend.default,
@@ -141,13 +142,13 @@ def _take_marks_away(module: GraphModule) -> None:
 
 
 def _without_repeats(k: Node, v: Node) -> tuple[Node, Node]:
-    """K/V heads before they were repeated for grouped queries: what travels is then that much less."""
+    """Return K/V heads before they were repeated for grouped queries: that much less is sent."""
     plain_k, plain_v = _before_repeat(k), _before_repeat(v)
     return (k, v) if plain_k is None or plain_v is None else (plain_k, plain_v)
 
 
 def _before_repeat(node: Node) -> Node | None:
-    """x [B, G, S, D] of `x[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D)`; None for others."""
+    """Return x of `x[:, :, None].expand(B, G, n, S, D).reshape(B, G * n, S, D)`; None for others."""
     if name_of(node) not in ("reshape", "view"):
         return None
     wide = node.args[0]
@@ -169,7 +170,7 @@ def _last_placeholder(graph: torch.fx.Graph) -> Node:
 
 
 def _handed_in(which: Node, scope: Scope) -> Node:
-    """`which` of the whole graph, as a node of the scope: an argument more of each call on the way."""
+    """Return `which` of the whole graph as a node of the scope: one argument more of each call on the way."""
     if scope.outer is None:
         return which
     outside = _handed_in(which, scope.outer)
@@ -192,7 +193,7 @@ def _handed_in(which: Node, scope: Scope) -> Node:
 
 
 def _erase_unused(module: GraphModule) -> None:
-    """The nodes that computed masks: a mask is O(S^2), and nobody asks for it any more."""
+    """Remove the nodes that computed masks: a mask is O(S^2), and nobody asks for it any more."""
     for node in reversed(list(module.graph.nodes)):
         if not node.users and node.op != "placeholder" and not node.is_impure():
             module.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""`"auto"` in the DeepSpeed JSON, as Hugging Face's integration uses it, without Hugging Face's Trainer.
+"""Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does, without its Trainer.
 
 Owns the values that follow from something that is known here: the other batch sizes, the model's dtype and
 hidden size, an optimizer that is passed. Whatever does not follow is named with what to write, in one error:
@@ -53,6 +53,7 @@ def resolve_auto(
     config = copy.deepcopy(config)
     for section, brought in (("optimizer", brings_optimizer), ("scheduler", brings_scheduler)):
         if brought:
+            # DeepSpeed does not read a section whose object is passed: its "auto" means nothing.
             config.pop(section, None)
     _resolve_batch(config)
     open_ = []
@@ -77,7 +78,7 @@ _LEFT_OUT = object()
 
 
 def _autos(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys whose value is "auto"."""
+    """Yield the dotted keys whose value is "auto"."""
     for key, value in section.items():
         if isinstance(value, dict) and key not in _OF_DEEPSPEED:
             yield from _autos(value, f"{prefix}{key}.")
@@ -92,7 +93,7 @@ def _parent(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _resolve_batch(config: dict[str, Any]) -> None:
-    """Leave out the sizes that DeepSpeed works out from the others, if there is one to start from."""
+    """Remove the sizes that DeepSpeed works out from the others, if there is one to start from."""
     if any(config.get(key, AUTO) != AUTO for key in _BATCH[:2]):
         for key in _BATCH:
             if config.get(key) == AUTO:
@@ -105,7 +106,7 @@ def _resolve_batch(config: dict[str, Any]) -> None:
 
 
 def _value(key: str, config: dict[str, Any], model: torch.nn.Module) -> object:
-    """The value of a key, `_LEFT_OUT` where leaving it out is the same, None where nothing decides it."""
+    """Return the value of a key, `_LEFT_OUT` where leaving it out is the same, None if nothing decides it."""
     if key in ("bf16.enabled", "fp16.enabled"):
         wanted = torch.bfloat16 if key.startswith("bf16") else torch.float16
         return next((p.dtype for p in model.parameters() if p.is_floating_point()), None) is wanted
@@ -118,7 +119,7 @@ def _value(key: str, config: dict[str, Any], model: torch.nn.Module) -> object:
 
 
 def _zero_value(key: str, hidden: int | None) -> object:
-    """Hugging Face's rules for the sizes that depend on the model; DeepSpeed's default for any other."""
+    """Return Hugging Face's value for a size that depends on the model; DeepSpeed's default for any other."""
     if hidden is None:
         return _LEFT_OUT
     return {

@@ -1,4 +1,4 @@
-"""One global batch of a causal language model, and the part of it that one rank trains on.
+"""Prepare one global batch of a causal language model, and cut out the part of one rank.
 
 Owns what must happen to labels, position ids and padding masks *before* the tokens are cut apart, and the
 two ways of cutting: along the sequence, or (a short batch) along the samples. Pure: no collective, no model.
@@ -38,7 +38,7 @@ Batch = dict[str, Tensor]
 def prepare_batch(
     batch: Mapping[str, Tensor], pattern: Pattern, documents: bool = False, real_tokens: bool = False
 ) -> Batch:
-    """The batch with everything that looks across token borders done, so that it may be cut anywhere.
+    """Return the batch with everything that looks across token borders done, so that it can be cut anywhere.
 
     Labels come out aligned with the logits that predict them, under both names (`shift_labels` is what
     transformers' loss takes as already shifted). `attention_mask` is checked and gone. Position ids are
@@ -61,6 +61,7 @@ def prepare_batch(
             ' other; set "documents": true in the "pattern" section of the JSON, or take them out'
         )
     tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
+    # Labels shift before the cut: a shard's last label is its neighbour's first token.
     labels_BT = _aligned_labels(tensors, pattern)
     if labels_BT is not None:
         tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
@@ -74,7 +75,7 @@ def prepare_batch(
 
 
 def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """(B, T) of a batch."""
+    """Return (B, T) of a batch."""
     tokens = _tokens_of(tensors)
     if tokens.ndim < 2 or 0 in tokens.shape[:2]:
         raise RingShapeError(
@@ -85,13 +86,13 @@ def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def valid_tokens(tensors: Mapping[str, Tensor]) -> int:
-    """How many tokens of a prepared batch count in the loss."""
+    """Count the tokens of a prepared batch that count in the loss."""
     labels_BT = tensors.get("labels")
     return 0 if labels_BT is None else int((labels_BT != IGNORE).sum())
 
 
 def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) -> Batch:
-    """This rank's tokens of every sample: [B, T, ...] -> [B, S, ...]. Padding slots carry no label."""
+    """Return this rank's tokens of every sample: [B, T, ...] -> [B, S, ...]. Padding slots carry no label."""
     return {
         key: tensor
         if tensor.ndim == 1
@@ -101,7 +102,7 @@ def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) 
 
 
 def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Batch:
-    """This rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...].
+    """Return this rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...].
 
     Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
     are zeros without labels.
@@ -205,7 +206,7 @@ def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
 
 
 def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor | None:
-    """Labels where the logits that predict them are: shifted here unless the caller has done it.
+    """Return labels where the logits that predict them are: shifted here unless the caller has done it.
 
     Labels that were shifted before lose those at document borders, too, if the pattern is causal; if it is
     not they need not be next tokens.
@@ -216,6 +217,7 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
         labels_BT = _shifted(tensors.get("labels"), pattern)
     if labels_BT is None or document_ids is None:
         return labels_BT
+    # Without a causal pattern labels need not be next tokens: only padding loses its own.
     unlabelled = has_no_label(document_ids) if pattern.is_causal else document_ids < 0
     return labels_BT.masked_fill(unlabelled, IGNORE)
 
@@ -232,7 +234,7 @@ def _shifted(labels_BT: Tensor | None, pattern: Pattern) -> Tensor | None:
 
 
 def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
-    """Positions that restart mean packed documents (transformers reads them so, too): never ignore them."""
+    """Refuse positions that restart: they mean packed documents, as transformers reads them, too."""
     jumps = (position_ids.diff(dim=1) != 1).nonzero()
     if len(jumps):
         row, token = jumps[0].tolist()
@@ -253,7 +255,7 @@ def _check_mask_shape(mask_BT: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) -> None:
-    """A causal pattern ignores padding on the right by itself; any other padding takes documents."""
+    """Refuse padding that the pattern lets tokens see; on the right a causal pattern hides it by itself."""
     real_BT = mask_BT.bool()
     if bool(real_BT.all()):
         return

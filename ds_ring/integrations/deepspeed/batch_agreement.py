@@ -1,4 +1,4 @@
-"""One small collective per batch: do the ranks of a sequence hold the same samples, how many tokens count?
+"""Check in one small collective per batch that the ranks of a sequence hold the same samples.
 
 Owns the report that every rank gives of its batch, its exchange over the whole world, and the errors that
 follow, raised on every rank alike: a ring whose ranks hold different samples would train on a mixture
@@ -22,7 +22,7 @@ from ds_ring.runtime.mesh import RingMesh
 
 
 class BatchReport(NamedTuple):
-    """What one rank says of its prepared batch; whole numbers only, so that it travels as one tensor."""
+    """Describe one rank's prepared batch; whole numbers only, so that it travels as one tensor."""
 
     refused: int
     samples: int
@@ -45,7 +45,7 @@ _COMPARED = {
 
 
 def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
-    """The report of a prepared batch."""
+    """Return the report of a prepared batch."""
     inputs_crc = labels_crc = 0
     for key in sorted(tensors):
         if key in LABEL_KEYS:
@@ -57,8 +57,10 @@ def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
     return BatchReport(0, samples, tokens, keys_crc, inputs_crc, labels_crc, valid_tokens(tensors))
 
 
-def agree(mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: torch.device) -> int:
-    """Exchange the reports of all ranks; the labelled tokens of the whole world, each counted once.
+def check_consistency(
+    mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: torch.device
+) -> int:
+    """Exchange the reports of all ranks; return the labelled tokens of the whole world, each counted once.
 
     Args:
         mine: this rank's report, `REFUSED` if it could not prepare its batch.
@@ -72,6 +74,7 @@ def agree(mine: BatchReport, fault: RingError | None, mesh: RingMesh, device: to
         RingMismatchError: on all other ranks then, and on all ranks if any sequence group disagrees.
     """
     reports, sequence_size = _all_reports(mine, mesh, device), mesh.sequence_size
+    # A rank that refused its batch reports so, or the others would wait for it in a hop.
     refusing = [rank for rank, report in enumerate(reports) if report.refused]
     if refusing:
         if fault is not None:

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch lie, and finding that again when the batch reaches the model.
+"""Record where the tokens of a batch lie, and find that again when the batch reaches the model.
 
 A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch`
 records where each batch went, and a forward pass looks its batch up: by the identity of its tensors, or,
@@ -29,8 +29,8 @@ REMEMBERED = 64  # batches; more are never between a loader and the model
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
-    """What attention must know of a batch.
+class BatchSharding:
+    """Hold what attention must know of a batch.
 
     Attributes:
         config: kernel, transport and the other options; its layout and ring size are not looked at.
@@ -55,18 +55,18 @@ class Placement:
 
     @property
     def local_tokens(self) -> int:
-        """Slots of this rank, S: its part of the shard where Ulysses ranks share one."""
+        """Return the slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
 
-    def with_slots(self, device: torch.device) -> Placement:
-        """The same, with `slots`."""
+    def with_slots(self, device: torch.device) -> BatchSharding:
+        """Return a copy with `slots`."""
         whole = self.layout.positions(self.mesh.ring_rank)
         first = self.mesh.ulysses_rank * self.local_tokens
         mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
         return replace(self, slots=mine.to(device))
 
     def attention(self, scale: float | None = None) -> RowsAttention:
-        """The attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
+        """Return the attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
         if scale not in self._by_scale:
             patterns = [group.pattern for group in self.groups] or [self.pattern]
             parts = [
@@ -78,7 +78,7 @@ class Placement:
 
 
 class RowsAttention:
-    """Attention whose pattern differs between the rows of a batch: one pass for each group of equal rows.
+    """Run attention whose pattern differs between the rows of a batch, one pass for each group of rows.
 
     Every rank of a ring walks the groups in the same order, since all were told the same documents.
     """
@@ -90,13 +90,13 @@ class RowsAttention:
 
     @property
     def contexts(self) -> tuple[tuple[RingContext, tuple[int, ...]], ...]:
-        """The context of each pass and its rows, in the order of the passes; no rows stand for all."""
+        """Return the context of each pass and its rows, in the order of the passes; no rows stand for all."""
         if len(self._parts) == 1:
             return ((self._parts[0].context, ()),)
         return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
 
     def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
-        """[B, H, S, D] of the queries; rows stay where they are."""
+        """Return [B, H, S, D] of the queries; rows stay where they are."""
         if len(self._parts) == 1:
             out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSD)
             return out
@@ -113,22 +113,22 @@ class RowsAttention:
 
 
 def _take(x: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Some rows in some order; consecutive ones without a copy."""
+    """Return some rows in some order; consecutive ones without a copy."""
     if rows == tuple(range(rows[0], rows[0] + len(rows))):
         return x[rows[0] : rows[0] + len(rows)]
     return x[list(rows)]
 
 
-class PlacementBook:
-    """The placements of the latest batches, and the one that the model is working on."""
+class RecentBatches:
+    """Keep where the latest batches lie, and which of them the model is working on."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[list[weakref.ref[Tensor]], Placement]] = deque(maxlen=REMEMBERED)
-        self._current: Placement | None = None
+        self._recent: deque[tuple[list[weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
+        self._current: BatchSharding | None = None
 
     @property
-    def current(self) -> Placement:
-        """The placement of the batch selected (or, before any forward, recorded) last."""
+    def current(self) -> BatchSharding:
+        """Return the sharding of the batch selected (or, before any forward, recorded) last."""
         if self._current is None:
             raise RingShapeError(
                 "expected a sharded batch, got none so far; take batches from the loader of"
@@ -136,28 +136,29 @@ class PlacementBook:
             )
         return self._current
 
-    def record(self, local: Iterable[Tensor], placement: Placement) -> None:
-        """Remember that these local tensors are placed so."""
-        self._recent.append(([weakref.ref(tensor) for tensor in local], placement))
-        self._current = placement
+    def record(self, local: Iterable[Tensor], sharding: BatchSharding) -> None:
+        """Remember where these local tensors lie."""
+        self._recent.append(([weakref.ref(tensor) for tensor in local], sharding))
+        self._current = sharding
 
-    def select(self, local: Iterable[Tensor]) -> Placement:
-        """Find the placement of the tensors that a model was called with, and make it the current one."""
+    def select(self, local: Iterable[Tensor]) -> BatchSharding:
+        """Find the sharding of the tensors that a model was called with, and make it the current one."""
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
+        # A loop may move or slice a batch: then its length has to tell, if only one fits.
         self._current = self._by_identity(tensors) or self._by_length(tensors)
         return self._current
 
-    def _by_identity(self, tensors: list[Tensor]) -> Placement | None:
-        for references, placement in reversed(self._recent):
+    def _by_identity(self, tensors: list[Tensor]) -> BatchSharding | None:
+        for references, sharding in reversed(self._recent):
             alive = [reference() for reference in references]
             if any(tensor is one for tensor in tensors for one in alive):
-                return placement
+                return sharding
         return None
 
-    def _by_length(self, tensors: list[Tensor]) -> Placement:
+    def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
-        seen = {placement.local_tokens: placement for _, placement in self._recent}
-        fitting = {placement for _, placement in self._recent if placement.local_tokens in lengths}
+        seen = {sharding.local_tokens: sharding for _, sharding in self._recent}
+        fitting = {sharding for _, sharding in self._recent if sharding.local_tokens in lengths}
         if not fitting:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
@@ -165,7 +166,7 @@ class PlacementBook:
                 " engine.ring.shard_batch(batch)"
             )
         if len(fitting) > 1:
-            totals = sorted(placement.layout.tokens for placement in fitting)
+            totals = sorted(sharding.layout.tokens for sharding in fitting)
             raise RingShapeError(
                 f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
                 " tokens in all, or packed otherwise; hand the model the very tensors that shard_batch"

@@ -1,15 +1,7 @@
-"""Two runs of one model compared: every layer's output, the logits, the loss and every gradient by itself.
+"""Compare two runs of one model: every layer's output, the logits, the loss and every gradient.
 
 Owns what is recorded of a run, how an error is measured, and how much of it rounding explains. Knows nothing
 of rings: a run is handed in with whole tensors.
-
-[Note: measuring a difference]
-    Outputs are compared token by token: the norm of the largest difference over the mean norm of a token, so
-    that one wrong token among many stays visible. A gradient is compared by norms, by itself: sums over
-    parameters would hide a wrong one. Some gradients are zero but for rounding (a key's bias): a norm counts
-    as at least a hundredth of the typical one of the model.
-
-Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +19,16 @@ Kind = Literal["layer", "logits", "loss", "gradient"]
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
+# [Note: measuring a difference]
+# Outputs are compared token by token: the norm of the largest difference over the mean norm of a token, so
+# that one wrong token among many stays visible. A gradient is compared by norms, by itself: sums over
+# parameters would hide a wrong one. Some gradients are zero but for rounding (a key's bias): a norm counts as
+# at least a hundredth of the typical one of the model.
+#
+# Shapes: B samples, T tokens.
 @dataclass(frozen=True)
 class Tolerance:
-    """The relative errors that rounding explains; anything larger is a difference."""
+    """Hold the relative errors that rounding explains; anything larger is a difference."""
 
     outputs: float
     loss: float
@@ -37,7 +36,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Tolerance:
-        """The tolerance of a model of `dtype`, against a run in float32 (float64 for float64)."""
+        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64)."""
         return {
             torch.float64: cls(1e-6, 1e-7, 1e-6),
             torch.float32: cls(1e-4, 1e-5, 2e-4),
@@ -46,12 +45,12 @@ class Tolerance:
         }[dtype]
 
     def allows(self, kind: Kind) -> float:
-        """The largest relative error for what is compared."""
+        """Return the largest relative error for what is compared."""
         return {"gradient": self.gradients, "loss": self.loss}.get(kind, self.outputs)
 
 
 class Difference(NamedTuple):
-    """One thing that was compared: `name` is a layer's or a parameter's, `error` is relative."""
+    """Hold one comparison: `name` is a layer's or a parameter's, `error` is relative."""
 
     kind: Kind
     name: str
@@ -63,7 +62,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Numbers:
-    """What a run of a model computed, over the whole sequence.
+    """Hold what a run of a model computed, over the whole sequence.
 
     Attributes:
         logits: [B, T, ...], or [B, ...] where there is one result for a sample.
@@ -158,5 +157,5 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def _finite(error: float) -> float:
-    """NaN compares with nothing, and must not pass for small."""
+    """Replace NaN, which compares with nothing and must not pass for small, by infinity."""
     return error if error == error else float("inf")

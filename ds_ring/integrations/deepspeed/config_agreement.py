@@ -1,4 +1,4 @@
-"""Do all ranks start with the same configuration? Two small collectives at start, errors on every rank alike.
+"""Check in two small collectives that all ranks start with the same configuration.
 
 Owns the comparison of the whole DeepSpeed JSON, our section and theirs: ranks of different ZeRO stages or
 ring sizes would wait for each other in different collectives. A hash is compared first; only where hashes
@@ -37,7 +37,7 @@ def agree_on_config(
     fault: RingError | None,
     watch: Watch | None,
 ) -> None:
-    """Collective over the world. `config` is None where this rank could not read one, and `fault` says why.
+    """Compare the configurations of all ranks; raise the same error on every rank. Collective.
 
     Nobody waits for a rank that is dead: `watch` guards the two collectives.
 
@@ -69,7 +69,7 @@ def _agree(
 
 
 def _describe(configs: list[Flat]) -> str:
-    """The message for configurations that differ: the first rank that has another one than rank 0."""
+    """Describe the first rank that has another configuration than rank 0."""
     rank = next(rank for rank, config in enumerate(configs) if config != configs[0])
     keys = sorted(configs[0].keys() | configs[rank].keys())
     missing = "no such key"
@@ -86,7 +86,7 @@ def _describe(configs: list[Flat]) -> str:
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of DeepSpeed's part; what a host may have for itself is left out."""
+    """Return the dotted keys of DeepSpeed's part, without those that a host may have for itself."""
     return dict(_leaves(section, prefix))
 
 
@@ -102,7 +102,7 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def _without_address(value: object) -> str:
-    """A value that no JSON has (a dict may hold anything), by its type: its repr could hold an address."""
+    """Return the type of a value that no JSON has: its repr could hold an address."""
     return f"<{type(value).__name__}>"
 
 

@@ -1,13 +1,7 @@
-"""Whoever fails first is named first, wherever in a DeepSpeed job the others notice it.
+"""Name whoever failed first, wherever in a DeepSpeed job the others notice it.
 
 Owns what happens to a RuntimeError of torch.distributed outside the ring: in the engine's own collectives,
 and in those of the training script. Who failed is the monitor's to say (`health/monitor/`).
-
-[Note: outside the ring]
-A rank that dies in `engine.step` shows on the others as a broken connection of gloo or NCCL, without a name.
-The methods of the engine wait a moment for the verdict and raise RingPeerError from it. A collective of the
-script is nobody's to wrap: there the error is left as it is, and when it ends the process, the culprit is
-said before the traceback. Who is stuck in a collective instead ends by the last resort of `health/watch.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +44,12 @@ METHODS = (
 )
 
 
+# [Note: outside the ring]
+# A rank that dies in `engine.step` shows on the others as a broken connection of gloo or NCCL, without a
+# name. The methods of the engine wait a moment for the verdict and raise RingPeerError from it. A collective
+# of the script is nobody's to wrap: there the error is left as it is, and when it ends the process, the
+# culprit is said before the traceback. Who is stuck in a collective instead ends by the last resort of
+# `health/watch.py`.
 def join_job(config: RingConfig | None) -> Watch | None:
     """Join the failure detector of an initialised world, with the launcher's secret. Collective.
 
@@ -68,7 +68,7 @@ def join_job(config: RingConfig | None) -> Watch | None:
 
 
 def name_culprits(engine: Any, mesh: RingMesh) -> None:
-    """Let the engine's methods raise RingPeerError where another rank's failure is why they fail."""
+    """Make the engine's methods raise RingPeerError where another rank's failure is why they fail."""
     if mesh.watch is None:
         return
     for name in METHODS:
@@ -95,7 +95,7 @@ def culprits_named(call: Callable[P, T], mesh: RingMesh) -> Callable[P, T]:
 
 
 def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
-    """Which other rank has failed, if the monitor knows of one within a moment."""
+    """Return which other rank has failed, if the monitor knows of one within a moment."""
     watch.broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
     fault = verdict(watch)
     return None if fault is None or fault.rank == watch.rank else fault

@@ -1,4 +1,4 @@
-"""An engine without an optimizer: forward passes at every ZeRO stage, and words for everything else.
+"""Support an engine without an optimizer: forward passes at every ZeRO stage, clear errors for the rest.
 
 Owns what DeepSpeed 0.19.8 cannot do there by itself: ZeRO 1 and 2 refuse to start (they shard an optimizer's
 state, and there is none), ZeRO 3 has no checkpoints, and a backward pass fails an assertion.
@@ -19,7 +19,7 @@ _ADD_ONE = 'pass optimizer=..., or add {"optimizer": {"type": "AdamW", "params":
 
 
 def has_optimizer(config: dict[str, Any], optimizer: object) -> bool:
-    """Whether DeepSpeed will have an optimizer: one that is passed, or the JSON's."""
+    """Return whether DeepSpeed will have an optimizer: one that is passed, or the JSON's."""
     return optimizer is not None or bool((config.get("optimizer") or {}).get("type"))
 
 
@@ -33,7 +33,7 @@ def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def only_evaluates(engine: Any) -> None:
-    """Let what needs an optimizer raise a typed error on this engine, on every rank alike."""
+    """Make what needs an optimizer raise a typed error on this engine, on every rank alike."""
     for name in ("backward", "step", "scale"):
         _refuse(engine, name, RingConfigError, f"engine.{name}: expected an optimizer, got none; {_ADD_ONE}")
     if engine.checkpoint_engine is None:  # ZeRO 3

@@ -1,4 +1,4 @@
-"""Which features of DeepSpeed go beside a ring, and the words to refuse the others.
+"""Refuse the features of DeepSpeed that do not work beside a ring.
 
 Owns the refusals that the JSON or the model show before training starts. Each of these would train on
 something else without an error: another gradient scale, other samples on the ranks of a ring, groups of ranks
@@ -19,7 +19,7 @@ from ds_ring.errors import RingConfigError
 
 
 class _Refused(NamedTuple):
-    """A key of the JSON and the value that it must not have.
+    """Name a key of the JSON and the value that it must not have.
 
     Attributes:
         key: dotted.
@@ -84,7 +84,7 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def refuse_direct_backward(engine: Any) -> None:
-    """Let `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often.
+    """Make `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often.
 
     With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO 0
     refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
@@ -120,7 +120,7 @@ def _refuse_predivided_gradients(config: Mapping[str, Any]) -> None:
 
 
 def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """What in a model shards or routes tokens by itself, and why that does not go with a ring."""
+    """Yield what in a model shards or routes tokens by itself, and why a ring excludes it."""
     if isinstance(model, PipelineModule):
         yield "a PipelineModule", "a ring shards the tokens that a pipeline would send on: use ZeRO"
     # Modules of these classes cannot exist without their files having been imported.

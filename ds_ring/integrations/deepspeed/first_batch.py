@@ -1,19 +1,8 @@
-"""`"verify_first_batch": true`: the first training step on the ring against the same model on one process.
+"""Compare the first training step on the ring with the same model on one process.
 
 Owns what is recorded of that step, the model's copy that rank 0 runs by itself, and the error that all ranks
 raise. How runs are compared is comparison.py's. Reads the engine and changes nothing in it: parameters,
 gradients, buffers, optimizer and random numbers are what they would be without it.
-
-[Note: one process]
-    Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for
-    a short first batch. The copy has the model's own attention, made before the ring's was given to it; where
-    the JSON asks for another one than the model's (LongNet, another window), it has the ring's kernel on all
-    tokens at once, which shows hops and positions to be right but not the pattern. Modules of your own may
-    ask `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's
-    mesh, cannot be run on one rank. The step compared is the one before the first `engine.step()` at a
-    boundary of gradient accumulation; gradients are compared as the engine reduced them.
-
-Shapes: B samples, T tokens, S local tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingVerifyError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.comparison import (
     Difference,
     Numbers,
@@ -63,8 +52,18 @@ _NAMED = 8  # differences in the message
 _AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
 
 
+# [Note: one process]
+# Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for a
+# short first batch. The copy has the model's own attention, made before the ring's was given to it; where the
+# JSON asks for another one than the model's (LongNet, another window), it has the ring's kernel on all tokens
+# at once, which shows hops and positions to be right but not the pattern. Modules of your own may ask
+# `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's mesh,
+# cannot be run on one rank. The step compared is the one before the first `engine.step()` at a boundary of
+# gradient accumulation; gradients are compared as the engine reduced them.
+#
+# Shapes: B samples, T tokens, S local tokens.
 class Attended(NamedTuple):
-    """What a batch's attention is, wherever its tokens lie."""
+    """Describe a batch's attention, wherever its tokens lie."""
 
     tokens: int
     pattern: Pattern
@@ -73,7 +72,7 @@ class Attended(NamedTuple):
 
 @dataclass
 class Forward:
-    """A forward pass of the step: what went in and came out, of this rank's tokens or of all.
+    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all.
 
     Attributes:
         loss_factor: what the training loop made of `loss`: its gradient; None where it is not used.
@@ -88,12 +87,12 @@ class Forward:
     layers: dict[str, Tensor]
     loss_factor: Tensor | None = None
     logits_gradient: Tensor | None = None
-    placement: Placement | None = None
+    sharding: BatchSharding | None = None
 
 
 @dataclass
 class FirstBatch:
-    """Compares the first step of an engine with one process.
+    """Compare the first step of an engine with one process.
 
     Raises:
         RingConfigError: the model has dropout, which no two runs share, or cannot be copied, or no optimizer.
@@ -123,12 +122,12 @@ class FirstBatch:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if self._done or not (engine.module.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            placement = self.session.placements.current
+            sharding = self.session.batches.current
             with recording(engine.module) as layers:
                 output = forward(*args, **kwargs)
-            attended = Attended(placement.layout.tokens, placement.pattern, placement.groups)
+            attended = Attended(sharding.layout.tokens, sharding.pattern, sharding.groups)
             logits, loss = _results(output)
-            seen = Forward(args, kwargs, attended, logits, loss, layers, placement=placement)
+            seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
             self._forwards.append(_hooked(seen))
             return output
 
@@ -142,7 +141,7 @@ class FirstBatch:
 
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:
-        """Collective: gather the step on rank 0, compare there, and tell all ranks."""
+        """Gather the step on rank 0, compare there, and tell all ranks. Collective."""
         used = [
             one for one in self._forwards if one.loss_factor is not None or one.logits_gradient is not None
         ]
@@ -156,8 +155,9 @@ class FirstBatch:
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                verdict = [self._judge(engine.module, weights, pieces, means, gradients)]
+                verdict = [self._compare_with_one_process(engine.module, weights, pieces, means, gradients)]
             except Exception as error:
+                # Any error becomes the verdict: the other ranks wait for it in a broadcast.
                 verdict = [f"the model on one process raised {type(error).__name__}: {error}"]
         dist.broadcast_object_list(verdict, src=0, device=self.session.device)
         if verdict[0] == _AGAIN:
@@ -170,7 +170,7 @@ class FirstBatch:
                 " with this: report the model, or set verify_first_batch to false if you know better"
             )
 
-    def _judge(
+    def _compare_with_one_process(
         self,
         module: nn.Module,
         weights: dict[str, Tensor],
@@ -178,9 +178,11 @@ class FirstBatch:
         means: list[float | None],
         gradients: dict[str, Tensor],
     ) -> str | None:
-        """On rank 0: None if the ring's numbers are right, or what differs."""
+        """Return None if the ring's numbers are right, or what differs. On rank 0."""
         dtype = next((x.dtype for x in weights.values() if x.is_floating_point()), torch.float32)
         if dtype is torch.float16 and not all(bool(x.isfinite().all()) for x in gradients.values()):
+            # An overflow skips the step: fp16 training lowers its loss scale and goes on, and so does this
+            # check.
             return _AGAIN
         assert self._alone is not None
         alone = filled(self._alone, module, weights, self.session.device)
@@ -199,7 +201,7 @@ class FirstBatch:
         return None
 
     def _forward_alone(self, alone: nn.Module, parts: list[Forward], mean: float | None) -> list[Difference]:
-        """One forward pass of the step, replica by replica; its gradients add up in `alone`."""
+        """Repeat one forward pass of the step, replica by replica; its gradients add up in `alone`."""
         found, total = [], 0.0
         divisor = self.session.gradient_divisor
         for part in parts:
@@ -228,10 +230,10 @@ class FirstBatch:
         return found
 
     @contextmanager
-    def _one_rank(self, attended: Attended) -> Iterator[Placement]:
-        """Let `session.attention()` attend to all tokens on this rank meanwhile."""
-        book = self.session.placements
-        single = Placement(
+    def _one_rank(self, attended: Attended) -> Iterator[BatchSharding]:
+        """Make `session.attention()` attend to all tokens on this rank meanwhile."""
+        book = self.session.batches
+        single = BatchSharding(
             self.session.config,
             make_layout("contiguous", tokens=attended.tokens, ring_size=1),
             RingMesh.single(),
@@ -245,18 +247,18 @@ class FirstBatch:
             book._current = before
 
     def _piece(self, one: Forward) -> Forward | None:
-        """The whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
-        placement, mesh = one.placement, self.session.mesh
-        assert placement is not None
-        whole = placement.mesh is not mesh  # a short batch: this rank's samples are whole already
+        """Return the whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
+        sharding, mesh = one.sharding, self.session.mesh
+        assert sharding is not None
+        whole = sharding.mesh is not mesh  # a short batch: this rank's samples are whole already
 
         def take(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            sharded = value.ndim >= 2 and value.shape[1] == placement.local_tokens and not whole
+            sharded = value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole
             value = value.detach()
             return (
-                (gather_sequence(value, placement.layout, mesh=mesh, dim=1) if sharded else value)
+                (gather_sequence(value, sharding.layout, mesh=mesh, dim=1) if sharded else value)
                 .cpu()
                 .contiguous()
             )
@@ -275,7 +277,7 @@ class FirstBatch:
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters, on rank 0. Collective at ZeRO 3."""
+    """Return the whole parameters, on rank 0. Collective at ZeRO 3."""
     found = {}
     for name, parameter in module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -285,7 +287,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """The whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
+    """Return the whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
     found = {}
     for name, parameter in module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
@@ -295,14 +297,14 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _gathered(piece: Forward | None) -> list[Forward]:
-    """The pieces of all ranks that hold one, on rank 0. Collective."""
+    """Return the pieces of all ranks that hold one, on rank 0. Collective."""
     pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(piece, pieces, dst=0)
     return [one for one in pieces or () if one is not None]
 
 
 def _results(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Logits (or hidden states) and loss of a model's output."""
+    """Return logits (or hidden states) and loss of a model's output."""
     if isinstance(output, Tensor):
         return (output, None) if output.ndim else (output[None], output)
     loss = getattr(output, "loss", None)
@@ -322,7 +324,7 @@ def _results(output: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _hooked(one: Forward) -> Forward:
-    """Let the backward pass note what the training loop made of the results."""
+    """Record in the backward pass what the training loop made of the results."""
 
     def note(name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`ds_ring.initialize`: deepspeed.initialize with a ring.
+"""Start DeepSpeed with a ring: `ds_ring.initialize`.
 
 Owns the order of things at start (configuration, process groups, mesh, model, engine, loader) and what a ring
 cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `session.py`'s.
@@ -61,7 +61,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
-    """deepspeed.initialize's arguments and result; the "ring_attention" section of the JSON says the rest.
+    """Call deepspeed.initialize with the ring that the "ring_attention" section of the JSON describes.
 
     The loader yields this rank's part of each batch, and `engine.ring` (a `RingSession`) shards batches of
     other loaders, so an ordinary loop stays as it is:
@@ -133,7 +133,7 @@ def initialize(
 def _configurations(
     source: Source, model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
 ) -> tuple[RingConfig, dict[str, Any]]:
-    """Our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
+    """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
     ring_config = RingConfig.from_deepspeed(source)
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)
@@ -146,7 +146,7 @@ def _configurations(
 def _session(
     config: RingConfig, watch: Watch | None, device: torch.device, gradient_divisor: float
 ) -> RingSession:
-    """The ring of a configuration, its process groups included. Collective over the world."""
+    """Build the ring of a configuration, its process groups included. Collective over the world."""
     with leave_on_error(watch):
         config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(
@@ -160,12 +160,12 @@ def _session(
 
 
 def _uses_transformers() -> bool:
-    """transformers is optional; a model of it cannot exist without its having been imported."""
+    """Return whether a model can be one of transformers, which is optional: it has been imported then."""
     return "transformers" in sys.modules
 
 
 def _config_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    """The one DeepSpeed configuration among the three places where deepspeed.initialize takes it from."""
+    """Return the one DeepSpeed configuration among the three places that deepspeed.initialize reads."""
     places = {
         "config": config,
         "config_params": config_params,
@@ -182,7 +182,7 @@ def _config_source(args: Any, config: Source | None, config_params: Source | Non
 
 
 def _without_config(args: Any) -> Any:
-    """DeepSpeed refuses a configuration in two places; it gets ours, without the section, as a dict."""
+    """Remove the configuration from args: DeepSpeed refuses it twice, and gets ours as a dict."""
     if getattr(args, "deepspeed_config", None) is None:
         return args
     args = copy.copy(args)
@@ -191,7 +191,7 @@ def _without_config(args: Any) -> Any:
 
 
 def _attach(model: torch.nn.Module, session: RingSession) -> list[Any]:
-    """The transformers models in `model`, on the ring now."""
+    """Attach the transformers models in `model` to the ring."""
     if not _uses_transformers():
         return []
     from ds_ring.integrations.transformers.attention import attach
@@ -227,12 +227,12 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
 
 
 def _gradient_divisor(config: dict[str, Any]) -> float:
-    """[Note: gradient scale] in loss.py."""
+    """Return D of [Note: gradient scale] in loss.py."""
     return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
 
 
 def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:
-    """Start (or find) the process groups; this rank's device, made current as the engine does later."""
+    """Start (or find) the process groups; return this rank's device, made current."""
     if get_accelerator().device_name() == "cpu":
         # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -248,22 +248,22 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
 
 
 def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
-    """Give the engine `engine.ring`, and let each forward find out where its batch lies.
+    """Give the engine `engine.ring`, and make each forward find out where its batch lies.
 
     A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
     """
     engine.ring = session
 
-    def find_placement(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.placements.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    def find_sharding(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
-    engine.register_forward_pre_hook(find_placement, with_kwargs=True)
+    engine.register_forward_pre_hook(find_sharding, with_kwargs=True)
     use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
     engine.forward = use.wrap(engine.forward)
 
 
 def _teach_compile(engine: DeepSpeedEngine, session: RingSession, attached: list[Any]) -> None:
-    """Let `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
+    """Make `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
     compile_as_before = engine.compile
 
     @functools.wraps(compile_as_before)

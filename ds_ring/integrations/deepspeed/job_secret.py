@@ -1,4 +1,4 @@
-"""The secret that the launcher hands to every rank of a job.
+"""Read the secret that the launcher hands to every rank of a job.
 
 The one module of ds_ring that reads the environment, and only this variable: a script that calls
 `ds_ring.initialize` is started by an engine (deepspeed, torchrun, mpirun) that passes on nothing else without

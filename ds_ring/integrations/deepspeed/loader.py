@@ -1,4 +1,4 @@
-"""The loader of `ds_ring.initialize`: samples by data replica, batches cut for this rank.
+"""Load samples by data replica, and cut batches for this rank.
 
 Owns which samples a rank sees. DeepSpeed's own loader would give every rank of a ring other samples: with
 `mpu=None` it takes all ranks of the world for data replicas.
@@ -19,7 +19,7 @@ Cut = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class RingLoader:
-    """Yields this rank's share of every batch; otherwise a `DataLoader`.
+    """Yield this rank's share of every batch; otherwise a `DataLoader`.
 
     Attributes:
         loader: the loader of whole batches.
@@ -63,7 +63,7 @@ def make_loader(
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
 ) -> RingLoader:
-    """A loader whose ranks agree within a sequence and differ between data replicas."""
+    """Build a loader whose ranks agree within a sequence and differ between data replicas."""
     check_dataset(dataset)
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, mesh.data_size, mesh.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -80,7 +80,7 @@ def make_loader(
 
 
 def check_dataset(dataset: object) -> None:
-    """RingConfigError for an iterable data set, which no sampler can divide."""
+    """Raise RingConfigError for an iterable data set, which no sampler can divide."""
     if isinstance(dataset, IterableDataset):
         raise RingConfigError(
             "training_data: expected a data set with length and index, got the iterable"

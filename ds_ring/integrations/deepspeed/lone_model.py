@@ -1,4 +1,4 @@
-"""The copy of a model that one rank runs by itself, to compare the ring with.
+"""Copy a model for one rank to run by itself, to compare the ring with.
 
 Owns what of a model can be copied before DeepSpeed and the ring change it, its weights later, and which
 attention and arguments it gets. See [Note: one process] in first_batch.py.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def arguments_for(
-    alone: nn.Module, kwargs: dict[str, Any], single: Placement, divisor: float
+    alone: nn.Module, kwargs: dict[str, Any], single: BatchSharding, divisor: float
 ) -> dict[str, Any]:
     """Return the arguments for all tokens at once: the loss is a mean over all labels of the world."""
     given = dict(kwargs)
@@ -86,13 +86,13 @@ def arguments_for(
         given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
     if not _is_of_transformers(alone):
         return given
-    from ds_ring.integrations.transformers.attention import NAME, PLACEMENT
+    from ds_ring.integrations.transformers.attention import NAME, SHARDING
 
     positions = given.get("position_ids")
     if positions is not None and bool((positions == torch.arange(single.layout.tokens)).all()):
         del given["position_ids"]  # the model numbers tokens by itself
     if getattr(alone.config, "_attn_implementation", None) == NAME:
-        given[PLACEMENT] = single
+        given[SHARDING] = single
     return given | {"use_cache": False}
 
 

@@ -1,17 +1,4 @@
-"""The token-weighted loss whose gradient is exact at every ZeRO stage.
-
-[Note: gradient scale]
-    With `mpu=None` DeepSpeed 0.19.8 reduces gradients over the whole world of W ranks, ring neighbours
-    included, and divides the sum by D: D = W at ZeRO 0, 1, 2 and 3, with `reduce_scatter` on or off (measured
-    ratio 1/W, deviation 0; runtime/engine.py allreduce_bucket, zero/stage_1_and_2.py average_tensor,
-    zero/stage3.py __avg_scatter_grads), and D = 1 with `"gradient_allreduce_op": "sum"`. The gradient of the
-    mean over all N labelled tokens of the world's batch is sum over ranks of grad(local_sum) / N. So every
-    rank's loss is local_sum * D / N: its gradient survives the division exactly, and it does not depend on
-    how the tokens (or the labels among them) are spread over ranks, nor on the ring size.
-
-    N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean
-    over its own tokens, as it does without a ring.
-"""
+"""Compute the token-weighted loss whose gradient is exact at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -28,7 +15,7 @@ from ds_ring.runtime.mesh import RingMesh
 
 
 class RingLoss(NamedTuple):
-    """What a training step needs of a loss.
+    """Hold what a training step needs of a loss.
 
     Attributes:
         backward_loss: this rank's part, for `engine.backward`; not a mean of anything by itself.
@@ -41,8 +28,19 @@ class RingLoss(NamedTuple):
     valid_tokens: Tensor
 
 
+# [Note: gradient scale]
+# With `mpu=None` DeepSpeed 0.19.8 reduces gradients over the whole world of W ranks, ring neighbours
+# included, and divides the sum by D: D = W at ZeRO 0, 1, 2 and 3, with `reduce_scatter` on or off (measured
+# ratio 1/W, deviation 0; runtime/engine.py allreduce_bucket, zero/stage_1_and_2.py average_tensor,
+# zero/stage3.py __avg_scatter_grads), and D = 1 with `"gradient_allreduce_op": "sum"`. The gradient of the
+# mean over all N labelled tokens of the world's batch is sum over ranks of grad(local_sum) / N. So every
+# rank's loss is local_sum * D / N: its gradient survives the division exactly, and it does not depend on how
+# the tokens (or the labels among them) are spread over ranks, nor on the ring size.
+#
+# N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean over
+# its own tokens, as it does without a ring.
 def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.device) -> Tensor:
-    """N / D of [Note: gradient scale]: what a local sum is divided by; 1 / D if there are no labels.
+    """Return N / D of [Note: gradient scale], which a local sum is divided by; 1 / D without labels.
 
     transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and
     not a float, so that `tensor.to(device)` over a whole batch works.
@@ -51,13 +49,13 @@ def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.de
 
 
 def local_loss(logits_BSV: Tensor, labels_BS: Tensor, items: Tensor) -> Tensor:
-    """Summed cross entropy of the local tokens over `items`; labels are aligned with their logits."""
+    """Return summed cross entropy of the local tokens over `items`; labels are aligned with their logits."""
     flat = logits_BSV.float().flatten(0, 1)
     return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
 
 
 def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
-    """The mean over the world's labelled tokens, out of every rank's `local_loss`. Collective."""
+    """Return the mean over the world's labelled tokens, out of every rank's `local_loss`. Collective."""
     total = loss.detach().float().clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None

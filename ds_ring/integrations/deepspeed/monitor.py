@@ -1,4 +1,4 @@
-"""`"monitor": true`: what the ring did in a step, in DeepSpeed's monitor (CSV, TensorBoard, W&B, Comet).
+"""Report what the ring did in a step to DeepSpeed's monitor (CSV, TensorBoard, W&B, Comet).
 
 Owns the figures and their names; the spans they are made of are `runtime/trace.py`'s, the files DeepSpeed's.
 Off, nothing of this exists: no trace, no collective. Forward passes of an evaluation do not count.
@@ -55,7 +55,7 @@ def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
 
 
 def monitor_ring(engine: Any, session: RingSession) -> None:
-    """Note what ring passes do, and report it after every optimizer step of the engine."""
+    """Trace ring passes, and report them after every optimizer step of the engine."""
     trace = Trace(session.mesh.ring_rank)
     session.mesh.traces.append(trace)
     step: Callable[..., Any] = engine.step
@@ -110,7 +110,7 @@ def _hop_seconds(spans: Sequence[Span]) -> float:
 
 
 def _largest(values: list[float], session: RingSession) -> list[float]:
-    """Collective over the world: the largest of each."""
+    """Return the largest of each over all ranks. Collective over the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     everyones = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=session.device)

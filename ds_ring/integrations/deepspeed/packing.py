@@ -1,19 +1,8 @@
-"""Packed documents of a batch: who belongs to whom, and what ends at a document's border.
+"""Find the packed documents of a batch, and group its rows by them.
 
 Owns the document of every token (read off ids, positions or padding), the positions that restart and the
 labels that a border takes away, and the rows of a batch put together by equal documents: core's `Documents`
 is one sequence, so a batch of several is a few patterns. Pure: no collective, no model.
-
-[Note: packing]
-    With "documents": true in the JSON's "pattern" a token attends within its own document only.
-    Documents come from `document_ids` [B, T] in the batch (equal within a document; negative: padding, which
-    sees nothing and is not seen), or else from `position_ids` that restart. Given ids and no positions,
-    positions count within each document, as Hugging Face packs. Where the document changes between tokens t
-    and t + 1 the label that token t predicts is -100 (Hugging Face's packing collators do the same): nothing
-    in one document tells how the next one begins. An attention_mask marks padding. A model never sees
-    `document_ids`: its attention gets them as patterns.
-
-Shapes: B samples, T global tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +23,7 @@ PADDING = -1  # the document of tokens that belong to none
 
 
 class RowGroup(NamedTuple):
-    """Rows of a batch that attend alike; one ring pass.
+    """Hold rows of a batch that attend alike; one ring pass.
 
     Attributes:
         pattern: who attends to whom in these rows.
@@ -46,7 +35,7 @@ class RowGroup(NamedTuple):
 
 
 def check_ids(document_ids: Tensor) -> None:
-    """RingShapeError unless there is one integer for each token."""
+    """Raise RingShapeError unless there is one integer for each token."""
     if document_ids.ndim != 2 or document_ids.is_floating_point() or document_ids.dtype == torch.bool:
         raise RingShapeError(
             f"batch[{DOCUMENT_IDS!r}]: expected integers [samples, tokens], equal within a document, got"
@@ -55,13 +44,13 @@ def check_ids(document_ids: Tensor) -> None:
 
 
 def ids_from_positions(position_ids: Tensor) -> Tensor:
-    """The document of every token where positions restart: [B, T] numbers that rise at every break."""
+    """Number the documents of tokens whose positions restart: [B, T], rising at every break."""
     breaks = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
     return breaks.cumsum(dim=1)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """How many tokens of its own document stand before each token, [B, T]; padding counts like a document."""
+    """Count the tokens of its own document before each token, [B, T]; padding counts like a document."""
     rows = []
     for ids_T in document_ids.cpu().numpy():
         starts, lengths = _stretches(ids_T)
@@ -74,7 +63,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 
 def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
-    """The documents, tokens that an attention_mask hides taken out of them."""
+    """Return the documents, tokens that an attention_mask hides taken out of them."""
     if mask_BT.numel() and int(mask_BT.max()) > 1:
         raise RingPatternError(
             f"attention_mask: expected 0 and 1, got {int(mask_BT.max())}; if it numbers packed documents,"
@@ -83,14 +72,24 @@ def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
     return document_ids.masked_fill(~mask_BT.bool(), PADDING)
 
 
+# [Note: packing]
+# With "documents": true in the JSON's "pattern" a token attends within its own document only. Documents come
+# from `document_ids` [B, T] in the batch (equal within a document; negative: padding, which sees nothing and
+# is not seen), or else from `position_ids` that restart. Given ids and no positions, positions count within
+# each document, as Hugging Face packs. Where the document changes between tokens t and t + 1 the label that
+# token t predicts is -100 (Hugging Face's packing collators do the same): nothing in one document tells how
+# the next one begins. An attention_mask marks padding. A model never sees `document_ids`: its attention gets
+# them as patterns.
+#
+# Shapes: B samples, T global tokens.
 def has_no_label(document_ids: Tensor) -> Tensor:
-    """Bool [B, T]: padding, and the last token of every stretch of a document; see [Note: packing]."""
+    """Return bool [B, T]: padding, and the last token of every stretch of a document; see [Note: packing]."""
     ends = torch.nn.functional.pad(document_ids.diff(dim=1) != 0, (0, 1), value=True)
     return ends | (document_ids < 0)
 
 
 def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
-    """Rows with equal documents together; the group whose attention is most work comes first.
+    """Group rows with equal documents; the group whose attention is most work comes first.
 
     Args:
         pattern: what the JSON says of every document.
@@ -108,7 +107,7 @@ def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple
 
 
 def _documents(ids_T: np.ndarray) -> Documents:
-    """Documents numbered as they appear, so that equal borders make equal patterns whatever the ids were."""
+    """Number documents as they appear, so that equal borders make equal patterns whatever the ids were."""
     starts, lengths = _stretches(ids_T)
     _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
     numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
@@ -116,13 +115,13 @@ def _documents(ids_T: np.ndarray) -> Documents:
 
 
 def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length of every stretch of equal ids."""
+    """Return start and length of every stretch of equal ids."""
     starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)
     return starts, np.diff(starts, append=len(ids_T))
 
 
 def _pairs(documents: Documents) -> int:
-    """Query and key pairs of one document each: what attention costs, but for the static pattern."""
+    """Count query and key pairs of one document each: what attention costs, but for the static pattern."""
     ids = np.array(documents.ids)
     lengths = np.diff(documents.starts, append=documents.tokens)[ids >= 0]
     tokens = np.bincount(ids[ids >= 0], weights=lengths) if len(lengths) else np.zeros(1)

@@ -1,11 +1,11 @@
-"""Does a model use the ring? Looked at in the first forward pass of training, and of evaluation.
+"""Check in the first forward pass that a model uses the ring.
 
 A module of one's own that calls plain `scaled_dot_product_attention` would attend to this rank's tokens only
 and train on something else without a word. Owns how that is noticed: no ring pass has run in a forward pass
 that needs one, or plain attention over exactly this rank's tokens was called in it. What a transformers model
 may ask for is checks.py's.
 
-Every rank of a sequence runs the same model on the same placement, so all of them raise.
+Every rank of a sequence runs the same model on the same sharding, so all of them raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.pattern import Causal
 from ds_ring.runtime.context import forward_passes
@@ -34,7 +34,7 @@ _SOFTMAX = "softmax", "_softmax"
 
 
 class RingUse:
-    """Watches the first forward passes of an engine's model.
+    """Check the first forward passes of an engine's model.
 
     Args:
         session: knows where the batch in the model lies.
@@ -69,25 +69,27 @@ class RingUse:
         return checked
 
     def _needed(self) -> bool:
-        """Whether the model's own attention over this rank's tokens would be wrong for the batch in it."""
-        placement = self._session.placements.current
-        plain = placement.pattern == Causal() and not placement.groups
-        return placement.mesh.sequence_size > 1 or not plain
+        """Return whether the model's own attention over this rank's tokens would be wrong for the current
+        batch.
+        """
+        sharding = self._session.batches.current
+        plain = sharding.pattern == Causal() and not sharding.groups
+        return sharding.mesh.sequence_size > 1 or not plain
 
     def _no_plain_attention(self) -> AbstractContextManager[Any]:
-        placement = self._session.placements.current
-        if placement.mesh.sequence_size == 1 or self._is_compiled():
+        sharding = self._session.batches.current
+        if sharding.mesh.sequence_size == 1 or self._is_compiled():
             return nullcontext()
-        return _PlainAttention(placement)
+        return _PlainAttention(sharding)
 
     def _no_pass(self) -> str:
-        placement = self._session.placements.current
-        if placement.mesh.sequence_size > 1:
-            tokens = f"the {placement.local_tokens} tokens of this rank only, of {placement.layout.tokens}"
+        sharding = self._session.batches.current
+        if sharding.mesh.sequence_size > 1:
+            tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
             fault = f"attention saw {tokens}"
         else:
-            documents = " with documents" if placement.groups else ""
-            fault = f"the pattern {placement.pattern}{documents} was not applied"
+            documents = " with documents" if sharding.groups else ""
+            fault = f"the pattern {sharding.pattern}{documents} was not applied"
         return (
             "expected the model to use ring attention, but no ring pass ran in its forward pass:"
             f" {fault}; {_WHAT_TO_DO}"
@@ -95,15 +97,15 @@ class RingUse:
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Refuses attention outside the ring over exactly the tokens of this rank.
+    """Refuse attention outside the ring over exactly the tokens of this rank.
 
     Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, sharding: BatchSharding) -> None:
         super().__init__()
-        self._tokens = placement.local_tokens
-        self._all_tokens = placement.layout.tokens
+        self._tokens = sharding.local_tokens
+        self._all_tokens = sharding.layout.tokens
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,6 +125,6 @@ class _PlainAttention(TorchFunctionMode):
         return all(x.ndim >= 2 and x.shape[-2] == self._tokens for x in tensors)
 
     def _is_scores(self, args: tuple[Any, ...]) -> bool:
-        """Attention written out: scores [batch, heads, tokens, tokens]."""
+        """Return whether these are scores of attention written out: [batch, heads, tokens, tokens]."""
         shape: tuple[int, ...] = getattr(args[0], "shape", ()) if args else ()
         return len(shape) == 4 and shape[-1] == shape[-2] == self._tokens

@@ -1,15 +1,8 @@
-"""A sum over the ranks that share a sequence, with its gradient: `ds_ring::sequence_sum`.
+"""Sum over the ranks that share a sequence, with its gradient: `ds_ring::sequence_sum`.
 
 Owns the operator, so that eager and compiled models use the same one. It is for numbers that every rank needs
 of the whole sequence, from which all of them compute the same loss (what a router did with all tokens, what a
 head reads off one token). Attention does not use it.
-
-[Note: gradient of what all ranks compute]
-    Every rank of a sequence computes the same term L of the loss from the sum, so each one's gradient with
-    respect to the sum is the same, and DeepSpeed adds up what all W ranks of the world make of it and divides
-    by D ([Note: gradient scale] in loss.py). Each rank's loss takes L * D / W (`shared_scale`): the numbers
-    to log then add up to the mean of L over the sequences. The gradient of a rank's own part is that of all
-    ranks' terms: `sequence_size` times its own, without a message.
 """
 
 from __future__ import annotations
@@ -31,15 +24,21 @@ _meshes: weakref.WeakValueDictionary[int, RingMesh] = weakref.WeakValueDictionar
 
 
 def number_of(mesh: RingMesh) -> int:
-    """The number under which a graph finds `mesh`."""
+    """Return the number under which a graph finds `mesh`."""
     if mesh not in _numbers:
         _numbers[mesh] = next(_handles)
         _meshes[_numbers[mesh]] = mesh
     return _numbers[mesh]
 
 
+# [Note: gradient of what all ranks compute]
+# Every rank of a sequence computes the same term L of the loss from the sum, so each one's gradient with
+# respect to the sum is the same, and DeepSpeed adds up what all W ranks of the world make of it and divides
+# by D ([Note: gradient scale] in loss.py). Each rank's loss takes L * D / W (`shared_scale`): the numbers to
+# log then add up to the mean of L over the sequences. The gradient of a rank's own part is that of all ranks'
+# terms: `sequence_size` times its own, without a message.
 def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
-    """D / W of [Note: gradient of what all ranks compute]."""
+    """Return D / W of [Note: gradient of what all ranks compute]."""
     world = dist.get_world_size() if dist.is_initialized() else mesh.sequence_size
     return gradient_divisor / world
 
@@ -53,7 +52,8 @@ def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
 
 @torch.library.custom_op("ds_ring::sequence_sum", mutates_args=())
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
-    """The sum of all ranks' `local`, the same bits on each of them. Collective over the sequence group.
+    """Return the sum of all ranks' `local`, the same bits on each of them. Collective over the sequence
+    group.
 
     Args:
         local: any shape, the same on every rank.
@@ -80,7 +80,7 @@ sequence_sum_op.register_autograd(_backward, setup_context=_keep_mesh)
 
 @torch.library.custom_op("ds_ring::sequence_max", mutates_args=())
 def sequence_max_op(local: Tensor, mesh: int) -> Tensor:
-    """The greatest of all ranks' `local`, elementwise; no gradient. Collective over the sequence group."""
+    """Return the elementwise maximum of all ranks' `local`; no gradient. Collective in the sequence."""
     return _of_all_ranks(local, mesh).amax(dim=0)
 
 

@@ -1,8 +1,8 @@
-"""What a training script needs of the ring, as one object: `engine.ring`.
+"""Give a training script what it needs of the ring as one object: `engine.ring`.
 
-Owns the road of a batch from the loader to the model (which layout, sharded or split by samples) and puts
-the parts of this package together for it; how labels are shifted, batches compared, losses scaled and
-placements found stands in the files it imports. Knows neither DeepSpeed nor transformers.
+Owns the path of a batch from the loader to the model (which layout, sharded or split by samples). How labels
+are shifted, batches compared, losses scaled and shardings found again stands in the files it imports. Knows
+neither DeepSpeed nor transformers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ds_ring.integrations.deepspeed.batch import (
     split_tokens,
     token_shape,
 )
-from ds_ring.integrations.deepspeed.batch_agreement import REFUSED, BatchReport, agree, report_of
-from ds_ring.integrations.deepspeed.batch_sharding import Placement, PlacementBook, RowsAttention
+from ds_ring.integrations.deepspeed.batch_agreement import REFUSED, BatchReport, check_consistency, report_of
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
 from ds_ring.integrations.deepspeed.loader import RingLoader, make_loader
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
@@ -39,7 +39,7 @@ from ds_ring.schedule.layout import Layout, make_layout
 
 @dataclass(frozen=True, eq=False)
 class RingSession:
-    """A model's ring: how its batches are cut, placed and weighed.
+    """Cut, place and weigh the batches of a model on a ring.
 
     Attributes:
         config: the "ring_attention" section.
@@ -47,7 +47,7 @@ class RingSession:
         pattern: who attends to whom in every batch; packed documents narrow it batch by batch.
         device: where sharded batches go.
         gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
-        placements: where the latest batches lie.
+        batches: where the latest batches lie.
         needs: what the model must know of whole batches.
     """
 
@@ -56,24 +56,24 @@ class RingSession:
     pattern: Pattern
     device: torch.device
     gradient_divisor: float
-    placements: PlacementBook = field(default_factory=PlacementBook, repr=False)
+    batches: RecentBatches = field(default_factory=RecentBatches, repr=False)
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
-    _by_length: dict[tuple[int, int], Placement] = field(default_factory=dict, repr=False)
+    _by_length: dict[tuple[int, int], BatchSharding] = field(default_factory=dict, repr=False)
 
     @property
     def layout(self) -> Layout:
-        """The layout of the batch that the model is working on (for attention modules of your own)."""
-        return self.placements.current.layout
+        """Return the layout of the batch that the model is working on (for attention modules of your own)."""
+        return self.batches.current.layout
 
     def attention(self, scale: float | None = None) -> RowsAttention:
-        """Attention over the batch that the model is working on, packed documents included.
+        """Return attention over the batch that the model is working on, packed documents included.
 
         For modules of your own: `out = session.attention()(q, k, v)`, asked for in every forward pass.
         """
-        return self.placements.current.attention(scale)
+        return self.batches.current.attention(scale)
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
-        """This rank's part of a batch that every rank of its sequence group holds whole. Collective.
+        """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.
 
         Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and
         other per-token tensors, document_ids among them if the JSON says "documents": true
@@ -88,30 +88,34 @@ class RingSession:
             RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
         """
         prepared, report, fault = self._prepare(batch)
-        labelled_tokens = agree(report, fault, self.mesh, self.device)
-        local, placement = self._cut(prepared)
+        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
+        local, sharding = self._cut(prepared)
         local = {key: tensor.to(self.device) for key, tensor in local.items()}
-        self.placements.record(local.values(), placement)
+        self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         return local
 
     def loss(self, logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> RingLoss:
-        """The loss of local logits on a batch from `shard_batch`. Collective: one number, for `mean_loss`."""
+        """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
+        `mean_loss`.
+        """
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """Mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`. Collective."""
+        """Return the mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`.
+        Collective.
+        """
         return world_mean(loss, self.gradient_divisor, self.mesh)
 
     def gather(self, local: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence of a local result (logits, say) of the batch in the model. Collective."""
-        placement = self.placements.current
-        if placement.mesh is not self.mesh:
+        """Return the whole sequence of a local result (logits, say) of the current batch. Collective."""
+        sharding = self.batches.current
+        if sharding.mesh is not self.mesh:
             return local  # a short batch: this rank's samples are whole already
-        return gather_sequence(local, placement.layout, mesh=self.mesh, dim=dim)
+        return gather_sequence(local, sharding.layout, mesh=self.mesh, dim=dim)
 
     def loader(
         self,
@@ -124,7 +128,7 @@ class RingSession:
         collate_fn: Callable[..., Any] | None = None,
         num_workers: int = 0,
     ) -> RingLoader:
-        """Batches of `dataset`, sharded: one sequence group's ranks get the same samples.
+        """Return a loader of sharded batches: one sequence group's ranks get the same samples.
 
         `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit
         the sockets of the process groups and keep them open when their rank dies.
@@ -142,7 +146,7 @@ class RingSession:
         )
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
-        """A fault is kept until the ranks have compared notes, so that all of them stop together."""
+        """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs = self.config.pattern.documents, self.needs
             prepared = prepare_batch(batch, self.pattern, documents, needs.real_tokens)
@@ -152,23 +156,23 @@ class RingSession:
             return {}, REFUSED, fault
         return prepared, report_of(prepared), None
 
-    def _cut(self, prepared: Batch) -> tuple[Batch, Placement]:
-        """This rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
+    def _cut(self, prepared: Batch) -> tuple[Batch, BatchSharding]:
+        """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
         _, tokens = token_shape(prepared)
         longest = int(prepared["position_ids"].max())  # before the cut: see rotary.py
         short = self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        placement = self._placement(prepared, tokens, longest, RingMesh.single() if short else self.mesh)
+        sharding = self._sharding(prepared, tokens, longest, RingMesh.single() if short else self.mesh)
         rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
-        local = rest if short else split_tokens(rest, placement.layout, self.mesh)
+        local = rest if short else split_tokens(rest, sharding.layout, self.mesh)
         real_tokens = local.pop(REAL_TOKENS, None)
         if padded and real_tokens is not None:
-            placement = replace(placement, real_tokens=real_tokens.to(self.device))
-        return local, placement
+            sharding = replace(sharding, real_tokens=real_tokens.to(self.device))
+        return local, sharding
 
-    def _placement(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> Placement:
+    def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         if DOCUMENT_IDS in prepared:
             batch_rows, _ = token_shape(prepared)
             groups = group_rows(self.pattern, prepared[DOCUMENT_IDS], batch_rows)
@@ -179,8 +183,8 @@ class RingSession:
 
     def _place(
         self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
-    ) -> Placement:
-        """All rows of a batch share one layout: with documents that of the rows that are most work."""
+    ) -> BatchSharding:
+        """Choose one layout for all rows of a batch: with documents that of the rows that are most work."""
         layout = make_layout(
             self.config.layout if mesh is self.mesh else "contiguous",
             tokens=tokens,
@@ -189,5 +193,5 @@ class RingSession:
             multiple_of=mesh.ulysses_size,
         )
         greatest = torch.tensor(longest, device=self.device)
-        placement = Placement(self.config, layout, mesh, self.pattern, groups, greatest)
-        return placement.with_slots(self.device) if self.needs.slots else placement
+        sharding = BatchSharding(self.config, layout, mesh, self.pattern, groups, greatest)
+        return sharding.with_slots(self.device) if self.needs.slots else sharding

@@ -1,11 +1,11 @@
-"""transformers models on a ring: `attn_implementation="ds_ring"`.
+"""Give transformers models the ring's attention: `attn_implementation="ds_ring"`.
 
 Owns the attention function and the mask function registered under that name, and `attach`, which gives a
 model that attention and ties it to a session. Importing this file registers the name. What a model may ask
 of attention that a ring would not do (a sliding window, dropout, a cache) is refused in
 `checks.py`: a model must never be trained on another attention than its own without a word.
 
-The placement of the batch travels as a keyword argument from the model's forward down to attention, so it
+The sharding of the batch travels as a keyword argument from the model's forward down to attention, so it
 is no global state and survives gradient checkpointing.
 
 Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
@@ -28,8 +28,8 @@ from transformers.masking_utils import sdpa_mask
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.compile.graph_placement import needs_backend_op
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.classes import bypasses, check_class
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 NAME = "ds_ring"
 UNMODIFIED = "sdpa"  # what backend.py rewrites
-PLACEMENT = "ds_ring_placement"
-REWRITTEN = "rewritten by the backend"  # in place of a placement: the graph asks for it
+SHARDING = "ds_ring_sharding"
+REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
 
 def attention(
@@ -55,15 +55,15 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: heads in front of tokens in, tokens in front of heads out."""
-    placement: Placement | str | None = kwargs.pop(PLACEMENT, None)
-    if placement == REWRITTEN:
+    """Compute attention by transformers' interface: heads before tokens in, tokens before heads out."""
+    sharding: BatchSharding | str | None = kwargs.pop(SHARDING, None)
+    if sharding == REWRITTEN:
         checks.refuse_foreign_arguments(type(module).__name__, kwargs)
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, q_BHSD, k_BGSD, v_BGSD, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return found
-    if not isinstance(placement, Placement):
+    if not isinstance(sharding, BatchSharding):
         raise RingConfigError(
             f"{type(module).__name__}: attn_implementation='{NAME}' needs to be told the ring, and was told"
             " none; start with ds_ring.initialize(model=...), or call"
@@ -74,7 +74,8 @@ def attention(
         )
     # In a graph of another compiler `mask` made one of the local position ids, which nobody reads.
     given = None if torch.compiler.is_compiling() else attention_mask
-    checks.check_attention_call(module, placement, given, dropout, kwargs)
+    checks.check_attention_call(module, sharding, given, dropout, kwargs)
+    # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
     if k_BGSD.shape[2] != q_BHSD.shape[2]:
         raise RingShapeError(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
@@ -83,14 +84,14 @@ def attention(
     narrower = k_BGSD.shape[3] - v_BGSD.shape[3]
     if narrower > 0:  # DeepSeek's latent attention: zeros add nothing, and travel with the values
         v_BGSD = nn.functional.pad(v_BGSD, (0, narrower))
-    out_BHSD = placement.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
+    out_BHSD = sharding.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
     if narrower > 0:
         out_BHSD = out_BHSD[..., :-narrower]
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask interface: none, since the pattern is the mask; in a graph, one to be read there.
+    """Return no mask, since the pattern is the mask; in a graph one for the backend to read.
 
     The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     """
@@ -138,7 +139,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
 
 
 def _keeps_its_own(config: RingConfig) -> bool:
-    """True where a model's own causal attention over the whole sequence is what is asked for."""
+    """Return whether a model's own causal attention over the whole sequence is what is asked for."""
     return config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
 
 
@@ -167,7 +168,7 @@ def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
 
 
 def attach(model: nn.Module, session: RingSession) -> list[Attached]:
-    """Give every transformers model inside `model` the ring's attention; other modules are left alone.
+    """Give every transformers model inside `model` the ring's attention; leave other modules alone.
 
     From then on a forward pass takes batches of `session.shard_batch` only, never uses a cache, and gets its
     loss from labels that were shifted before they were sharded. With `"attention": "as_is"` a model with
@@ -197,7 +198,7 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
 
 
 def _switch(model: PreTrainedModel) -> None:
-    """Give a model and the models inside it the ring's attention, and look whether all of them took it."""
+    """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
@@ -219,7 +220,7 @@ def _switch(model: PreTrainedModel) -> None:
 
 @dataclass(eq=False)
 class Attached:
-    """A transformers model on a ring.
+    """Hold a transformers model on a ring.
 
     Attributes:
         model: the outermost transformers model.
@@ -239,6 +240,7 @@ def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # The checks are of one call: the same model may be called again with another batch.
         guard.start()
         bound = signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
@@ -249,17 +251,17 @@ def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -
         if attached.rewritten:
             added["position_ids"] = needs_backend_op(given["position_ids"])
             if model.config._attn_implementation == NAME:
-                added[PLACEMENT] = REWRITTEN
+                added[SHARDING] = REWRITTEN
             return bound.args, bound.kwargs | added
         if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
-            session.placements.select(x for x in given.values() if isinstance(x, Tensor))
-        placement = session.placements.current
-        checks.check_length(name, given, placement)
-        check_windows(model, placement)
-        return args, kwargs | added | {PLACEMENT: placement}
+            session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        sharding = session.batches.current
+        checks.check_length(name, given, sharding)
+        check_windows(model, sharding)
+        return args, kwargs | added | {SHARDING: sharding}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        check_outputs(model, output, session.placements.current.local_tokens)
+        check_outputs(model, output, session.batches.current.local_tokens)
         guard.check(model, output)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -268,7 +270,7 @@ def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -
 
 
 def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
-    """The transformers models in `model`, without those inside another one if `outermost`."""
+    """Return the transformers models in `model`, without those inside another one if `outermost`."""
     found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not outermost:
         return found

@@ -1,4 +1,4 @@
-"""What a transformers model may not ask of attention on a ring, and the words to say so.
+"""Refuse what a transformers model may not ask of attention on a ring.
 
 Every check here guards against a silent mistake: a shard taken for the whole sequence, a mask dropped, a loss
 averaged over local tokens. Owns no behaviour of the ring. Errors depend on what all ranks have in common
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_ring.config.section import PatternConfig, RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.windows import check_window_of_call
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _FOREIGN_ARGUMENTS = (
 
 
 def is_plain_causal(config: RingConfig) -> bool:
-    """True if the pattern is what a causal model computes by itself.
+    """Return whether the pattern is what a causal model computes by itself.
 
     Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
     the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
@@ -65,19 +65,19 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
         )
 
 
-def check_length(name: str, given: dict[str, Any], placement: Placement) -> None:
-    """The tensors must be as long as this rank's part of the sequence."""
+def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:
+    """Raise RingShapeError unless the tensors are as long as this rank's part of the sequence."""
     for key in ("input_ids", "inputs_embeds", "position_ids"):
         tensor = given.get(key)
-        if tensor is not None and tensor.shape[1] != placement.local_tokens:
+        if tensor is not None and tensor.shape[1] != sharding.local_tokens:
             raise RingShapeError(
-                f"{name}: {key}: expected {placement.local_tokens} local tokens, a rank's part of"
-                f" {placement.layout.tokens}, got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
+                f"{name}: {key}: expected {sharding.local_tokens} local tokens, a rank's part of"
+                f" {sharding.layout.tokens}, got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
             )
 
 
 def check_attention_call(
-    module: nn.Module, placement: Placement, mask: object, dropout: float, kwargs: dict[str, Any]
+    module: nn.Module, sharding: BatchSharding, mask: object, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     """Refuse dropout, masks, windows and extra terms of the scores."""
     name = type(module).__name__
@@ -93,12 +93,12 @@ def check_attention_call(
         )
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if bool(causal) != placement.pattern.is_causal:
+    if bool(causal) != sharding.pattern.is_causal:
         raise RingPatternError(
-            f"{name}: the model is {'' if causal else 'not '}causal, the pattern {placement.pattern} is"
-            f" {'' if placement.pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
+            f"{name}: the model is {'' if causal else 'not '}causal, the pattern {sharding.pattern} is"
+            f" {'' if sharding.pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
         )
-    check_window_of_call(name, kwargs, placement)
+    check_window_of_call(name, kwargs, sharding)
     refuse_foreign_arguments(name, kwargs)
 
 
@@ -143,7 +143,7 @@ _COMPOSED_MASKS = {
 
 
 def _leaves(function: Callable[..., Any]) -> list[str]:
-    """Names of the elementary mask functions that transformers put together into this one."""
+    """Return the names of the elementary mask functions that transformers composed into this one."""
     name = function.__qualname__
     if name not in _COMPOSED_MASKS:
         return [name]

@@ -1,4 +1,4 @@
-"""Which transformers models a ring can run at all, judged by their class and configuration.
+"""Decide by class and configuration which transformers models a ring can run at all.
 
 Owns what is known before any call: every reason here holds for each batch. What a call may not ask for is in
 checks.py. A property of the class decides where there is one; the table `_SETTINGS` is for what
@@ -102,12 +102,12 @@ def works_as_is(kind: type[PreTrainedModel]) -> bool:
 
 
 def takes_positions(kind: type[PreTrainedModel]) -> bool:
-    """Whether the model's forward can be told where its tokens stand."""
+    """Return whether the model's forward can be given the positions of its tokens."""
     return "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def _convolves(model: PreTrainedModel) -> bool:
-    """A convolution over tokens in the language model's layers (not in a tower for images or sound)."""
+    """Return whether the language model's layers convolve tokens (a tower for images may)."""
     layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return False
@@ -115,5 +115,5 @@ def _convolves(model: PreTrainedModel) -> bool:
 
 
 def _has_no_effect(key: str, config: Any) -> bool:
-    """Llama 4 scales in layers without rotary embedding only."""
+    """Return whether a setting changes nothing: Llama 4 scales in layers without rotary embedding only."""
     return key == "attn_temperature_tuning" and all(getattr(config, "no_rope_layers", None) or [0])

@@ -1,4 +1,4 @@
-"""What some families of transformers models need beside the ring's attention, put together.
+"""Give families of transformers models what they need beside the ring's attention.
 
 Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
 (rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), pooling heads (heads.py). A
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.heads import pool_over_ranks, pools_the_last_token
@@ -25,7 +25,7 @@ from ds_ring.integrations.transformers.router_loss import RouterLoss, read_route
 
 
 def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
-    """Give `model` what its family needs of the whole sequence; the guard of its loss function.
+    """Give `model` what its family needs of the whole sequence; return the guard of its loss function.
 
     Raises:
         RingConfigError: it needs something that a ring cannot give it.
@@ -34,7 +34,7 @@ def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
     guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
     model.loss_function = guard
     check_numbers_once(model, session.mesh)
-    give_length(model, session.placements)
+    give_length(model, session.batches)
     session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
     _count_all_routers(model, guard, session)
     if pools_the_last_token(model):
@@ -65,7 +65,7 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
                 f"{type(model).__name__}: expected no aux_loss, got one, of this rank's tokens; leave out the"
                 " option that asks for it (output_router_logits)"
             )
-        counted_BS = _counted(session.placements.current, output.router_logits[0])
+        counted_BS = _counted(session.batches.current, output.router_logits[0])
         number = number_of(session.mesh)
         exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
         output.aux_loss = exact
@@ -76,10 +76,10 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
     model.register_forward_hook(after)
 
 
-def _counted(placement: Placement, router_logits: Tensor) -> Tensor:
-    """1 for local tokens that one process would count, 0 for padding of batch or layout: [B, S]."""
-    if placement.real_tokens is not None:
-        return placement.real_tokens
-    assert placement.slots is not None
-    rows = router_logits.numel() // router_logits.shape[-1] // placement.local_tokens
-    return (placement.slots >= 0).to(torch.float32).expand(rows, -1)
+def _counted(sharding: BatchSharding, router_logits: Tensor) -> Tensor:
+    """Return 1 for local tokens that one process would count, 0 for padding of batch or layout: [B, S]."""
+    if sharding.real_tokens is not None:
+        return sharding.real_tokens
+    assert sharding.slots is not None
+    rows = router_logits.numel() // router_logits.shape[-1] // sharding.local_tokens
+    return (sharding.slots >= 0).to(torch.float32).expand(rows, -1)

@@ -1,4 +1,4 @@
-"""Heads that read one token of a sequence, which lies on one rank: the sequence classifiers of transformers.
+"""Make heads that read one token of a sequence work on a ring: transformers' sequence classifiers.
 
 Owns the pooled logits of `GenericForSequenceClassification` (Llama, Qwen, Mistral, Gemma and the like, reward
 models among them) over all ranks, and the refusal of outputs that are no tensor of local tokens.
@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_max_op, sequence_sum_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.mesh import RingMesh
 
 
 def pools_the_last_token(model: nn.Module) -> bool:
-    """True for the classifiers whose pooled token is known and gathered here."""
+    """Return whether a model is a classifier whose pooled token is known and gathered here."""
     return isinstance(model, GenericForSequenceClassification)
 
 
 def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> None:
-    """Let the model's head read its token from the rank that has it."""
+    """Make the model's head read its token from the rank that has it."""
     signature = inspect.signature(model.forward)
     held: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
@@ -42,20 +42,20 @@ def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> None:
         held["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
 
     def after_score(_: nn.Module, args: tuple[Any, ...], logits_BSL: Tensor) -> Tensor:
-        placement = session.placements.current
-        _refuse_short(model, placement, mesh)
-        assert placement.slots is not None
-        return _pooled_everywhere(logits_BSL, placement.slots, held["input_ids"], padding, number_of(mesh))
+        sharding = session.batches.current
+        _refuse_short(model, sharding, mesh)
+        assert sharding.slots is not None
+        return _pooled_everywhere(logits_BSL, sharding.slots, held["input_ids"], padding, number_of(mesh))
 
     assert isinstance(model.score, nn.Module), type(model.score)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.score.register_forward_hook(after_score)
 
 
-def _refuse_short(model: nn.Module, placement: Placement, mesh: RingMesh) -> None:
-    if placement.mesh is not mesh:
+def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> None:
+    if sharding.mesh is not mesh:
         raise RingShapeError(
-            f"{type(model).__name__}: expected a sequence that is cut, got {placement.layout.tokens} tokens,"
+            f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens} tokens,"
             " below min_sequence_length, where each rank takes whole samples and its loss would be a mean"
             " over"
             ' those; set "min_sequence_length": 0 in the "ring_attention" section'
@@ -65,7 +65,7 @@ def _refuse_short(model: nn.Module, placement: Placement, mesh: RingMesh) -> Non
 def _pooled_everywhere(
     logits_BSL: Tensor, slots_S: Tensor, input_ids: Tensor | None, padding: int | None, mesh: int
 ) -> Tensor:
-    """[B, S, L]: in every slot the logits of the sequence's last token that is not padding.
+    """Return [B, S, L]: in every slot the logits of the sequence's last token that is not padding.
 
     Where all tokens are padding that is the first one, as on one process; without a padding token, or without
     ids, the very last.

@@ -1,4 +1,4 @@
-"""A model's loss function, watched: no mean over local tokens, no term that each rank computes of its own.
+"""Guard a model's loss function: no mean over local tokens, no term that each rank computes of its own.
 
 Owns the checks of a loss that a transformers model computes itself. What such a loss must be is loss.py's.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LossGuard:
-    """A model's loss function, which refuses labels that were not shifted before they were sharded.
+    """Wrap a model's loss function, and refuse labels that were not shifted before they were sharded.
 
     Attributes:
         own: what the loss function returned in this forward pass; None before.
@@ -34,7 +34,7 @@ class LossGuard:
         self._expected: tuple[Tensor, int] | None = None
 
     def start(self) -> None:
-        """Forget the forward pass before."""
+        """Drop the loss of the forward pass before."""
         self.own = self._expected = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -54,7 +54,7 @@ class LossGuard:
         return self._given(self.own)
 
     def _given(self, loss: Tensor) -> Tensor:
-        """A copy for the model, which may add to it in place."""
+        """Return a copy for the model, which may add to it in place."""
         copy = loss.clone()
         self.expect(copy)
         return copy
@@ -64,7 +64,7 @@ class LossGuard:
         self._expected = (loss, 0 if torch.compiler.is_compiling() else loss._version)
 
     def check(self, model: PreTrainedModel, output: Any) -> None:
-        """A model that computes its loss, or a part of it, by itself cannot know what stands on other ranks.
+        """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks.
 
         Raises:
             RingConfigError: the output's loss is not that of the loss function.

@@ -1,4 +1,4 @@
-"""One transformers model on a ring against itself on one process: exact, refused, or wrong.
+"""Compare a transformers model on a ring with itself on one process: exact, refused, or wrong.
 
 Owns the check that `ds-ring check-model` and the tests' table run on every rank: a small model of the family
 with random weights (small_model.py), a batch, both runs, and the verdict. What is compared, and how, is
@@ -44,8 +44,8 @@ Result = Literal["exact", "refused", "WRONG", "invalid"]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be checked.
+class CheckRequest:
+    """Describe what is to be checked.
 
     Attributes:
         source: a config.json, its folder, or a model type of transformers.
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What came of it.
+    """Hold the result of a check.
 
     Attributes:
         model: its class, and the request's source.
@@ -100,8 +100,8 @@ class ModelReport:
         return values
 
 
-def check_model(request: Request) -> ModelReport:
-    """Run the model on one process and on the ring that all ranks of the world form, and compare. Collective.
+def check_model(request: CheckRequest) -> ModelReport:
+    """Run the model on one process and on the ring of all ranks, and compare. Collective.
 
     Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
     Returns the report of all ranks together, the same on each. Raises nothing: a crash is in the report.
@@ -112,8 +112,8 @@ def check_model(request: Request) -> ModelReport:
     return _merged(reports)
 
 
-def _check_here(request: Request) -> ModelReport:
-    """This rank's report."""
+def _check_here(request: CheckRequest) -> ModelReport:
+    """Return this rank's report."""
     _quiet()
     world = dist.get_world_size()
     try:
@@ -157,7 +157,7 @@ def _check_here(request: Request) -> ModelReport:
 
 
 def _merged(reports: list[ModelReport]) -> ModelReport:
-    """The report of all ranks: the worst, and WRONG if they do not agree on the result."""
+    """Return the report of all ranks: the worst, and WRONG if they do not agree on the result."""
     results = {report.result for report in reports}
     if len(results) > 1:
         text = "; ".join(f"rank {rank}: {one.result} {one.reason}" for rank, one in enumerate(reports))
@@ -167,7 +167,7 @@ def _merged(reports: list[ModelReport]) -> ModelReport:
 
 
 def _alone(model: nn.Module, whole: Batch, head: str) -> Numbers:
-    """The model with its own attention, written out ("eager"), on this process."""
+    """Run the model with its own attention, written out ("eager"), on this process."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     with recording(model) as layers:
         if head in HAVE_A_LOSS:
@@ -239,7 +239,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def _first_of(wrong: list[Difference]) -> str:
-    """Which layer differs first, and the parameter whose gradient differs most."""
+    """Name the layer that differs first, and the parameter whose gradient differs most."""
     if not wrong:
         return ""
     gradients = [one for one in wrong if one.kind == "gradient"]

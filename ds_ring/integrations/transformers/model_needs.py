@@ -1,4 +1,4 @@
-"""What a model needs to know of whole batches, which its forward pass on a shard cannot see.
+"""Record what a model needs to know of whole batches, which its forward pass on a shard cannot see.
 
 Owns the record that `attach` fills in (families.py) and that the session reads before it cuts a
 batch. Knows no model.
@@ -16,10 +16,10 @@ from ds_ring.integrations.deepspeed.batch import Batch
 
 @dataclass
 class ModelNeeds:
-    """Empty for a model whose only use of other tokens is attention.
+    """List what a model needs; empty if attention is its only use of other tokens.
 
     Attributes:
-        slots: the position of every local slot in the sequence goes with the placement.
+        slots: the position of every local slot in the sequence goes with the sharding.
         real_tokens: which local tokens are no padding goes with it, too.
         number_tokens: makes the position ids [B, T] of a prepared batch that came without any.
     """

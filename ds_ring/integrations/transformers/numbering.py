@@ -1,4 +1,4 @@
-"""Models that number their tokens by themselves: given the numbers of the whole batch, or refused.
+"""Give models that number their tokens by themselves the numbers of the whole batch, or refuse them.
 
 Owns the position ids of RoBERTa-like models, which count from `padding_idx + 1` and leave padding out, and
 the check that whatever a model calls `position_ids` inside is what it was given.
@@ -38,13 +38,13 @@ def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
 
 
 class _Numbering:
-    """fairseq's: real tokens count from padding_idx + 1, padding has padding_idx."""
+    """Count as fairseq does: real tokens from padding_idx + 1, padding has padding_idx."""
 
     def __init__(self, padding_idx: int) -> None:
         self.padding_idx = padding_idx
 
     def __call__(self, prepared: Batch) -> Tensor:
-        """Position ids [B or 1, T]; with documents, tokens count within each."""
+        """Return position ids [B or 1, T]; with documents, tokens count within each."""
         first = self.padding_idx + 1
         ids_BT = prepared.get("input_ids")
         if ids_BT is None:
@@ -56,7 +56,7 @@ class _Numbering:
 
 
 def check_numbers_once(model: nn.Module, mesh: RingMesh) -> None:
-    """In the model's first forward pass, hold every `position_ids` inside it against what it was given.
+    """Compare every `position_ids` inside the model with what it was given, in its first forward pass.
 
     A rank whose shard begins the sequence sees no difference, so the one that does tells the others
     (in place of its first message of attention). Compiled graphs are not looked at.
@@ -98,7 +98,7 @@ def check_numbers_once(model: nn.Module, mesh: RingMesh) -> None:
 
 
 def _same(used: Tensor, given: Tensor) -> bool:
-    """True for the same numbers, on whatever further axes."""
+    """Return whether the numbers are the same, on whatever further axes."""
     if used.shape[-1] != given.shape[-1]:
         return False
     return bool((used == given).all())

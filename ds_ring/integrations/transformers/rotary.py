@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the length of the sequence, on a shard of it.
+"""Give rotary embeddings that depend on the length of the sequence that of the whole batch.
 
 Owns how they get the greatest position of the whole batch. transformers' dynamic NTK and LongRoPE (and own
 code of models such as PhiMoE) choose their frequencies by `max(position_ids)`, which on a shard is the
@@ -6,7 +6,7 @@ shard's own.
 
 So one slot more, with the greatest position of the batch, stands behind the position ids while such a module
 runs, and its row of the result is taken off again: whatever a module computes from the maximum is then what
-one process computes, without knowledge of its code. The position travels with the batch's placement as a
+one process computes, without knowledge of its code. The position travels with the batch's sharding as a
 tensor, so that a compiled graph serves every length.
 
 Shapes: B samples, S local tokens, D rotary dimensions.
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.batch_sharding import PlacementBook
+from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
 
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def give_length(model: nn.Module, placements: PlacementBook) -> None:
-    """Let every rotary embedding in `model` that depends on the length see that of the whole batch.
+def give_length(model: nn.Module, batches: RecentBatches) -> None:
+    """Give every rotary embedding in `model` that depends on the length that of the whole batch.
 
     Raises:
         RingConfigError: a module computes it inside a layer that may be computed again in the backward pass,
@@ -37,11 +37,11 @@ def give_length(model: nn.Module, placements: PlacementBook) -> None:
     for name, module in model.named_modules():
         if depends_on_length(module):
             check_rotary(model, name, module)
-            _hook(module, placements)
+            _hook(module, batches)
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """True for a rotary embedding whose frequencies change with the greatest position."""
+    """Return whether a rotary embedding's frequencies change with the greatest position."""
     types = getattr(module, "rope_type", None)
     if types is None:
         return False
@@ -50,7 +50,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def _reads_the_maximum(module: nn.Module) -> bool:
-    """A model's own code (PhiMoE's) that asks for the greatest position itself."""
+    """Return whether a model's own code (PhiMoE's) asks for the greatest position itself."""
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):
@@ -77,7 +77,7 @@ def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
     )
 
 
-def _hook(module: nn.Module, placements: PlacementBook) -> None:
+def _hook(module: nn.Module, batches: RecentBatches) -> None:
     signature = inspect.signature(module.forward)
     place = list(signature.parameters).index("position_ids")
 
@@ -85,8 +85,8 @@ def _hook(module: nn.Module, placements: PlacementBook) -> None:
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "position_ids" in kwargs:
-            return args, kwargs | {"position_ids": _with_longest(kwargs["position_ids"], placements)}
-        longer = _with_longest(args[place], placements)
+            return args, kwargs | {"position_ids": _with_longest(kwargs["position_ids"], batches)}
+        longer = _with_longest(args[place], batches)
         return (*args[:place], longer, *args[place + 1 :]), kwargs
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -98,7 +98,7 @@ def _hook(module: nn.Module, placements: PlacementBook) -> None:
     module.register_forward_hook(after)
 
 
-def _with_longest(position_ids: Tensor, placements: PlacementBook) -> Tensor:
-    """Position ids [..., S] and, behind them, the greatest of the batch: [..., S + 1]."""
-    longest = placements.current.longest.to(position_ids)
+def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
+    """Return position ids [..., S] and, behind them, the greatest of the batch: [..., S + 1]."""
+    longest = batches.current.longest.to(position_ids)
     return torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], dim=-1)

@@ -1,4 +1,4 @@
-"""The load balancing loss of a mixture of experts, over all tokens of a sequence.
+"""Compute the load balancing loss of a mixture of experts over all tokens of a sequence.
 
 Owns its formula on a ring. transformers' `load_balancing_loss_func` multiplies the share of tokens that an
 expert gets by the mean probability that the router gives it: a product of means, which is no sum over ranks.
@@ -30,7 +30,7 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What a model's forward says of its load balancing loss.
+    """Hold what a model's forward says of its load balancing loss.
 
     Attributes:
         experts: E.
@@ -43,7 +43,7 @@ class RouterLoss:
     weight: float
 
     def __call__(self, router_logits: Sequence[Tensor], counted_BS: Tensor | None, add_up: Sum) -> Tensor:
-        """The loss [], equal to transformers' over the tokens of all ranks that `add_up` sums over.
+        """Return the loss [], equal to transformers' over the tokens of all ranks that `add_up` sums over.
 
         Args:
             router_logits: of each layer, [B * S, E].
@@ -64,6 +64,7 @@ class RouterLoss:
             tokens_E = tokens_E + (one_hot_NE * counts_N1).sum(dim=0)
             probability_E = probability_E + (weights_NE * counts_N1).sum(dim=0)
             rows = rows + counts_N1.sum()
+        # One message for all three: the product of the means is taken of totals.
         tokens_E, probability_E, rows = add_up(torch.cat([tokens_E, probability_E, rows])).split(
             [self.experts, self.experts, 1]
         )
@@ -71,7 +72,7 @@ class RouterLoss:
 
 
 def read_router_loss(model: nn.Module) -> RouterLoss | None:
-    """What the model's forward computes of its routers; None where there is no such loss.
+    """Read off the model's code what it computes of its routers; None where there is no such loss.
 
     Its own code is read: which attributes hold the number of experts, how many are chosen and the weight.
     That its formula is the one here is tried on random numbers.
@@ -104,7 +105,7 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
 
 
 def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:
-    """Whether the model's function gives our numbers for random routers, with and without padding."""
+    """Compare the model's function with ours on random routers, with and without padding."""
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(12, ours.experts, generator=generator) for _ in range(2))
     mask = (torch.arange(12).reshape(2, 6) % 5 > 0).long()
@@ -131,7 +132,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _value(model: nn.Module, node: ast.expr) -> Any:
-    """What `self.a.b` in a model's source is."""
+    """Return what `self.a.b` in a model's source is."""
     if isinstance(node, ast.Attribute):
         return getattr(_value(model, node.value), node.attr, None)
     return model if isinstance(node, ast.Name) and node.id == "self" else None

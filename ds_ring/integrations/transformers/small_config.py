@@ -1,4 +1,4 @@
-"""A transformers configuration made small: a few layers of narrow widths that keep a family's mathematics.
+"""Shrink a transformers configuration to a few narrow layers that keep a family's mathematics.
 
 Owns what `ds-ring check-model` builds its models from: reading a configuration (nothing is downloaded), and
 what shrinks. Kept are layer types, the ratio of query to K/V heads, rotary scaling, soft caps, sinks, norms,
@@ -147,7 +147,7 @@ def _made(model_type: str, values: Values) -> PreTrainedConfig:
 
 
 def _shrink_layers(values: Values, at_least: int) -> None:
-    """Fewer layers: one of each kind, by every list that has an entry for each layer."""
+    """Keep fewer layers: one of each kind, by every list that has an entry for each layer."""
     name = next((name for name in _LAYERS if isinstance(values.get(name), int)), None)
     if name is None:
         return
@@ -189,7 +189,7 @@ def _shrink_sizes(values: Values) -> None:
 
 
 def _shrink_lengths(values: Values, tokens: int) -> None:
-    """Windows of a fifth of the tokens; the length of rotary scaling lies between shard and sequence."""
+    """Shrink windows to a fifth of the tokens, rotary scaling's length to between shard and sequence."""
     for name in _WINDOWS:
         if isinstance(values.get(name), int) and values[name] > 0:
             values[name] = min(values[name], max(4, tokens // 5))
@@ -225,7 +225,7 @@ def special_tokens(values: Values) -> set[int]:
 
 
 def _keep_tokens_known(values: Values) -> None:
-    """Special tokens stay inside the small vocabulary."""
+    """Move special tokens inside the small vocabulary."""
     size = values.get("vocab_size", VOCABULARY)
     for name, value in values.items():
         if str(name).endswith(("_token_id", "_token_index")):

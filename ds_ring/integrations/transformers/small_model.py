@@ -1,4 +1,4 @@
-"""A small model of a transformers family with random weights, a batch for it, and the section that suits it.
+"""Build a small model of a transformers family, a batch for it, and the section that suits it.
 
 Owns the heads that a model can have, weights that make every term of the mathematics matter, and which
 pattern the model's own attention is. Its configuration is small_section.py's.
@@ -27,7 +27,9 @@ HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "sequence-classification")
 
 
 class Head(NamedTuple):
-    """The class that makes a model with this head, and transformers' table of the families that have one."""
+    """Name the class that makes a model with this head, and transformers' table of the families that have
+    one.
+    """
 
     maker: str
     families: Any

@@ -1,4 +1,4 @@
-"""Windows and chunks that a model's configuration asks for, held against the one pattern of a ring.
+"""Compare windows and chunks of a model's configuration with the one pattern of a ring.
 
 Owns that rule and its one error, which names every way out. transformers' causal window counts the token
 itself, as "window" in the JSON does; its two-sided one does not. A chunk is no window: no pattern stands for
@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.deepspeed.batch_sharding import Placement
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,44 +20,44 @@ _NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 _MASKS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"}
 
 
-def check_windows(model: PreTrainedModel, placement: Placement) -> None:
-    """A window or chunk that the model's configuration asks for must be the pattern's, in all layers.
+def check_windows(model: PreTrainedModel, sharding: BatchSharding) -> None:
+    """Raise unless a window or chunk that the model's configuration asks for is the pattern's, in all layers.
 
     Raises:
         RingPatternError: with everything that would let the model run.
     """
-    config, tokens = model.config.get_text_config(), placement.layout.tokens
+    config, tokens = model.config.get_text_config(), sharding.layout.tokens
     layer_types = getattr(config, "layer_types", None)
     for layer_type, key in _NARROW.items():
         asks = makes_such_masks(model, layer_type) if layer_types is None else layer_type in layer_types
         width = getattr(config, key, None) if asks else None
-        window = None if width is None else _window(layer_type, width, placement)
+        window = None if width is None else _window(layer_type, width, sharding)
         if width is None or window is None or window >= tokens:
             continue
         others = sorted(set(layer_types or ()) - {layer_type})
-        if layer_type == "sliding_attention" and not others and _is_the_patterns(window, placement):
+        if layer_type == "sliding_attention" and not others and _is_the_patterns(window, sharding):
             continue
         raise RingPatternError(
             f"{type(model).__name__}: config.{key} is {width}"
             + (f" in some layers, and others are {', '.join(others)}" if others else "")
-            + f"; a ring has one pattern for all layers, and {placement.pattern} lets each of {tokens} tokens"
+            + f"; a ring has one pattern for all layers, and {sharding.pattern} lets each of {tokens} tokens"
             f" see otherwise. {_ways_out(layer_type, key, window, tokens, layer_types)}"
         )
 
 
-def _window(layer_type: str, width: int, placement: Placement) -> int:
-    """What "window" in the JSON would be called for this width."""
-    two_sided = layer_type == "sliding_attention" and not placement.pattern.is_causal
+def _window(layer_type: str, width: int, sharding: BatchSharding) -> int:
+    """Return what "window" in the JSON would be called for this width."""
+    two_sided = layer_type == "sliding_attention" and not sharding.pattern.is_causal
     return width + 1 if two_sided else width
 
 
-def _is_the_patterns(window: int, placement: Placement) -> bool:
-    first = 0 if placement.pattern.is_causal else 1 - window
-    return placement.pattern.distance == (first, window - 1)
+def _is_the_patterns(window: int, sharding: BatchSharding) -> bool:
+    first = 0 if sharding.pattern.is_causal else 1 - window
+    return sharding.pattern.distance == (first, window - 1)
 
 
 def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
-    """Whether the model's code makes masks of this kind: Moshi has a window in its configuration only."""
+    """Return whether the model's code makes masks of this kind: Moshi has a window in its config only."""
     from transformers import PreTrainedModel
 
     modules = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
@@ -81,19 +81,19 @@ def _ways_out(layer_type: str, key: str, window: int, tokens: int, layer_types: 
     return "Do one of these: " + "; ".join(f"({i}) {way}" for i, way in enumerate(ways, 1))
 
 
-def check_window_of_call(name: str, kwargs: dict[str, Any], placement: Placement) -> None:
-    """The window that a layer hands to attention must be the pattern's.
+def check_window_of_call(name: str, kwargs: dict[str, Any], sharding: BatchSharding) -> None:
+    """Raise unless the window that a layer hands to attention is the pattern's.
 
     A two-sided one is written with the token itself by some models and without by others; `check_windows` has
     looked at their configuration.
     """
     window = kwargs.get("sliding_window")
-    if window is None or window >= placement.layout.tokens:
+    if window is None or window >= sharding.layout.tokens:
         return
-    allowed = (window,) if placement.pattern.is_causal else (window, window + 1)
-    if not any(_is_the_patterns(one, placement) for one in allowed):
+    allowed = (window,) if sharding.pattern.is_causal else (window, window + 1)
+    if not any(_is_the_patterns(one, sharding) for one in allowed):
         raise RingPatternError(
-            f"{name}: sliding_window is {window}, and the pattern {placement.pattern} lets each of"
-            f" {placement.layout.tokens} tokens see otherwise."
-            f" {_ways_out('sliding_attention', 'sliding_window', window, placement.layout.tokens, None)}"
+            f"{name}: sliding_window is {window}, and the pattern {sharding.pattern} lets each of"
+            f" {sharding.layout.tokens} tokens see otherwise."
+            f" {_ways_out('sliding_attention', 'sliding_window', window, sharding.layout.tokens, None)}"
         )

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ds_ring.estimator.tuning.candidates import Candidate, candidates
+from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.halving import (
     BUDGET,
     FINAL_ROUNDS,
@@ -23,7 +23,7 @@ from tests.unit.estimator.tuning.cases import machine, request
 TOKENS = 32768
 
 
-def field(world: int) -> tuple[list[Candidate], Model]:
+def field(world: int) -> tuple[list[TuningCandidate], Model]:
     asked = request(world, tokens=TOKENS)
     return candidates(asked), Model(asked, machine(asked))
 
@@ -35,12 +35,12 @@ def test_the_best_wins_though_the_model_is_wrong_and_the_clock_trembles(world: i
     draw = random.Random(seed)
     errors = {family: draw.uniform(0.9, 1.3) for family in {one.family for one in everyone}}
 
-    def truth(candidate: Candidate, tokens: int) -> float:
+    def truth(candidate: TuningCandidate, tokens: int) -> float:
         return model(candidate, tokens) * errors[candidate.family]
 
     spent = Counter[str]()
 
-    def measure(candidate: Candidate, tokens: int) -> float:
+    def measure(candidate: TuningCandidate, tokens: int) -> float:
         spent["seconds"] += truth(candidate, tokens)
         return truth(candidate, tokens) * draw.uniform(0.99, 1.01)
 
@@ -72,7 +72,7 @@ def test_every_family_that_is_not_hopeless_has_a_contestant() -> None:
 def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_little_of_it() -> None:
     everyone, model = field(4)
 
-    def predict(candidate: Candidate, tokens: int) -> float:
+    def predict(candidate: TuningCandidate, tokens: int) -> float:
         return model(candidate, tokens) * (2.0 if candidate.ulysses_size == 4 else 1.0)
 
     sizes = {(one.ring_size, one.ulysses_size) for one in contestants_of(everyone, 8, TOKENS, predict)}
@@ -82,13 +82,13 @@ def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_li
 def test_lengths_that_do_not_keep_the_order_are_not_used() -> None:
     a, b = candidates(request(2))[:2]
 
-    def orderly(candidate: Candidate, tokens: int) -> float:
+    def orderly(candidate: TuningCandidate, tokens: int) -> float:
         return tokens**2 * (1.0 if candidate == a else 1.1)
 
-    def at_half(candidate: Candidate, tokens: int) -> float:
+    def at_half(candidate: TuningCandidate, tokens: int) -> float:
         return tokens**2 + (0 if candidate == a else 5e3 * tokens)
 
-    def never(candidate: Candidate, tokens: int) -> float:
+    def never(candidate: TuningCandidate, tokens: int) -> float:
         return float(tokens**2 if candidate == a else tokens)
 
     assert shortest_length([a, b], TOKENS, 2, orderly) == TOKENS // 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_ring.estimator.tuning.candidates import Candidate, candidates
+from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.links import Links
 from ds_ring.estimator.tuning.model import Model
 from tests.unit.estimator.tuning.cases import machine, request
@@ -15,7 +15,7 @@ ASKED = request(4)
 DEFAULT = candidates(ASKED)[0]
 
 
-def seconds(candidate: Candidate, **more: object) -> float:
+def seconds(candidate: TuningCandidate, **more: object) -> float:
     return Model(ASKED, machine(ASKED, **more))(candidate, ASKED.tokens)
 
 

@@ -13,7 +13,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.estimator.estimate import slowest_pass
 from ds_ring.estimator.pass_memory import PassShape
-from ds_ring.estimator.tuning.candidates import Candidate, candidates
+from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.description import _describe, describe_hardware
 from ds_ring.estimator.tuning.model import Model, plan_of
 from ds_ring.estimator.tuning.request import Request
@@ -28,7 +28,7 @@ HARDWARE = {
 }
 
 
-def result(asked: Request, chosen: Candidate) -> Result:
+def result(asked: Request, chosen: TuningCandidate) -> Result:
     measured, default = machine(asked), candidates(asked)[0]
     model = Model(asked, measured)
     finals = tuple(Finalist(one, 1.0, (1.0, 3.0, 2.0)) for one in dict.fromkeys([chosen, default]))

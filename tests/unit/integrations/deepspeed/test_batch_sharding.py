@@ -1,4 +1,4 @@
-"""Finding a batch's placement again: by its tensors, by its length, or not at all."""
+"""Finding a batch's sharding again: by its tensors, by its length, or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import REMEMBERED, Placement, PlacementBook
+from ds_ring.integrations.deepspeed.batch_sharding import REMEMBERED, BatchSharding, RecentBatches
 from ds_ring.masks.pattern import Causal
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
@@ -17,52 +17,52 @@ CONFIG = RingConfig(ring_size=2)
 MESH = RingMesh(Grid(2, 2), 0)
 
 
-def placed(tokens: int) -> tuple[torch.Tensor, Placement]:
+def placed(tokens: int) -> tuple[torch.Tensor, BatchSharding]:
     layout = make_layout("zigzag", tokens=tokens, ring_size=2)
-    return torch.zeros(1, layout.local_tokens), Placement(CONFIG, layout, MESH, Causal())
+    return torch.zeros(1, layout.local_tokens), BatchSharding(CONFIG, layout, MESH, Causal())
 
 
 def test_the_very_tensors_tell_batches_of_one_local_length_apart():
-    book, batches = PlacementBook(), [placed(7), placed(8)]
-    for local, placement in batches:
-        book.record([local], placement)
-    for local, placement in batches:
-        assert book.select([local]) is placement is book.current
+    book, batches = RecentBatches(), [placed(7), placed(8)]
+    for local, sharding in batches:
+        book.record([local], sharding)
+    for local, sharding in batches:
+        assert book.select([local]) is sharding is book.current
 
 
 def test_copies_are_found_by_length():
-    book, (long, long_placement), (short, short_placement) = PlacementBook(), placed(64), placed(8)
-    book.record([long], long_placement)
-    book.record([short], short_placement)
-    assert book.select([long.clone()]) is long_placement
+    book, (long, long_sharding), (short, short_sharding) = RecentBatches(), placed(64), placed(8)
+    book.record([long], long_sharding)
+    book.record([short], short_sharding)
+    assert book.select([long.clone()]) is long_sharding
 
 
 def test_a_copy_that_could_be_either_is_refused():
-    book = PlacementBook()
-    for local, placement in (placed(7), placed(8)):
-        book.record([local], placement)
+    book = RecentBatches()
+    for local, sharding in (placed(7), placed(8)):
+        book.record([local], sharding)
     with pytest.raises(RingShapeError, match=r"may be of \[7, 8\] tokens"):
         book.select([local.clone()])
 
 
 def test_a_batch_that_was_never_sharded_is_refused():
-    book, (local, placement) = PlacementBook(), placed(8)
+    book, (local, sharding) = RecentBatches(), placed(8)
     with pytest.raises(RingShapeError, match="none so far"):
         book.select([local])
     with pytest.raises(RingShapeError, match="got none so far"):
         _ = book.current
-    book.record([local], placement)
+    book.record([local], sharding)
     with pytest.raises(RingShapeError, match=r"\(\[4\]\), got \[8\]"):
         book.select([torch.zeros(1, 8)])
 
 
 def test_only_the_latest_batches_are_remembered():
-    book, (local, placement) = PlacementBook(), placed(8)
+    book, (local, sharding) = RecentBatches(), placed(8)
     for _ in range(REMEMBERED + 1):
-        book.record([local], placement)
+        book.record([local], sharding)
     assert len(book._recent) == REMEMBERED
 
 
 def test_ulysses_ranks_hold_a_part_of_a_shard():
     layout = make_layout("zigzag", tokens=32, ring_size=2, multiple_of=2)
-    assert Placement(CONFIG, layout, RingMesh(Grid(4, 2, 2), 0), Causal()).local_tokens == 8
+    assert BatchSharding(CONFIG, layout, RingMesh(Grid(4, 2, 2), 0), Causal()).local_tokens == 8

@@ -112,17 +112,17 @@ def test_short_batches_keep_their_own_rows_documents(place):
     """Samples are dealt out whole: each rank's attention knows the documents of its own rows."""
     session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8)
     prepared, _, _ = session._prepare({"input_ids": IDS, "document_ids": DOCUMENTS})
-    local, placement = session._cut(prepared)
+    local, sharding = session._cut(prepared)
     assert local["input_ids"].equal(IDS[place : place + 1])
-    assert placement.mesh.ring_size == 1
-    assert placement.groups == group_rows(Causal(), DOCUMENTS[place : place + 1], 1)
+    assert sharding.mesh.ring_size == 1
+    assert sharding.groups == group_rows(Causal(), DOCUMENTS[place : place + 1], 1)
 
 
 def test_rows_come_back_in_their_order():
     session = session_of(RingMesh.single())
     ids = torch.tensor([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [8, 8, 0, 0, 0]])
     session.shard_batch({"input_ids": ids, "document_ids": ids})
-    assert len(session.placements.current.groups) == 2
+    assert len(session.batches.current.groups) == 2
     q, k, v = (torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(s)) for s in range(3))
     got = session.attention()(q, k, v)
     slots = torch.from_numpy(session.layout.positions(0))

@@ -3,14 +3,6 @@
 Owns the cut of a rank's work into what a block of its queries reads of its own shard (hop 0, once per block)
 and what any of its queries reads of other shards (all later hops, once per rank, over the queries concerned,
 packed). Both are plans of production type, walked by the production `RingPass`; results merge exactly.
-
-[Note: straight from the origin]
-Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
-whoever sends it, and gradients go home at once: visits of a `Remote` hold what the plan's visits hold and
-compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is sent.)
-
-Tables that are the same up to positions are one object, so that what a kernel derives from a table is derived
-once; those of blocks are not even made again where the pattern says that they would be (`Pattern.stretch`).
 """
 
 from __future__ import annotations
@@ -134,6 +126,15 @@ class BlockPlanner:
             visits.pop()
         return Remote(queries, self._rank_plan(ring_rank, visits))
 
+    # [Note: straight from the origin]
+    # Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
+    # whoever sends it, and gradients go home at once: visits of a `Remote` hold what the plan's visits hold
+    # and compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is
+    # sent.)
+    #
+    # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
+    # derived once; those of blocks are not even made again where the pattern says that they would be
+    # (`Pattern.stretch`).
     def _visit(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> Visit:
         """[Note: straight from the origin]."""
         return Visit(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)

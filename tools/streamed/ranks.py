@@ -2,7 +2,7 @@
 
 Owns the order of work of one such rank and the gradients that wait for other ranks. Ranks are walked by the
 production `RingPass`: once for what is read of other shards, and once for each block of queries
-(`simulation/blocks.py`). One head, float32 or float64, contiguous shards. Legend: n slots, D head dim.
+(`blocks.py`). One head, float32 or float64, contiguous shards. Legend: n slots, D head dim.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import IntArray, Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.simulation.blocks import Block, BlockPlanner
 from ds_ring.simulation.exchange import VirtualExchange
 from ds_ring.simulation.source import Source, put_rows
+from streamed.blocks import Block, BlockPlanner
 
 
 class Part(NamedTuple):

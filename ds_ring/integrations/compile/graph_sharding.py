@@ -1,18 +1,9 @@
-"""Where the tokens of a compiled model lie: asked for, and held against its masks, in every run of the graph.
+"""Find where the tokens of a compiled model lie, and check its masks against that in every run of the graph.
 
-Owns the sources of placements (options of the backend, or a session), the operator
+Owns the sources of shardings (options of the backend, or a session), the operator
 `ds_ring::place_attention` that the backend puts into a graph once per kind of mask, and the rule by which a
 pattern may stand for a mask.
 See [Note: placements in compiled code] in runtime/compiled_attention.py.
-
-[Note: what may replace a mask]
-A graph's mask is over local slots; the configured pattern says what was meant, in global positions. It stands
-for the mask if nothing can differ but what the configuration says explicitly:
-- both are causal, or neither is; a narrower pattern (LongNet, documents) is the configuration's own word;
-- a sliding window of the mask is exactly the pattern's, unless it is as long as the sequence;
-- where the mask is computed from position ids, these ids are this rank's positions of the layout. Then they
-  restart nowhere, and what looks like packed documents in a shard is where the layout was cut. With documents
-  in the pattern they may also count within each document.
 """
 
 from __future__ import annotations
@@ -38,11 +29,11 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 
 Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]
-KEPT = 64  # placements of a source; more batches are never between a forward and its backward pass
+KEPT = 64  # shardings of a source; more batches are never between a forward and its backward pass
 
 
-class Place(NamedTuple):
-    """Where a batch lies, and what attends in it. `layout` is None where only its name is known."""
+class GraphSharding(NamedTuple):
+    """Hold where a batch lies, and what attends in it. `layout` is None where only its name is known."""
 
     mesh: RingMesh
     pattern: Pattern
@@ -51,39 +42,39 @@ class Place(NamedTuple):
     checks_positions: bool = True
 
 
-class Source(Protocol):
-    """Knows, whenever a graph runs, where its tokens lie."""
+class ShardingSource(Protocol):
+    """Say, whenever a graph runs, where its tokens lie."""
 
     @property
     def mesh(self) -> RingMesh:
-        """This process's place."""
+        """Return this process's place."""
 
-    def place(self, local_tokens: int | None, scale: float | None) -> Place:
-        """The placement of the batch in the model; `local_tokens` where the graph knows them."""
+    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
+        """Return the sharding of the batch in the model; `local_tokens` where the graph knows them."""
 
 
 @dataclass(eq=False)
 class StaticSource:
-    """Mesh, pattern and layout from the options of the backend."""
+    """Take mesh, pattern and layout from the options of the backend."""
 
     mesh: RingMesh
     pattern: Pattern
     layout: Layout | str
     options: Options
 
-    def place(self, local_tokens: int | None, scale: float | None) -> Place:
+    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
         options = Options(**{**vars(self.options), "scale": scale})
         context = context_for(self.pattern, self.layout, self.mesh, options)
         context.in_a_graph = True
         layout = self.layout if isinstance(self.layout, Layout) else None
         if layout is None and local_tokens is not None:
             layout = context.layout_for(local_tokens * self.mesh.ulysses_size)
-        return Place(self.mesh, self.pattern, layout, ((context, ()),))
+        return GraphSharding(self.mesh, self.pattern, layout, ((context, ()),))
 
 
 @dataclass(eq=False)
 class SessionSource:
-    """The placement of the batch that the engine of `ds_ring.initialize` is working on.
+    """Take the batch that the engine of `ds_ring.initialize` is working on.
 
     With documents the positions are not looked at again: they are the batch's own, `shard_batch` read the
     documents off them or was given both.
@@ -95,25 +86,25 @@ class SessionSource:
     def mesh(self) -> RingMesh:
         return self.session.mesh
 
-    def place(self, local_tokens: int | None, scale: float | None) -> Place:
-        placement = self.session.placements.current
-        parts = placement.attention(scale).contexts
-        return Place(placement.mesh, placement.pattern, placement.layout, parts, not placement.groups)
+    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
+        sharding = self.session.batches.current
+        parts = sharding.attention(scale).contexts
+        return GraphSharding(sharding.mesh, sharding.pattern, sharding.layout, parts, not sharding.groups)
 
 
 @dataclass(eq=False)
-class Places:
-    """A source under a number that a graph can carry, with its latest placements."""
+class RegisteredSource:
+    """Keep a source under a number that a graph can carry, with its latest shardings."""
 
-    source: Source
+    source: ShardingSource
     handle: int = field(default_factory=itertools.count().__next__)
     _recent: OrderedDict[Parts, Placed] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        _places[self.handle] = self
+        _sources[self.handle] = self
 
     def placed(self, parts: Parts) -> Placed:
-        """The one placement of these parts."""
+        """Return the one compiled attention of these parts."""
         if parts not in self._recent:
             self._recent[parts] = Placed(parts)
             if len(self._recent) > KEPT:
@@ -122,14 +113,14 @@ class Places:
         return self._recent[parts]
 
 
-_places: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
+_sources: weakref.WeakValueDictionary[int, RegisteredSource] = weakref.WeakValueDictionary()
 
 
-def places_of(source: int) -> Places:
-    """The `Places` of a number in a graph."""
-    places = _places.get(source)
-    assert places is not None, f"source {source} of placements is gone: its compiled model was dropped"
-    return places
+def source_of(source: int) -> RegisteredSource:
+    """Return the `RegisteredSource` of a number in a graph."""
+    registered = _sources.get(source)
+    assert registered is not None, f"source {source} of placements is gone: its compiled model was dropped"
+    return registered
 
 
 @torch.library.custom_op("ds_ring::place_attention", mutates_args=())
@@ -142,33 +133,33 @@ def place_op(
     window: int | None,
     mixed_window: int | None,
 ) -> Tensor:
-    """The number of the placement of this run, int64 [1]: what `placed_attention` takes.
+    """Return the number of this run's sharding, int64 [1]: what `placed_attention` takes.
 
-    A placement that must not replace the mask becomes one whose attention raises: there the other ranks hear
+    A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
     of it, too.
 
     Args:
         positions: position ids [S], [1, S] or [B, S] that the mask is computed from; any tensor if not
             `checked`.
         checked: there are such positions.
-        source: number of the `Places`.
+        source: number of the `RegisteredSource`.
         scale: of the scores; None is 1 / sqrt(D).
         causal: whether the mask is; None leaves it to the pattern.
         window: tokens that the mask lets a token see, itself included; None: no window.
         mixed_window: the shortest window in the graph if not all of its masks have the same one.
     """
-    places = places_of(source)
-    mesh = places.source.mesh
+    registered = source_of(source)
+    mesh = registered.source.mesh
     try:
-        place = places.source.place(int(positions.shape[-1]) if checked else None, scale)
-        mesh = place.mesh
-        check_mask(place, causal, window, mixed_window)
-        if checked and place.checks_positions:
-            check_positions(positions, place)
-        parts = place.parts
+        sharding = registered.source.sharding(int(positions.shape[-1]) if checked else None, scale)
+        mesh = sharding.mesh
+        check_mask(sharding, causal, window, mixed_window)
+        if checked and sharding.checks_positions:
+            check_positions(positions, sharding)
+        parts = sharding.parts
     except RingError as error:
         parts = ((refusing_context(mesh, error), ()),)
-    return torch.tensor([places.placed(parts).handle], dtype=torch.int64)
+    return torch.tensor([registered.placed(parts).handle], dtype=torch.int64)
 
 
 @place_op.register_fake
@@ -184,9 +175,19 @@ def _(
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-def check_mask(place: Place, causal: bool | None, window: int | None, mixed_window: int | None) -> None:
-    """RingPatternError unless the pattern may stand for a mask: [Note: what may replace a mask]."""
-    pattern, tokens = place.pattern, None if place.layout is None else place.layout.tokens
+# [Note: what may replace a mask]
+# A graph's mask is over local slots; the configured pattern says what was meant, in global positions. It
+# stands for the mask if nothing can differ but what the configuration says explicitly:
+# - both are causal, or neither is; a narrower pattern (LongNet, documents) is the configuration's choice;
+# - a sliding window of the mask is exactly the pattern's, unless it is as long as the sequence;
+# - where the mask is computed from position ids, these are this rank's positions of the layout. Then they
+#   restart nowhere, and what looks like packed documents in a shard is where the layout was cut. With
+#   documents in the pattern they may also count within each document.
+def check_mask(
+    sharding: GraphSharding, causal: bool | None, window: int | None, mixed_window: int | None
+) -> None:
+    """Raise RingPatternError unless the pattern may stand for a mask: [Note: what may replace a mask]."""
+    pattern, tokens = sharding.pattern, None if sharding.layout is None else sharding.layout.tokens
     if causal is not None and causal != pattern.is_causal:
         raise RingPatternError(
             f"attention: the model's mask is {'' if causal else 'not '}causal, the pattern {pattern} is"
@@ -209,10 +210,10 @@ def check_mask(place: Place, causal: bool | None, window: int | None, mixed_wind
         )
 
 
-def check_positions(positions: Tensor, place: Place) -> None:
-    """RingError unless the position ids are those of this rank's slots."""
-    assert place.layout is not None
-    layout, mesh = place.layout, place.mesh
+def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
+    """Raise RingError unless the position ids are those of this rank's slots."""
+    assert sharding.layout is not None
+    layout, mesh = sharding.layout, sharding.mesh
     shard = layout.positions(mesh.ring_rank)
     part = len(shard) // mesh.ulysses_size
     mine = shard[mesh.ulysses_rank * part : (mesh.ulysses_rank + 1) * part]
@@ -223,7 +224,7 @@ def check_positions(positions: Tensor, place: Place) -> None:
             f" {rows.shape[1]}; shard ids and position ids with shard_sequence(x, layout, mesh=mesh, dim=1)"
         )
     real = mine >= 0
-    wanted = [mine, *_positions_in_documents(place.pattern, mine)]
+    wanted = [mine, *_positions_in_documents(sharding.pattern, mine)]
     differs = [((rows != one) & real).any(axis=1) for one in wanted]
     bad = np.logical_and.reduce(differs)
     if bad.any():
@@ -233,14 +234,14 @@ def check_positions(positions: Tensor, place: Place) -> None:
             f"position_ids: expected this rank's positions of {layout} (slot {slot}: {mine[slot]}), got"
             f" {rows[row, slot]} in sample {row}. The model's mask is computed from them; positions that"
             " restart mean packed documents, which the pattern"
-            f" {place.pattern} does not have. Pass position_ids ="
+            f" {sharding.pattern} does not have. Pass position_ids ="
             " shard_sequence(torch.arange(T)[None], layout, mesh=mesh, dim=1); for packed documents say so in"
             ' the pattern: Causal() & Documents(...), or "documents": true in the JSON'
         )
 
 
 def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarray]:
-    """This rank's positions counted within documents, if the pattern has some."""
+    """Return this rank's positions counted within documents, if the pattern has some."""
     if isinstance(pattern, Both):
         return _positions_in_documents(pattern.first, mine) + _positions_in_documents(pattern.second, mine)
     if not isinstance(pattern, Documents):
@@ -252,7 +253,7 @@ def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarr
 
 @torch.library.custom_op("ds_ring::needs_backend", mutates_args=())
 def needs_backend_op(position_ids: Tensor) -> Tensor:
-    """A mark on the position ids of a model whose own attention would see local tokens only.
+    """Mark the position ids of a model whose own attention would see local tokens only.
 
     The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.schedule.layout import IntArray, expand_runs
 from ds_ring.simulation.source import Source
-from ds_ring.simulation.streamed import Part, PendingGradients
+from streamed.ranks import Part, PendingGradients
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 SUMS = ("plain", "weighted", "absolute")

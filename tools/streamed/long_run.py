@@ -23,9 +23,9 @@ from ds_ring.masks.dilated import Dilated
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.schedule.layout import IntArray, make_layout
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.ledger import Ledger, StateFile
-from ds_ring.simulation.sparse_oracle import SparseOracle
-from ds_ring.simulation.streamed import Part, PendingGradients, StreamedRanks
+from streamed.ledger import Ledger, StateFile
+from streamed.ranks import Part, PendingGradients, StreamedRanks
+from streamed.sparse_oracle import SparseOracle
 
 CLUSTER = 64  # neighbours that are checked together
 
