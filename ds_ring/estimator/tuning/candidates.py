@@ -96,7 +96,8 @@ def _all(request: Request) -> Iterator[TuningCandidate]:
             continue
         layouts = dict.fromkeys(layout_names(request, ring, ulysses).values())
         heads = message_sizes(request, ring, ulysses)
-        for parts in itertools.product(layouts, (True, False), kernels, heads):
+        overlaps = (True, False) if request.has_hops else (True,)
+        for parts in itertools.product(layouts, overlaps, kernels, heads):
             yield TuningCandidate(ring, ulysses, *parts)
 
 
@@ -154,8 +155,8 @@ def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int
 
 def message_sizes(request: Request, ring: int, ulysses: int) -> list[int]:
     """Return heads per message: the default, one, and all that are read alike."""
-    most = _largest_class(request, ulysses)
-    return list(dict.fromkeys([default_heads(request, ring, ulysses, request.tokens), 1, most]))
+    default, most = default_heads(request, ring, ulysses, request.tokens), _largest_class(request, ulysses)
+    return list(dict.fromkeys([default, 1, most] if request.has_hops else [default]))
 
 
 def _largest_class(request: Request, ulysses: int) -> int:
@@ -169,11 +170,11 @@ def keys_of(candidate: TuningCandidate, request: Request, tokens: int) -> dict[s
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
     if ring > 1:  # or neither means anything: what the section says stays
-        keys |= {"layout": candidate.layout, "overlap": candidate.overlap}
+        keys |= {"layout": candidate.layout} | ({"overlap": candidate.overlap} if request.has_hops else {})
     keys |= {"block_size": candidate.kernel.block_size}
     keys["kernel_options"] = _kernel_options(candidate, request)
     keys["chunk_bytes"] = request.base.chunk_bytes
-    if heads and heads != default_heads(request, ring, ulysses, tokens):
+    if request.has_hops and heads and heads != default_heads(request, ring, ulysses, tokens):
         keys["chunk_bytes"] = heads * head_bytes(request, ring, ulysses, tokens, candidate.layout)
     return keys
 

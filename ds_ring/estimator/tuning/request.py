@@ -58,6 +58,11 @@ class Request:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def has_hops(self) -> bool:
+        """Whether K/V go round: all_gather has nothing to overlap, and its messages no size to choose."""
+        return self.base.transport == "ring"
+
+    @property
     def kernel(self) -> str:
         """Return the name of the kernel that will run."""
         if self.base.kernel != "auto":

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_masks import Along, Facts, Scope, name_of, read_mask, where
+from ds_ring.integrations.compile.graph_values import refuse_bias
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LONG = ("query", "key", "value")
@@ -65,6 +66,7 @@ def _facts(mask: Any, scope: Scope, replace_masks: bool) -> Facts | None:
     if mask is None:
         return Facts()
     if replace_masks:
+        refuse_bias(mask, scope)
         return None
     try:
         facts = read_mask(mask, scope)

@@ -45,6 +45,17 @@ def test_every_candidate_is_a_section_that_means_it() -> None:
         assert len(range(4)[groups[0]]) == one.heads_per_message
 
 
+def test_an_all_gather_has_no_hops_to_choose_for() -> None:
+    """The section refuses overlap and chunk_bytes beside it: the search ended in pydantic's error."""
+    asked = request(4, section={"transport": "all_gather"})
+    found = candidates(asked)
+    assert {one.ulysses_size for one in found} == {1, 2, 4} and len({one.layout for one in found}) > 1
+    for one in found:
+        for tokens in (asked.tokens, 512):  # of a short pass, whose default is another one
+            assert config_of(one, asked, tokens).transport == "all_gather"
+            assert "overlap" not in keys_of(one, asked, tokens)
+
+
 def test_the_defaults_write_no_options() -> None:
     asked = request(2)
     keys = keys_of(default_candidate(asked), asked, asked.tokens)

@@ -287,6 +287,66 @@ def test_a_mask_from_outside_raises_unless_the_pattern_replaces_it() -> None:
     assert torch.allclose(got, attend(*tensors, mask), atol=1e-6)
 
 
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    slots = torch.arange(TOKENS)
+    distance = (slots[None, :] - slots[:, None]).to(q.dtype)
+    bias = 0.5 * distance.masked_fill(distance > 0, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, bias.expand(BATCH, HEADS, -1, -1))
+
+
+def half_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, torch.where(seen, 0.0, -2.0))
+
+
+BIASES = {
+    "ALiBi": (alibi, "is made by arange"),
+    "ones that hide nothing": (float_mask, "with 1 among its values"),
+    "some scores lower": (half_hidden, "with -2 among its values"),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_a_bias_is_not_replaced_by_the_pattern(case: str) -> None:
+    """It was dropped without a word."""
+    fn, words = BIASES[case]
+    with pytest.raises(RingPatternError, match=f"its mask is added to the scores, .*{words}.*would be lost"):
+        compiled(fn, masks="replace")(*qkv())
+
+
+def test_a_float_mask_from_outside_may_be_a_bias() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    hides = torch.full((TOKENS, TOKENS), float("-inf")).triu(1)
+    with pytest.raises(RingPatternError, match=r"from outside, where its values .* make it of booleans"):
+        compiled(attend, masks="replace")(*qkv(), hides)
+    torch._dynamo.reset()
+    got = compiled(attend, masks="replace")(*qkv(), hides == 0)
+    assert torch.allclose(got, attend(*qkv(), hides), atol=1e-6)
+
+
+FLOAT_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "full and triu": lambda seen: torch.full((TOKENS, TOKENS), float("-inf")).triu(1),
+    "zeros, filled": lambda seen: torch.zeros(TOKENS, TOKENS).masked_fill(
+        ~seen, torch.finfo(torch.float).min
+    ),
+    "where": lambda seen: torch.where(seen, 0.0, float("-inf"))[None, None].expand(BATCH, HEADS, -1, -1),
+    "one minus, times the least": lambda seen: (1.0 - seen.float()) * torch.finfo(torch.float).min,
+    "a tensor of the least": lambda seen: torch.where(seen, torch.tensor(0.0), torch.tensor(-1e9)),
+}
+
+
+@pytest.mark.parametrize("made", FLOAT_MASKS)
+def test_a_float_mask_that_hides_tokens_is_replaced(made: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, FLOAT_MASKS[made](seen))
+
+    got = compiled(attend, masks="replace")(*qkv())
+    assert torch.allclose(got, attend(*qkv()), atol=1e-6)
+
+
 def test_replaced_masks_need_a_layout_of_known_length() -> None:
     """A name stands for any length: 45 tokens on 2 ranks were taken for 48, gradients 2.3 % off."""
     known = {"mesh": RingMesh(Grid(2, 2), 0), "pattern": Causal(), "masks": "replace"}
