@@ -204,11 +204,7 @@ def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool)
 def _source_of(
     q: Tensor | Source, k: Tensor | None, v: Tensor | None, grad_out: Tensor | bool | None
 ) -> Source:
-    """Return one checked source of all tensors.
-
-    Raises:
-        RingShapeError: what is no q, k, v and grad_out of one attention.
-    """
+    """Return one checked source of all tensors."""
     if not isinstance(q, Tensor) and hasattr(q, "fill") and hasattr(q, "geometry"):
         if k is not None or v is not None or isinstance(grad_out, Tensor):
             raise RingShapeError(
@@ -242,11 +238,7 @@ def _source_of(
 def _options(
     scale: float | None, kernel: str, kernel_options: Mapping[str, Any] | None, chunk_bytes: int | None
 ) -> Options:
-    """Return the options of a real call, checked.
-
-    Raises:
-        RingConfigError: what they do not take.
-    """
+    """Return the options of a real call, checked."""
     if chunk_bytes is not None:
         chunk_bytes = whole_number(chunk_bytes, "chunk_bytes", RingConfigError)
     given = {} if kernel_options is None else kernel_options
@@ -259,11 +251,7 @@ def _options(
 
 
 def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
-    """Return the ranks to simulate.
-
-    Raises:
-        RingConfigError: one that the layout does not have, or one twice.
-    """
+    """Return the ranks to simulate."""
     if ranks is None:
         return list(range(ring_size))
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):

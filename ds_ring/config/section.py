@@ -48,10 +48,7 @@ BlockSize = Annotated[
     int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
 ]
 Options = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
-ChunkBytes = Annotated[
-    AtLeastOne | None,
-    Takes(f"{_ONE_UP} (bytes), or null", "use null for the default"),
-]
+ChunkBytes = Annotated[AtLeastOne | None, Takes(f"{_ONE_UP} (bytes), or null", "use null for the default")]
 Tokens = Annotated[
     int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]

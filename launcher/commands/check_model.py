@@ -1,4 +1,4 @@
-"""`ds-ring check-model`: one transformers model on a ring against itself on one process."""
+"""Compare a transformers model on a ring with itself on one process: `ds-ring check-model`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 12
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     check = add_command(
         commands,
         "check-model",
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
-    """The "ring_attention" section, None without --config, and the number of ranks."""
+    """Return the "ring_attention" section, None without --config, and the number of ranks."""
     from ds_ring.config.json_text import read_object
     from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError
@@ -106,14 +106,14 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
 
 
 def _import() -> None:
-    """What takes most of the command's seconds, once and not on every rank."""
+    """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
     import ds_ring.integrations.transformers.model_check  # noqa: F401
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: the report, as JSON values."""
+    """Return the report, as JSON values. On a rank."""
     from ds_ring.integrations.transformers.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
@@ -122,7 +122,7 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What libraries print must not stand in the command's output."""
+    """Send what libraries print to stderr: it must not stand in the command's output."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -17,12 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ring.errors import (
-    RingCheckpointError,
-    RingCheckpointMissingError,
-    RingConfigError,
-    RingMismatchError,
-)
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,

@@ -103,12 +103,7 @@ class Rewriting:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
         facts = one.facts or Facts()
         root = one.scope.root
-        asked = (
-            one.scale,
-            None if one.facts is None else facts.causal,
-            facts.window,
-            mixed_window,
-        )
+        asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed_window)
         if facts.positions is None:  # any tensor of the whole graph will do: nothing is read off it
             any_tensor = next(n for n in root.module.graph.nodes if is_tensor(n))
             at = any_tensor

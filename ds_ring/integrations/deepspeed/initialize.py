@@ -248,10 +248,8 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
 
 
 def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
-    """Give the engine `engine.ring`, and make each forward find out where its batch lies.
-
-    A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
-    """
+    """Give the engine `engine.ring`, and make each forward find out where its batch lies."""
+    # A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
     engine.ring = session
 
     def find_sharding(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

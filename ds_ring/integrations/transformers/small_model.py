@@ -39,12 +39,10 @@ HEADS = {
     "masked-lm": Head("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "seq2seq-lm": Head("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "sequence-classification": Head(
-        "AutoModelForSequenceClassification",
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForSequenceClassification", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     ),
     "token-classification": Head(
-        "AutoModelForTokenClassification",
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification", modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     ),
     "base": Head("AutoModel", modeling_auto.MODEL_MAPPING_NAMES),
 }
