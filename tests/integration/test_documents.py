@@ -417,5 +417,15 @@ def test_link_leads_somewhere(document: str, target: str) -> None:
     assert not anchor or anchor in anchors(file)
 
 
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "ds_ring/DESIGN.md"])
+def test_files_and_names_in_them_are_there(document: str) -> None:
+    """Files of ds_ring/ are named from there, others from the top; "`NAME` in `file.py`" is looked up."""
+    text = (ROOT / document).read_text()
+    for name, path in re.findall(r"(?:`(\w+)` in )?`([\w/]+/\w+\.py)`", text):
+        files = [folder / path for folder in (ROOT, ROOT / "ds_ring") if (folder / path).is_file()]
+        assert files, f"{document} names {path}"
+        assert not name or re.search(rf"\b{name}\b", files[0].read_text()), f"{document}: no {name} in {path}"
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
