@@ -66,15 +66,13 @@ def ring_attention(
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
-    that no rank holds more than its share plus two buffers.
+    that no rank holds more than its share plus two buffers. Rows of padding, and rows that see no key, are 0.
 
-    Few queries against a long sharded K/V, as in decoding with a long cache or in cross attention, need no
-    ring: with `queries="replicated"` every rank passes the same q of any length, attends with all of it to
-    its own shard, and one all-reduce of (out, lse) gives every rank the same output bits. K/V stay where
-    they are; what is sent is O(Q). Gradients: every rank is taken to compute the same loss from that output,
-    and it counts once. grad_out must be equal on all ranks; each then gets the whole dq, equal on all, and
-    dk, dv of its own shard. Where parameter gradients are summed over the ring, those upstream of k and v are
-    right and those upstream of q count P times: scale dq by 1 / P there.
+    Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring: with
+    `queries="replicated"` every rank passes the same q, attends to its own shard, and one all-reduce of
+    (out, lse) gives every rank the same bits. Every rank is taken to compute the same loss from them, and it
+    counts once: each gets the whole dq, and dk, dv of its own shard. Where parameter gradients are summed
+    over the ring, those upstream of q count P times: scale dq by 1 / P there.
 
     Args:
         q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
@@ -87,36 +85,32 @@ def ring_attention(
         transport: "ring", or "all_gather" as the yardstick to measure it against.
         overlap, prune: compute while sending; send only what is read. For comparison, not for use.
         hop_timeout_s: seconds after which a hop that has not arrived raises.
-        check_finite: raise RingFiniteError on NaN and infinities, naming rank, tensor and hop. They pass
-            through otherwise, as in PyTorch's own attention.
+        check_finite: raise on NaN and infinities, which pass through otherwise, as in PyTorch.
         queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
-        q_positions: of replicated queries, [Q] integers from 0 to T - 1 in any order; a tensor is best on the
-            CPU. None: for `Full` positions have no meaning and Q is any number; for every other pattern the
-            queries are the last Q positions of the layout (decoding). With a cache of T slots that is not
-            full yet, a causal pattern and the true positions hide what is not written.
-
-    Returns:
-        The shape and dtype of q. Rows of padding slots, and rows that see no key, are 0.
+        q_positions: of replicated queries, [Q] integers, best on the CPU. None: the last Q positions of the
+            layout, and any Q for `Full`. With a cache that is not full, pass the true positions.
 
     Raises:
-        RingConfigError: unknown names, or what replicated queries cannot have (Ulysses ranks, all_gather).
-        RingShapeError: tensors that do not fit each other or the layout.
+        RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
         RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
-    constant: Any = scale
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
-        constant = (_HEX, float(scale).hex())
     why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
-    settings = (constant, kernel, transport, overlap, prune, hop_timeout_s, check_finite)
+    settings = (_constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
     handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
         handle = _differentiable(handle, torch.compiler.is_compiling())
         _check_operands(q, k, v, handle)
         return replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle)[0]
     return _attend(q, k, v, handle, mesh.ulysses_size).out
+
+
+def _constant(scale: Any) -> Any:
+    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
+        return _HEX, float(scale).hex()
+    return scale
 
 
 # [Note: handles in compiled code]

@@ -1,4 +1,4 @@
-"""`ds-ring`: one description of a cluster becomes the command line of an engine that exists already.
+"""Turn one description of a cluster into the command line of an engine that exists already: `ds-ring`.
 
 Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It sits beside
 ds_ring, not below it: nothing in ds_ring imports it, and it is the only place that reads the environment.

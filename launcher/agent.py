@@ -1,4 +1,4 @@
-"""Runs on a host that ds-ring reached by ssh: starts this host's part of a run, ends it with the launcher.
+"""Run this host's part of a run that ds-ring started by ssh, and end it with the launcher.
 
 Standard input is the connection: a request in one line of JSON (remote.py writes it), then an empty line
 every few seconds. "end" asks for the end; the end of the file, or a long silence, says that the launcher or

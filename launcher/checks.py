@@ -1,4 +1,4 @@
-"""What must hold before anything is started: files, JSON, sizes, node rank, port, programs.
+"""Check what must hold before anything is started: files, JSON, sizes, node rank, port, programs.
 
 Looks at this machine only. What the YAML itself may say is cluster.py's.
 """
@@ -18,14 +18,14 @@ from .yaml_file import missing_file
 
 
 def require_inputs(cluster: Cluster) -> None:
-    """The script is there, and the DeepSpeed JSON fits the number of processes."""
+    """Raise unless the script is there and the DeepSpeed JSON fits the number of processes."""
     if not is_file(cluster.script):
         raise RingConfigError(f"script: {missing_file(cluster.script, 'a Python file')}")
     RingConfig.from_deepspeed(cluster.deepspeed_config).validate_world(cluster.world_size)
 
 
 def resolve_node_rank(cluster: Cluster, given: int | None) -> int:
-    """Which host of the list this is; 0 where one call starts all of them."""
+    """Return which host of the list this is; 0 where one call starts all of them."""
     count = len(cluster.hosts)
     if cluster.is_local or cluster.reaches_out:
         if given is not None:
@@ -42,7 +42,7 @@ def resolve_node_rank(cluster: Cluster, given: int | None) -> int:
 
 
 def resolve_port(cluster: Cluster, node_rank: int) -> int:
-    """The YAML's port, known to be free where the master is this machine; or else one that is free here."""
+    """Return the YAML's port, known to be free where the master is this machine, or one that is free here."""
     if cluster.master_port is None:
         # With a master elsewhere this is only a good guess: nobody can ask its ports from here.
         return ports.choose_free_port()
@@ -59,6 +59,6 @@ def _master_is_here(cluster: Cluster, node_rank: int) -> bool:
 
 
 def require_program(name: str, search_path: str, advice: str) -> None:
-    """RingConfigError unless the program `name` is on `search_path`."""
+    """Raise RingConfigError unless the program `name` is on `search_path`."""
     if shutil.which(name, path=search_path) is None:
         raise RingConfigError(f"expected the program {name} on PATH, got none; {advice}")

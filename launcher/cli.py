@@ -1,4 +1,4 @@
-"""The command `ds-ring`: finds the subcommand, turns typed errors into one line and exit status 2."""
+"""Run the command `ds-ring`: find the subcommand, turn typed errors into one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status (2: wrong input, 130: Ctrl-C)."""
+    """Run the command; return its exit status (2: wrong input, 130: Ctrl-C)."""
     try:
         return _run(argv)
     except KeyboardInterrupt:  # while torch is imported, too
@@ -60,7 +60,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _cannot_print(error: Exception) -> int:
-    """Say why the output could not be written; a reader that went away (head) is told nothing."""
+    """Print why the output could not be written, unless the reader went away (head)."""
     if (
         isinstance(error, OSError)
         and not isinstance(error, BrokenPipeError)
@@ -75,7 +75,7 @@ def _cannot_print(error: Exception) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What stands before `--` is ours, what stands after it is the script's."""
+    """Split the arguments at `--`: ours before it, the script's after it."""
     where = argv.index("--") if "--" in argv else len(argv)
     return argv[:where], tuple(argv[where + 1 :])
 

@@ -1,4 +1,4 @@
-"""The cluster YAML as a frozen model: which engine starts which script on which hosts.
+"""Define the cluster YAML as a frozen model: which engine starts which script on which hosts.
 
 The only file that knows the keys, what each takes and its default. How a file becomes a model, and which keys
 go together, stands in cluster_file.py; how an engine is called in engines.py; whether files, hosts and ports
@@ -67,7 +67,7 @@ def _text(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """What a value is; what it says may be secret."""
+    """Describe a value by its type alone: what it says may be secret."""
     return (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else type(value).__name__
     )
@@ -101,14 +101,14 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), _WORDS]
 
 
 class Host(Section):
-    """One machine and how many processes it runs."""
+    """Describe one machine and how many processes it runs."""
 
     name: Annotated[_HostName, _NAME]
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS), _SLOTS]
 
 
 class Cluster(Section):
-    """A run: engine, hosts, environment, script. Paths are absolute, and `local` is a host like another."""
+    """Describe a run: engine, hosts, environment, script. Paths are absolute; `local` is a host, too."""
 
     engine: Annotated[Literal["deepspeed", "torchrun", "mpirun"], _WORD] = "deepspeed"
     device: Annotated[Literal["auto", "cpu", "cuda"], _WORD] = "auto"
@@ -127,20 +127,20 @@ class Cluster(Section):
 
     @property
     def world_size(self) -> int:
-        """Processes on all hosts together."""
+        """Count the processes on all hosts together."""
         return sum(host.slots for host in self.hosts)
 
     @property
     def is_local(self) -> bool:
-        """True where this machine runs all of it."""
+        """Return whether this machine runs all of it."""
         return len(self.hosts) == 1 and self.hosts[0].name in (LOCAL_NAME, LOOPBACK)
 
     @property
     def reaches_out(self) -> bool:
-        """True where one call starts other hosts by ssh; false where each host is started by its own call."""
+        """Return whether one call starts other hosts by ssh; else each host is started by its own call."""
         return self.ssh and not self.is_local
 
     @property
     def starts_agents(self) -> bool:
-        """True where ds-ring itself reaches the hosts; mpirun has daemons of its own."""
+        """Return whether ds-ring itself reaches the hosts; mpirun has daemons of its own."""
         return self.reaches_out and self.engine != "mpirun"

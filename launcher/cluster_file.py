@@ -1,4 +1,4 @@
-"""From a cluster YAML to a `Cluster`: `local` written out, all problems in one error, keys that go together.
+"""Read a cluster YAML: `local` written out, all problems in one error, keys that do not go together.
 
 What a single key takes is cluster.py's.
 """
@@ -23,7 +23,7 @@ _Raw = dict[str, Any]
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that the YAML at `path` describes, or one RingConfigError that lists all its problems."""
+    """Return the cluster of the YAML at `path`, or raise one RingConfigError that lists all its problems."""
     mapping = read_mapping(path)
     if SECTION in mapping:
         got = f'a DeepSpeed JSON (it has "{SECTION}")'
@@ -39,6 +39,7 @@ def read_cluster(path: Path) -> Cluster:
             {**dict.fromkeys(required), **raw}, context={"folder": path.absolute().parent}
         )
     except ValidationError as error:
+        # A faulty host is named by itself: the list that lacks it needs no error of its own.
         named_in_detail = "hosts" if problems else None
         found = [problem for problem in problems_of(error, Cluster, "") if problem.key != named_in_detail]
         raise config_error(str(path), *problems, *found) from None
@@ -49,7 +50,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
-    """`raw` with the hosts that its `hostfile` lists, if it names one, and what is wrong with that file."""
+    """Return `raw` with the hosts that its `hostfile` lists, if any, and what is wrong with that file."""
     if "hostfile" not in raw:
         return raw, []
     rest = {key: value for key, value in raw.items() if key != "hostfile"}
@@ -64,7 +65,7 @@ def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
 
 
 def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
-    """`raw` with a tuple of `Host` for its hosts, and what is wrong with them."""
+    """Return `raw` with a tuple of `Host` for its hosts, and what is wrong with them."""
     listed = raw.get("hosts")
     if listed == "local":
         without_slots = {key: value for key, value in raw.items() if key != "slots"}
@@ -94,7 +95,7 @@ def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
 
 
 def _misfits(cluster: Cluster) -> list[Problem]:
-    """Keys that are right by themselves and do not go together."""
+    """Return problems of keys that are right by themselves and do not go together."""
     names = [host.name for host in cluster.hosts]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     on_each_host = not cluster.is_local and not cluster.ssh
@@ -125,7 +126,7 @@ def _misfits(cluster: Cluster) -> list[Problem]:
 
 
 def _misfits_of_deepspeed(cluster: Cluster) -> list[Problem]:
-    """Options of DeepSpeed's launcher that would undo what ds-ring does."""
+    """Return problems of options that would undo in DeepSpeed's launcher what ds-ring does."""
     if cluster.engine != "deepspeed":
         return []
     text, problems = " ".join(cluster.engine_args), []

@@ -1,4 +1,4 @@
-"""The engine `deepspeed`: DeepSpeed's own launcher, told everything that it would otherwise guess."""
+"""Call DeepSpeed's own launcher, and tell it everything that it would otherwise guess."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ def deepspeed(job: Job) -> Invocation:
 
 
 def _slots(job: Job) -> tuple[dict[str, int], list[str]]:
-    """Slots for the hostfile, and an `--include` where this host is to use other devices than its first ones.
-
-    DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` says the same, and it
-    checks the numbers there against the hostfile's slots.
-    """
+    """Return slots for the hostfile, and an `--include` where this host is to use other devices."""
+    # DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` says the same, and it
+    # checks the numbers there against the hostfile's slots.
     slots = {host.name: host.slots for host in job.cluster.hosts}
     own = job.cluster.hosts[job.node_rank]
     devices = _visible_devices(job, own.slots)
@@ -49,7 +47,7 @@ def _slots(job: Job) -> tuple[dict[str, int], list[str]]:
 
 
 def _visible_devices(job: Job, slots: int) -> list[int]:
-    """The numbers of the devices that this host's processes take, in order."""
+    """Return the numbers of the devices that this host's processes take, in order."""
     text = job.environment.get(_DEVICES, job.caller_environment.get(_DEVICES, ""))
     if job.cluster.device == "cpu" or not text:
         return list(range(slots))

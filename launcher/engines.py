@@ -1,4 +1,4 @@
-"""The table of engines: job -> command line of a launcher that exists already. One function per engine.
+"""Build the command line of an engine that exists already, one function for each.
 
 Starts nothing and writes nothing: process.py runs an `Invocation`, and `--dry-run` prints it. A new engine is
 one function, one row of the table and one word in cluster.py.

@@ -1,4 +1,4 @@
-"""Ends a run whose launcher died without ending it: by SIGKILL, out of memory, in a crash.
+"""End a run whose launcher died without ending it: by SIGKILL, out of memory, in a crash.
 
 A small process beside the launcher, in a session of its own. Its standard input is a pipe that the launcher
 alone holds open: the first line names the run, "done" says that the run has ended, and the end of the file
@@ -18,7 +18,7 @@ _DONE = "done"
 
 
 class Guardian:
-    """The launcher's end of the pipe: made before the run is started, told `done` after it has ended."""
+    """Hold the launcher's end of the pipe: made before the run is started, told `done` after its end."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -40,7 +40,7 @@ class Guardian:
             self._start()
 
     def done(self) -> None:
-        """Say that nothing of the run is left, and wait for its end."""
+        """Send word that nothing of the run is left, and wait for its end."""
         self._tell(_DONE)
         assert self._process.stdin is not None
         try:

@@ -1,4 +1,4 @@
-"""From a name or a file to a `Hardware`. What a key takes is ds_ring/hardware.py's."""
+"""Find a hardware description by its name or its file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FOLDERS = (Path(__file__).parent / "hardware", Path(__file__).resolve().parents
 
 
 def known_hardware() -> dict[str, Path]:
-    """The descriptions that come with this package, by name."""
+    """Return the descriptions that come with this package, by name."""
     return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_hardware(name_or_path: str) -> Hardware:
-    """A description that comes with the package, or a YAML file; RingConfigError for anything else."""
+    """Read a description that comes with the package, or a YAML file; RingConfigError for anything else."""
     known = known_hardware()
     path = Path(name_or_path)
     if name_or_path.lower() in known:

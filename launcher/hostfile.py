@@ -1,4 +1,4 @@
-"""Reads a hostfile, DeepSpeed's own format: a line `node-0 slots=8` for each host, `#` starts a comment.
+"""Read a hostfile, DeepSpeed's own format: a line `node-0 slots=8` for each host, `#` starts a comment.
 
 DeepSpeed trains on this machine alone when the file is missing, with a warning, and accepts slots=0. Both are
 refused here, and so is a host that stands there twice.
@@ -20,7 +20,7 @@ _LINE = re.compile(r"(?P<name>\S{1,253})\s+slots\s*=\s*(?P<slots>\d{1,12})", re.
 
 
 def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """The hosts as a YAML would list them, and what is wrong with the file, with line numbers."""
+    """Return the hosts as a YAML would list them, and what is wrong with the file, with line numbers."""
     try:
         text = read_small(path, MOST_BYTES)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What comes out of an engine: a command line, variables of the environment, files. Data, light to import.
+"""Describe what an engine makes: a command line, variables of the environment, files. Light to import.
 
 The agent on another host and the guardian import it: nothing of ds_ring, so no torch.
 """
@@ -30,7 +30,7 @@ def own_programs_first(environment: Mapping[str, str], around: Mapping[str, str]
 
 @dataclass(frozen=True)
 class Invocation:
-    """What to run: arguments, what is added to the caller's environment, files to write first."""
+    """Describe what to run: arguments, what is added to the caller's environment, files to write first."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -53,7 +53,7 @@ class Invocation:
 
 
 def _private_line(name: str) -> str:
-    """The line of a shell script that wants the variable from its caller, or makes the secret."""
+    """Return a line of a shell script that wants the variable from its caller, or makes the secret."""
     if name == SECRET_VARIABLE:
         make = shlex.join([sys.executable, "-c", "import secrets; print(secrets.token_hex(32))"])
         return f'export {name}="$({make})"'

@@ -1,4 +1,4 @@
-"""What goes into an engine: a `Job`, which is data."""
+"""Describe what goes into an engine: a `Job`, which is data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A cluster with what one launch adds to it."""
+    """Hold a cluster with what one launch adds to it."""
 
     cluster: Cluster
     node_rank: int
@@ -31,29 +31,29 @@ class Job:
 
     @property
     def master_address(self) -> str:
-        """Where rank 0 listens: as written, or else this machine, or else the first host by its name."""
+        """Return where rank 0 listens: as written, or else this machine, or else the first host."""
         by_name = LOOPBACK if self.cluster.is_local else self.cluster.hosts[0].name
         return self.cluster.master_address or by_name
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks get on top of the caller's: the device's defaults, then the YAML's, the secret."""
+        """Return what the ranks get on top of the caller's: the device's defaults, the YAML's, the secret."""
         secret = {} if self.secret is None else {SECRET_VARIABLE: self.secret}
         return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret}
 
     @property
     def private(self) -> frozenset[str]:
-        """Names of variables whose values are shown to nobody: the YAML's, and the secret."""
+        """Return names of variables whose values are shown to nobody: the YAML's, and the secret."""
         return frozenset({*self.cluster.environment, SECRET_VARIABLE})
 
     @property
     def script_command(self) -> list[str]:
-        """The script and its arguments, the way DeepSpeed scripts expect them."""
+        """Return the script and its arguments, the way DeepSpeed scripts expect them."""
         config = ["--deepspeed", "--deepspeed_config", str(self.cluster.deepspeed_config)]
         return [str(self.cluster.script), *config, *self.cluster.script_args, *self.extra_args]
 
     def with_own_programs(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`own_programs_first` where this host runs it."""
+        """Apply `own_programs_first` where this host runs it."""
         if self.cluster.starts_agents:
             return dict(environment)  # the agent there does it: this host's PATH is none of its
         return own_programs_first(environment, self.caller_environment)

@@ -1,4 +1,4 @@
-"""Runs a function on ranks of this machine, with a hard deadline, and leaves no process behind.
+"""Run a function on ranks of this machine, with a hard deadline, and leave no process behind.
 
 For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
 run is started by an engine instead (engines.py, process.py).
@@ -32,7 +32,7 @@ _WRONG_INPUT = 2
 
 
 class RanksError(RingError, RuntimeError):
-    """A rank failed, or the deadline passed; the message says which and why."""
+    """Report that a rank failed, or the deadline passed; the message says which and why."""
 
 
 def run_ranks(
@@ -45,7 +45,8 @@ def run_ranks(
     waiting: Callable[[], object] = lambda: None,
     imported: bool = False,
 ) -> list[Any]:
-    """`work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says cuda).
+    """Run `work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says
+    cuda).
 
     Args:
         work: a function at the head of a module.
@@ -81,7 +82,7 @@ def run_ranks(
 
 @contextmanager
 def _not_heard_by_children() -> Iterator[None]:
-    """Block SIGINT: a rank inherits that, and Ctrl-C while it imports torch is no traceback of its own."""
+    """Block SIGINT for children: Ctrl-C while a rank imports torch is no traceback of its own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -94,7 +95,7 @@ def _answer(folder: str, rank: int) -> Path:
 
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
-    """Until all have ended well."""
+    """Wait until all have ended well."""
     deadline = time.monotonic() + deadline_s
     while running := [process for process in ranks if process.is_alive()]:
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -117,8 +118,9 @@ def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Ca
 
 
 def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn:
-    """What the first rank that said anything said."""
+    """Raise what the first rank that said anything said."""
     for number in failed:
+        # The rank that failed first may have died without a word, and another one tell why.
         said = Path(folder, f"error{number}")
         if said.is_file():
             raise RanksError(f"rank {number}: {said.read_text()}")
@@ -165,7 +167,7 @@ def _rank(
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends the ranks, too: without this it would end their parent alone."""
+    """Make SIGTERM end the ranks, too: without this it would end their parent alone."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The processes of one run on this machine, found by a variable that each of them inherits; and their end.
+"""Find the processes of one run on this machine by a variable that they inherit, and end them.
 
 Knows nothing of engines. Whatever an engine does with sessions, process groups and parents, a process of the
 run keeps the variable, unless it is started with an empty environment.

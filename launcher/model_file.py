@@ -1,4 +1,4 @@
-"""The model that `ds-ring plan` is told of: a transformers config.json, read as JSON, or sizes one by one."""
+"""Read the model of `ds-ring plan`: a transformers config.json, read as JSON, or sizes one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate",
 
 
 def model_of(options: argparse.Namespace) -> ModelShape:
-    """The model of --hf-config, or of --layers, --hidden, --heads, --vocab and what has defaults.
+    """Return the model of --hf-config, or of --layers, --hidden, --heads, --vocab and what has defaults.
 
     Raises:
         RingConfigError: neither or both are given, something is missing, or sizes do not go together.

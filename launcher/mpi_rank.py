@@ -1,4 +1,4 @@
-"""Stands between mpirun and a rank: names the rank as DeepSpeed scripts expect, and ends it in its own time.
+"""Start a rank under mpirun: name it as DeepSpeed scripts expect, and end it in its own time.
 
 Without it DeepSpeed asks mpi4py, and overwrites MASTER_ADDR and MASTER_PORT with guesses of its own (29500).
 Needs no MPI library: Open MPI tells each process its place in the environment.

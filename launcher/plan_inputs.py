@@ -1,4 +1,4 @@
-"""From the options of `ds-ring plan` to a `Setting`: files read, defaults filled in, what is open searched.
+"""Turn the options of `ds-ring plan` into a `Setting`: read files, fill in defaults, search what is open.
 
 Options come before the DeepSpeed JSON, which comes before defaults.
 """
@@ -38,7 +38,7 @@ _MOST = {
 
 
 def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
-    """What the options ask for; with --tokens or --devices left out, what a search found.
+    """Return what the options ask for; with --tokens or --devices left out, what a search found.
 
     Raises:
         RingConfigError: an option or a file is wrong, options contradict each other, or nothing fits.
@@ -63,7 +63,7 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Sett
 
 
 def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
-    """The section with the options in it, checked as any section is, and the whole JSON."""
+    """Return the section with the options in it, checked as any section is, and the whole JSON."""
     whole: _Raw = resolve(options.config, RingConfig)[1] if options.config else {SECTION: {}}
     section: _Raw = dict(whole[SECTION])
     given = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
@@ -78,7 +78,7 @@ def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
 
 
 def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | None, int]:
-    """Devices (None: to be searched) and the ring size."""
+    """Return devices (None: to be searched) and the ring size."""
     if devices is None:
         return (None, 1) if ring is None else (ring * ulysses, ring)
     if ring is None:
@@ -128,7 +128,7 @@ def _setting(
 
 
 def _dtype(whole: _Raw, from_json: bool) -> str:
-    """What the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
+    """Return what the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
     for key, name in (("bf16", "bfloat16"), ("fp16", "float16")):
         if _flag(_mapping(whole, key), key, "enabled"):
             return name
@@ -158,7 +158,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
 
 
 def _mapping(whole: _Raw, key: str) -> _Raw:
-    """A sub-section of DeepSpeed's; nothing where it is left out."""
+    """Return a sub-section of DeepSpeed's; nothing where it is left out."""
     value = whole.get(key)
     if value is not None and not isinstance(value, dict):
         raise RingConfigError(f"--config: {key}: {sentence('an object {...}', shown(value), 'correct it')}")
@@ -166,7 +166,7 @@ def _mapping(whole: _Raw, key: str) -> _Raw:
 
 
 def _number(section: _Raw, prefix: str, key: str, *, least: int, most: int) -> float | None:
-    """A number of DeepSpeed's, None where it is left out or "auto"."""
+    """Return a number of DeepSpeed's, None where it is left out or "auto"."""
     value = section.get(key)
     if value is None or value == "auto":
         return None
@@ -177,7 +177,7 @@ def _number(section: _Raw, prefix: str, key: str, *, least: int, most: int) -> f
 
 
 def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
-    """A switch of DeepSpeed's, None where it is left out or "auto"."""
+    """Return a switch of DeepSpeed's, None where it is left out or "auto"."""
     value = section.get(key)
     if value is None or value == "auto":
         return None

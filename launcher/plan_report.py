@@ -1,4 +1,4 @@
-"""What `ds-ring plan` found, as tables for people and as JSON for machines. Owns no figure."""
+"""Print what `ds-ring plan` found, as tables for people and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GIB = 2**30
 
 
 def as_json(found: Estimate, advice: Advice) -> str:
-    """One object; sizes in bytes, times in seconds."""
+    """Return one object; sizes in bytes, times in seconds."""
     return json.dumps(as_dict(found, advice), indent=2)
 
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
-    """Everything that the tables have, in full precision."""
+    """Return everything that the tables have, in full precision."""
     setting, cost = found.setting, found.attention
     return {
         "hardware": setting.hardware.name,
@@ -85,7 +85,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
 
 
 def print_report(found: Estimate, advice: Advice) -> None:
-    """The tables, then the warnings, on stdout."""
+    """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = found.setting
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
@@ -125,7 +125,7 @@ def _memory_table(found: Estimate) -> Table:
 
 
 def _cost_table(found: Estimate) -> Table:
-    """Per device and step."""
+    """Build the table of costs per device and step."""
     layers, cost = found.setting.model.layers, found.attention
     table = Table("cost of a step, slowest device", "amount", "seconds")
     for column in table.columns[1:]:

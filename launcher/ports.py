@@ -1,4 +1,4 @@
-"""Free ports on this machine. Says nothing about other hosts' ports: nobody can ask them from here."""
+"""Find free ports on this machine. Nobody can ask other hosts' ports from here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTEMPTS = 200
 
 
 def is_free(port: int) -> bool:
-    """True if a server could listen on `port` now, on all interfaces as torch's store does."""
+    """Return whether a server could listen on `port` now, on all interfaces as torch's store does."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be listened on
         try:
@@ -27,7 +27,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_free_port() -> int:
-    """A port that is free here, drawn at random so that two launches at once do not meet."""
+    """Return a port that is free here, drawn at random so that two launches at once do not meet."""
     draw = random.SystemRandom()
     for _ in range(_ATTEMPTS):
         port = draw.choice(_CANDIDATES)
@@ -40,7 +40,7 @@ def choose_free_port() -> int:
 
 
 def require_free(port: int) -> None:
-    """RingConfigError if somebody listens on `port` here."""
+    """Raise RingConfigError if somebody listens on `port` here."""
     if not is_free(port):
         raise RingConfigError(
             f"expected master_port {port} to be free, got a port in use; end the run that holds it "

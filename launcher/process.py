@@ -1,4 +1,4 @@
-"""Runs an invocation: streams its output, forwards signals and exit status, leaves no process behind.
+"""Run an invocation: stream its output, forward signals and exit status, leave no process behind.
 
 Knows nothing of engines. The engine's own care for its children is not enough: DeepSpeed's local runner dies
 of SIGTERM without passing it on, and calls it success when its helper is killed by a signal. What outlives
@@ -57,7 +57,7 @@ def run(
 
 
 def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
-    """The engine's status, unless it says 0 while ranks of the run are still at work."""
+    """Return the engine's status, unless it says 0 while ranks of the run are still at work."""
     if returncode != 0:
         return returncode if returncode > 0 else 128 - returncode
     before = len(signals)
@@ -70,7 +70,7 @@ def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
 
 
 def _let_end(engine: subprocess.Popen[bytes], end_signal: int | None, signals: list[int]) -> None:
-    """Where the engine has a signal that ends all its ranks in their own time, send it and wait a grace."""
+    """Send the signal by which an engine ends its ranks in their own time, if it has one, and wait."""
     if end_signal is None:
         return
     before, deadline = len(signals), time.monotonic() + _GRACE_SECONDS
@@ -84,7 +84,7 @@ def _let_end(engine: subprocess.Popen[bytes], end_signal: int | None, signals: l
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Note SIGINT, SIGTERM and SIGHUP instead of dying of them; an ignored one (nohup) stays ignored."""
+    """Record SIGINT, SIGTERM and SIGHUP instead of dying of them; an ignored one (nohup) stays ignored."""
     noted: list[int] = []
     old: dict[signal.Signals, _Handler | int | None] = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""The first lines of a rank that local_ranks.py starts: it ends with its parent from here on.
+"""Start a rank of local_ranks.py so that it ends with its parent.
 
 Imports the standard library only. What the rank works with imports torch, which takes seconds in which the
 parent may be killed; it therefore arrives as bytes, and is unpickled last.
@@ -24,7 +24,7 @@ def start(parent: int, told: bytes) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its ranks: the kernel does, whatever signals they ignore."""
+    """Make the kernel end this process with its parent, whatever signals it ignores."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was faster
         os.kill(os.getpid(), signal.SIGKILL)

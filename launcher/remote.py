@@ -1,4 +1,4 @@
-"""Starts a run on other hosts: an agent on each by ssh, told what to run through its standard input.
+"""Start a run on other hosts: an agent on each by ssh, which gets its request on standard input.
 
 For engines that start only their own host. What an agent does is agent.py's. Nothing secret stands on a
 command line: the request goes through the connection that ssh encrypts, and the run ends with it.
@@ -41,7 +41,7 @@ def ssh_command(host: str, ssh_port: int | None) -> list[str]:
 
 
 def run(hosts: Mapping[str, Invocation], ssh_port: int | None, script: str) -> int:
-    """Run an invocation on each host to the end; the exit status of the first that fails, or 128 + n."""
+    """Run an invocation on each host; return the exit status of the first that fails, or 128 + n."""
     with signals_noted() as signals:
         agents: dict[str, subprocess.Popen[str]] = {}
         try:
@@ -72,7 +72,7 @@ def _request(invocation: Invocation, script: str) -> str:
 
 
 def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> int:
-    """Until all have ended well, or one has not, or a signal came."""
+    """Wait until all have ended well, or one has not, or a signal came."""
     beat = time.monotonic()
     while not signals:
         ended = {host: agent.poll() for host, agent in agents.items()}

@@ -1,4 +1,4 @@
-"""The secret that all ranks of one launch share, by which they know each other's connections.
+"""Make the secret that all ranks of one launch share, by which they know each other's connections.
 
 A new one for each launch. It reaches the ranks as every variable does: inherited on this machine, through the
 standard input of an agent on another; it never stands on a command line, in a file or in a log.

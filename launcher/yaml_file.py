@@ -1,4 +1,4 @@
-"""Reads a YAML mapping strictly, and says where it is broken. Knows no key.
+"""Read a YAML mapping strictly, and say where it is broken. Knows no key.
 
 PyYAML keeps the last of two equal keys without a word, and an empty file is None. Both are refused here, and
 so is what no file of ours needs and a hostile one uses: aliases, tags, keys that are no single words, depth.
@@ -22,7 +22,7 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
 class _StrictLoader(_Loader):  # type: ignore[misc]  # yaml has no types
-    """SafeLoader that refuses a mapping in which a key stands twice, and knows no dates."""
+    """Refuse a mapping in which a key stands twice, and read no dates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -45,7 +45,9 @@ _StrictLoader.yaml_implicit_resolvers = {
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping at the top of the file `path`; RingConfigError for whatever keeps it from being read."""
+    """Return the mapping at the top of the file `path`; RingConfigError for whatever keeps it from being
+    read.
+    """
     text = _read_text(path)
     try:
         _require_plain(text)
@@ -73,7 +75,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _require_plain(text: str) -> None:
-    """yaml.YAMLError for what a plain mapping has not; without recursion, before anything is built."""
+    """Raise yaml.YAMLError for what a plain mapping has not; without recursion, before anything is built."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -98,7 +100,7 @@ def _read_text(path: Path) -> str:
 
 
 def missing_file(path: Path, what: str) -> str:
-    """The sentence for a file that is not there, with the name that was probably meant."""
+    """Format the sentence for a file that is not there, with the name that was probably meant."""
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The fenced blocks of README.md and configs/README.md, and a folder in which a stranger would run them.
+"""The fenced blocks of our documents, and a folder in which a stranger would run them.
 
-Owns finding the blocks and running their text: bash blocks by bash with what is installed already, python
-blocks on real gloo ranks. How each block is run, and what must come of it, stands in
-tests/integration/test_documents.py.
+Owns finding blocks, inline commands and links, and running a block's text: bash blocks by bash with what is
+installed already, python blocks on real gloo ranks. How each block is run, and what must come of it, stands
+in tests/integration/test_documents.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from typing import Any, NamedTuple
 from tests.dist.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "configs/README.md")
+DOCUMENTS = (
+    "README.md",
+    "MIGRATING.md",
+    "configs/README.md",
+    "ds_ring/README.md",
+    "launcher/README.md",
+    "tools/README.md",
+)
+TEXTS = (*DOCUMENTS, "CONTRIBUTING.md", "ds_ring/DESIGN.md")  # whose inline commands and links are checked
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"`((?:python tools/|python -m tools\.|pytest |ds-ring )[^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALL = """#!/bin/sh
 echo "$@" >> pip.log
 """
@@ -52,6 +62,30 @@ def blocks() -> list[Block]:
         for match in _FENCE.finditer(text):
             found.append(Block(document, text[: match.start()].count("\n") + 1, match[1], match[2]))
     return found
+
+
+def inline_commands() -> list[tuple[str, str]]:
+    """Each command that stands in backquotes, with its document; one with "..." in it is no whole command."""
+    found = {
+        (document, match[1])
+        for document in TEXTS
+        for match in _COMMAND.finditer((ROOT / document).read_text())
+        if "..." not in match[1]
+    }
+    return sorted(found)
+
+
+def links() -> list[tuple[str, str]]:
+    """Each relative link, with its document."""
+    found = ((name, match[1]) for name in TEXTS for match in _LINK.finditer((ROOT / name).read_text()))
+    return sorted({(name, target) for name, target in found if "://" not in target})
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    text = _FENCE.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def changed(text: str, instead: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Write the tables of the section's keys into configs/README.md, from the descriptions in ds_ring/config.py.
+"""Write the tables of the section's keys into configs/README.md, from ds_ring/config/section.py.
 
 Example:
     python tools/document_keys.py --check      # status 1 if the tables are not what the model says
@@ -15,10 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_ring.config.messages import choices_of, shown, takes_of
-from ds_ring.config.section import PatternConfig, RingConfig
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "configs/README.md"
-BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config.py -->"
+BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config/section.py -->"
 END = "<!-- end of keys -->"
 
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         DOCUMENT.write_text(after)
     elif after != before:
         print(
-            f"{DOCUMENT.name}: the tables of keys differ from ds_ring/config.py; run"
+            f"{DOCUMENT.name}: the tables of keys differ from ds_ring/config/section.py; run"
             " `python tools/document_keys.py --write`",
             file=sys.stderr,
         )

@@ -50,7 +50,10 @@ def parse_object(text: str, label: str) -> Json:
         what = sentence("numbers that can be read", got, "correct them")
         raise config_error(label, f"cannot be read as JSON: {what}") from None
     if not isinstance(value, dict):
-        raise config_error(label, _not_an_object(value))
+        got = shown(value)
+        raise config_error(
+            label, sentence("a JSON object {...} at the top level", got, "write {...} with keys")
+        )
     problems = [_duplicate(value, owner, key) for owner, key in duplicates[:MOST_PROBLEMS]] + non_finite(
         value
     )
@@ -186,7 +189,3 @@ def _duplicate(root: Json, owner: Json, name: str) -> Problem:
     prefix = next((key for key, item in _walk(root) if item is owner), "")
     key = f"{prefix}.{name}" if prefix else name
     return Problem(key, sentence("each key once in an object", "this one more than once", "keep one of them"))
-
-
-def _not_an_object(value: object) -> str:
-    return sentence("a JSON object {...} at the top level", shown(value), "write {...} with keys")

@@ -1,9 +1,9 @@
 """Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
 
-This is the only file that knows the keys of the section: names, defaults, units, limits, and how they depend
-on each other. Where the section is found stands in deepspeed_file.py, how a file is read in json_text.py,
-how a complaint is worded in messages.py; what a key makes the ring do stands where it is done.
-Imports no torch, reads no environment, has no global state.
+Owns the keys of the section (those of "pattern" stand in pattern_section.py): names, defaults, units, limits,
+and how they depend on each other. Where the section is found stands in deepspeed_file.py, how a complaint is
+worded in messages.py; what a key makes the ring do stands where it is done. Imports no torch, reads no
+environment, has no global state.
 """
 
 from __future__ import annotations
@@ -12,116 +12,49 @@ import copy
 import hashlib
 import json
 import math
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY, Source, resolve
 from ds_ring.config.json_text import Json
 from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
+from ds_ring.config.pattern_section import (
+    MOST,
+    ONE_UP,
+    WORD,
+    AtLeastOne,
+    Flag,
+    PatternConfig,
+    without_effect,
+)
 from ds_ring.errors import RingMeshError
 
-_ONE_UP = "a whole number of at least 1"
-_WORD = Takes("a word", "write one of these in double quotes")
-_BRANCHES = Takes(f"a list, each item {_ONE_UP} and larger than the one before", "write [2048, 4096], say")
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
 
-MOST = 2**53  # positions are numbers of 64 bits, and their products must be
 MOST_RANKS = 2**31 - 1
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Flag = Annotated[bool, Takes("true or false", "write true or false, without quotes")]
-Window = Annotated[AtLeastOne | None, Takes(f"{_ONE_UP}, or null", "use null for no window")]
-Branches = Annotated[
-    tuple[AtLeastOne, ...] | None,
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-    _BRANCHES,
-]
-Ring = Annotated[Ranks, Takes(f'{_ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
-Ulysses = Annotated[Ranks, Takes(_ONE_UP, "use 1 to leave the heads together")]
+Ring = Annotated[Ranks, Takes(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+Ulysses = Annotated[Ranks, Takes(ONE_UP, "use 1 to leave the heads together")]
 Whole = Annotated[
-    Ranks, Takes(f"{_ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
+    Ranks, Takes(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 BlockSize = Annotated[
     int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
 ]
 Options = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
-ChunkBytes = Annotated[
-    AtLeastOne | None,
-    Takes(f"{_ONE_UP} (bytes), or null", "use null for the default"),
-]
+ChunkBytes = Annotated[AtLeastOne | None, Takes(f"{ONE_UP} (bytes), or null", "use null for the default")]
 Tokens = Annotated[
     int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 Seconds = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
 ]
-HeadOffsets = Annotated[Literal["paper", "paper_kv", "torchscale", "zero"], _WORD]
-Layout = Annotated[Literal["auto", "contiguous", "zigzag", "striped", "residue", "balanced"], _WORD]
-Kernel = Annotated[Literal["auto", "reference", "cpu", "flex"], _WORD]
-Attention = Annotated[Literal["ring", "as_is"], _WORD]
-Transport = Annotated[Literal["ring", "all_gather"], _WORD]
-
-
-class PatternConfig(Section):
-    """Say which query position attends to which key position. Lengths are tokens of the global sequence."""
-
-    causal: Flag = Field(default=True, description="a query sees no later key")
-    window: Window = Field(
-        default=None, description="sliding window in tokens; two-sided where causal is false"
-    )
-    segment_lengths: Branches = Field(
-        default=None, description="LongNet's w_i in tokens, one for each dilated branch; null: not dilated"
-    )
-    dilation_rates: Branches = Field(
-        default=None,
-        description="LongNet's r_i, one for each segment length: a branch keeps every r_i-th token",
-    )
-    head_offsets: HeadOffsets = Field(
-        default="paper",
-        description="the first token that query head h of H keeps in a branch of dilation r: paper h mod r; "
-        "paper_kv the same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
-    )
-    documents: Flag = Field(
-        default=False, description="tokens see their own document only; the batch's ids say which that is"
-    )
-
-    @field_validator("segment_lengths", "dilation_rates")
-    @classmethod
-    def _increases(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if values == ():
-            raise Refused(sentence(_BRANCHES.what, "[]", "use null where the pattern is not dilated"))
-        for before, after in pairwise(values or ()):
-            if after <= before:
-                got = f"{before} followed by {after} in {shown(values)}"
-                raise Refused(sentence(_BRANCHES.what, got, "sort the branches, none twice"))
-        return values
-
-    @field_validator("head_offsets")
-    @classmethod
-    def _of_a_dilation(cls, offsets: str, info: ValidationInfo) -> str:
-        if offsets != "paper" and info.data.get("segment_lengths", ()) is None:
-            raise Refused(_without_effect(shown(offsets), "segment_lengths null", "is not dilated"))
-        return offsets
-
-    @field_validator("dilation_rates")
-    @classmethod
-    def _one_for_each_segment(
-        cls, rates: tuple[int, ...] | None, info: ValidationInfo
-    ) -> tuple[int, ...] | None:
-        if "segment_lengths" not in info.data:  # refused already: nothing to compare with
-            return rates
-        segments: tuple[int, ...] | None = info.data["segment_lengths"]
-        if segments is None and rates is not None:
-            advice = f"add {len(rates)} segment_lengths, or set both to null"
-            raise Refused(sentence("null while segment_lengths is null", shown(rates), advice))
-        if segments is not None and len(segments) != len(rates or ()):
-            expected = f"{len(segments)} rates, one for each of segment_lengths {shown(segments)}"
-            got = "null" if rates is None else f"{len(rates)} in {shown(rates)}"
-            raise Refused(sentence(expected, got, "make the two lists equally long, or set both to null"))
-        return rates
+Layout = Annotated[Literal["auto", "contiguous", "zigzag", "striped", "residue", "balanced"], WORD]
+Kernel = Annotated[Literal["auto", "reference", "cpu", "flex"], WORD]
+Attention = Annotated[Literal["ring", "as_is"], WORD]
+Transport = Annotated[Literal["ring", "all_gather"], WORD]
 
 
 class RingConfig(Section):
@@ -213,7 +146,7 @@ class RingConfig(Section):
         """Raise RingMeshError unless `world_size` ranks fall into whole sequence groups."""
         if type(world_size) is not int or world_size < 1:
             advice = "pass the number of ranks"
-            raise RingMeshError(f"world size: {sentence(_ONE_UP, repr(world_size), advice)}")
+            raise RingMeshError(f"world size: {sentence(ONE_UP, repr(world_size), advice)}")
         whole, ulysses = self.sequence_parallel_size, self.ulysses_size
         if world_size % whole == 0:
             return
@@ -254,7 +187,7 @@ class RingConfig(Section):
         whole, ulysses = info.data[SP_KEY], info.data["ulysses_size"]
         if whole is None:
             advice = f'add "{SP_KEY}": 4 at the top level of the JSON, or set ring_size to a number'
-            raise Refused(sentence(_ONE_UP, f'"auto" and no {SP_KEY}', advice))
+            raise Refused(sentence(ONE_UP, f'"auto" and no {SP_KEY}', advice))
         if whole % ulysses:
             expected, got = f'"auto" = {SP_KEY} / ulysses_size to be whole', f"{whole} / {ulysses}"
             raise Refused(sentence(expected, got, f"use ulysses_size {listed(_divisors(whole))}"))
@@ -277,7 +210,7 @@ class RingConfig(Section):
     def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
         kernel = info.data.get("kernel")
         if size != 128 and kernel in ("cpu", "reference"):
-            raise Refused(_without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
+            raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
         return size
 
     @field_validator("overlap", "prune", "chunk_bytes", "monitor")
@@ -285,7 +218,7 @@ class RingConfig(Section):
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
         if info.data.get("transport") == "all_gather" and value != default:
-            raise Refused(_without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
+            raise Refused(without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
         return value
 
     @field_validator("block_size")
@@ -333,11 +266,6 @@ def by_json_key(config: RingConfig) -> Json:
     whole, pattern = values.pop(SP_KEY), values.pop("pattern")
     flat = {f"{SECTION}.{name}": value for name, value in values.items()}
     return {SP_KEY: whole} | flat | {f"{SECTION}.pattern.{name}": value for name, value in pattern.items()}
-
-
-def _without_effect(got: str, beside: str, why: str) -> str:
-    """Format the sentence for a value that nothing would read."""
-    return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Read a small text file that a user named: a regular one, of bounded size, in UTF-8. Knows no format.
+"""Read and write small text files: regular ones, of bounded size, in UTF-8. Knows no format.
 
 A pipe, a device or a socket is refused before it is opened: to open a FIFO waits for its writer, and to read
 /dev/zero never ends. The paths come from users, the texts from whoever wrote the file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from ds_ring.config.messages import config_error, sentence
@@ -58,6 +59,31 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a small file so that after any crash all of the old text or all of the new one is there."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp's file is its owner's only
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in `folder` to the disk: a rename is lost with the power otherwise."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _require_regular(found: os.stat_result, label: str) -> None:

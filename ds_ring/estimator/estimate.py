@@ -122,12 +122,7 @@ def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
 
 
 def slowest_pass(
-    plan: Plan,
-    shape: PassShape,
-    hardware: Hardware,
-    dtype: str,
-    bytes_per_s: float,
-    overlap: bool = True,
+    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True
 ) -> PassCost:
     """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
     ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
@@ -206,10 +201,8 @@ def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
 
 
 def _zero_bytes(zero: Zero, model: ModelShape) -> int:
-    """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one.
-
-    Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
-    """
+    """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one."""
+    # Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
     times = 3 if zero.stage == 3 else 2
     return times * zero.element_bytes * model.parameters * (zero.world - 1) // zero.world
 

@@ -23,7 +23,9 @@ def chrome_trace(timelines: Sequence[Timeline], title: str = "") -> dict[str, An
     rows: list[dict[str, Any]] = []
     # Without a sort index the viewers order processes by their first event.
     for rank in range(max((timeline.ring_size for timeline in timelines), default=0)):
-        rows += [_named("process", rank, 0, f"ring rank {rank}"), _sorted(rank)]
+        rows.append(_named("process", rank, 0, f"ring rank {rank}"))
+        order = {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0}
+        rows.append(order | {"args": {"sort_index": rank}})
     for thread, timeline in enumerate(timelines):
         for rank in range(timeline.ring_size):
             rows.append(_named("thread", rank, thread, timeline.kind))
@@ -37,10 +39,6 @@ def chrome_trace(timelines: Sequence[Timeline], title: str = "") -> dict[str, An
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _sorted(pid: int) -> dict[str, Any]:
-    return {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
 
 
 def _event(event: Event, thread: int) -> dict[str, Any]:

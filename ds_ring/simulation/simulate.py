@@ -92,61 +92,39 @@ def simulate(
 ) -> SimulationResult:
     """Run ring attention of a whole sequence with all its ranks in this process, one at a time.
 
-    Each virtual rank does what a real one would: same plan, same messages, same kernel, same buffers. What a
-    rank of a cluster will need and send can so be known before there is a cluster, and what P ranks compute
-    can be compared with what one does.
+    Each virtual rank does what a real one would: same plan, messages, kernel and buffers. So what a rank of a
+    cluster will need and send is known before there is a cluster, and P ranks can be compared with one.
 
     Args:
         q: global queries [B, H, T, D] on the CPU, in memory or mapped from a file; or a `Source`, which has k
             and v as well (`GeneratedSource` for more tokens than memory holds).
         k, v: global keys and values [B, G, T, D]; H a multiple of G.
-        pattern: which position attends to which.
-        layout: which position lies on which rank; says how many ranks there are.
-        grad_out: gradient of the output [B, H, T, D], for the backward pass; with a `Source` True, and it is
-            asked for "grad_out".
+        pattern, layout: which position attends to which, and lies on which rank.
+        grad_out: gradient of the output [B, H, T, D], for the backward pass; with a `Source` True.
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
-        chunk_bytes: heads go round in groups whose K and V are each at least this large; None is what
-            real CPU ranks take (`schedule/head_chunks.py`).
+        chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
         prune: send only what is read; False for comparison.
         ranks: ring ranks to simulate; None for all.
-        measure_memory: count tensor memory under the profiler (slower by a few percent where calls are
-            large, by more where they are small).
-        trace: keep what every rank did from when to when, with the sizes of its messages. In processor time
-            where torch has one thread; best without `measure_memory`, which costs time.
-        threads: of a virtual rank's kernel, which takes workspace for each. None is one while memory is
-            measured, as a real rank has where each has a core, and else all that torch has.
+        measure_memory: count tensor memory under the profiler, which slows small calls down.
+        trace: keep what every rank did when, with the sizes of its messages; in processor time where torch
+            has one thread. Best without `measure_memory`, which costs time.
+        threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
         progress: a bar on stderr once two seconds have passed.
 
     Raises:
-        RingShapeError: tensors that do not fit each other or the layout, or are not on the CPU.
-        RingLayoutError, RingPatternError: no layout or pattern, or one for another length.
+        RingShapeError, RingLayoutError, RingPatternError: tensors, layout and pattern that do not fit.
         RingConfigError: unknown kernel, scale, ranks or options.
     """
-    if not isinstance(pattern, Pattern):
-        raise RingPatternError(
-            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
-        )
-    if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
-        )
-    source = _source_of(q, k, v, grad_out)
+    source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    if sizes.tokens != layout.tokens:
-        raise RingShapeError(
-            f"expected a layout for q, got another: the layout is for {layout.tokens} tokens, q has"
-            f" {sizes.tokens}; pass global tensors of all"
-            f" tokens, or make the layout with tokens={sizes.tokens}"
-        )
-    pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
     options = _options(scale, kernel, kernel_options, chunk_bytes)
     if threads is not None:
         threads = whole_number(threads, "threads", RingConfigError, MOST_THREADS)
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
     for name, flag in flags.items():
         true_or_false(flag, name, RingConfigError)
-    whole, backward = len(wanted) == layout.ring_size, grad_out is not None and grad_out is not False
+    backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
         build_plan(pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=prune),
@@ -158,7 +136,7 @@ def simulate(
         trace,
     )
     with _threads(threads if threads is not None else 1 if measure_memory else torch.get_num_threads()):
-        return _collected(job, wanted, whole, progress)
+        return _collected(job, wanted, progress)
 
 
 @contextmanager
@@ -171,7 +149,7 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool) -> SimulationResult:
+def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> SimulationResult:
     """Run all ranks one after the other and put their results together."""
     sizes, layout = job.source.geometry, job.plan.layout
     shape = (sizes.batch, sizes.query_heads, sizes.tokens, sizes.head_dim)
@@ -196,19 +174,39 @@ def _collected(job: VirtualRanks, ranks: list[int], whole: bool, progress: bool)
         if found.trace is not None:
             traces[rank] = found.trace
     dk = dv = None
-    if job.sums is not None and whole:
+    if job.sums is not None and len(ranks) == layout.ring_size:  # each rank may add to any token
         dk, dv = job.sums.dk.to(sizes.dtype), job.sums.dv.to(sizes.dtype)
     return SimulationResult(out, lse, memory, bytes_sent, dq, dk, dv, traces)
+
+
+def _checked_source(
+    q: Tensor | Source, k: Any, v: Any, grad_out: Any, pattern: Pattern, layout: Layout
+) -> Source:
+    """Return the one source of all tensors, which pattern and layout fit."""
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
+        )
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
+        )
+    source = _source_of(q, k, v, grad_out)
+    sizes = source.geometry
+    if sizes.tokens != layout.tokens:
+        raise RingShapeError(
+            f"expected a layout for q, got another: the layout is for {layout.tokens} tokens, q has"
+            f" {sizes.tokens}; pass global tensors of all"
+            f" tokens, or make the layout with tokens={sizes.tokens}"
+        )
+    pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
+    return source
 
 
 def _source_of(
     q: Tensor | Source, k: Tensor | None, v: Tensor | None, grad_out: Tensor | bool | None
 ) -> Source:
-    """Return one checked source of all tensors.
-
-    Raises:
-        RingShapeError: what is no q, k, v and grad_out of one attention.
-    """
+    """Return one checked source of all tensors."""
     if not isinstance(q, Tensor) and hasattr(q, "fill") and hasattr(q, "geometry"):
         if k is not None or v is not None or isinstance(grad_out, Tensor):
             raise RingShapeError(
@@ -242,11 +240,7 @@ def _source_of(
 def _options(
     scale: float | None, kernel: str, kernel_options: Mapping[str, Any] | None, chunk_bytes: int | None
 ) -> Options:
-    """Return the options of a real call, checked.
-
-    Raises:
-        RingConfigError: what they do not take.
-    """
+    """Return the options of a real call, checked."""
     if chunk_bytes is not None:
         chunk_bytes = whole_number(chunk_bytes, "chunk_bytes", RingConfigError)
     given = {} if kernel_options is None else kernel_options
@@ -259,11 +253,7 @@ def _options(
 
 
 def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
-    """Return the ranks to simulate.
-
-    Raises:
-        RingConfigError: one that the layout does not have, or one twice.
-    """
+    """Return the ranks to simulate."""
     if ranks is None:
         return list(range(ring_size))
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):

@@ -1,4 +1,4 @@
-"""`ds-ring check-model`: one transformers model on a ring against itself on one process."""
+"""Compare a transformers model on a ring with itself on one process: `ds-ring check-model`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 12
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     check = add_command(
         commands,
         "check-model",
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
-    """The "ring_attention" section, None without --config, and the number of ranks."""
+    """Return the "ring_attention" section, None without --config, and the number of ranks."""
     from ds_ring.config.json_text import read_object
     from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError
@@ -107,7 +107,11 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
 
 
 def _import(model: str) -> None:
-    """What takes most of the command's seconds, once and not on every rank; RingConfigError for no model."""
+    """Import what takes most of the command's seconds, once and not on every rank.
+
+    Raises:
+        RingConfigError: there is no such model.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
     from ds_ring.integrations.transformers.small_config import read_config
@@ -117,7 +121,7 @@ def _import(model: str) -> None:
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: the report, as JSON values."""
+    """Return the report, as JSON values. On a rank."""
     from ds_ring.integrations.transformers.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
@@ -126,7 +130,7 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What libraries print must not stand in the command's output."""
+    """Send what libraries print to stderr: it must not stand in the command's output."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -1,4 +1,4 @@
-"""`ds-ring launch`: from a cluster YAML to a run."""
+"""Start a run from a cluster YAML: `ds-ring launch`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ examples:
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     launch = add_command(
         commands,
         "launch",
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
-    """Start the script and wait for it; its exit status."""
+    """Start the script, wait for it and return its exit status."""
     from ds_ring_launcher import checks, secret
     from ds_ring_launcher.cluster_file import read_cluster
     from ds_ring_launcher.job import Job
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _on_each_host(job: Job) -> dict[str, Invocation]:
-    """What an agent on each host is told to run."""
+    """Return what an agent on each host is told to run."""
     from ds_ring_launcher import agent, engines, remote
 
     variables = remote.carried(job.caller_environment)

@@ -1,4 +1,4 @@
-"""What the subcommands' parsers have in common: how numbers are read, how a wrong line is answered."""
+"""Read numbers and report wrong lines in the same way for all subcommands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_LETTERS = 400
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with sentences that say what was expected, and no line that fills the screen."""
+    """Parse as argparse does, with sentences that say what was expected, none of which fills the screen."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def readable(text: str) -> str:
-    """An error's text, whatever a user's input made of it: each line is cut, and the number of lines."""
+    """Return an error's text with its lines and their number cut, whatever a user's input made of it."""
     return "\n".join(_short(line, 800) for line in text.splitlines()[:30])
 
 
@@ -79,7 +79,7 @@ def _number(text: str) -> float:
 
 
 def add_command(commands: Commands, name: str, **texts: str) -> argparse.ArgumentParser:
-    """A subcommand whose help keeps the line breaks of its examples."""
+    """Add a subcommand whose help keeps the line breaks of its examples."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
@@ -87,17 +87,17 @@ def add_command(commands: Commands, name: str, **texts: str) -> argparse.Argumen
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`: for machines."""
+    """Add `--json`, for machines."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
 def print_json(value: object) -> None:
-    """The one JSON document of a command, on stdout."""
+    """Print the one JSON document of a command on stdout."""
     print(json.dumps(value, indent=2))
 
 
 def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
-    """RingConfigError for anything after `--`, which only `launch` has a use for."""
+    """Raise RingConfigError for anything after `--`, which only `launch` has a use for."""
     from ds_ring.errors import RingConfigError
 
     if extra_args:

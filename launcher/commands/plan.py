@@ -1,4 +1,4 @@
-"""`ds-ring plan`: what a run needs before it is started: memory, bytes, time, the ring that fits."""
+"""Estimate memory, bytes and time of a run before it is started: `ds-ring plan`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SIZES = {
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     plan = add_command(
         commands,
         "plan",
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 class _Progress:
-    """Says on stderr what is being done, once that has taken two seconds."""
+    """Print on stderr what is being done, once that has taken two seconds."""
 
     def __init__(self) -> None:
         self._started, self._shown = time.monotonic(), False

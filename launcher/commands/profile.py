@@ -1,4 +1,4 @@
-"""`ds-ring profile`: memory by ring size and by step, and who does what when, as tables and pictures."""
+"""Draw memory by ring size and by step, and what each rank does when: `ds-ring profile`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROGRESS_AFTER_S = 2.0
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     parser = add_command(
         commands,
         "profile",
@@ -121,11 +121,7 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
-    """Whatever can be known to be wrong before anything is run.
-
-    Raises:
-        RingError: that.
-    """
+    """Raise whatever can be known to be wrong before anything is run."""
     from ds_ring.errors import RingConfigError
     from ds_ring.profiling.pictures import new_figure
 
@@ -152,7 +148,7 @@ def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
 
 
 def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[RingRun]:
-    """Every ring size, real and simulated as asked for; times of the largest one."""
+    """Measure every ring size, real and simulated as asked for; times of the largest one."""
     from tqdm import tqdm
 
     from ds_ring.profiling.measure import REAL, SIMULATED, RingRun, measure_ring, measure_virtual
@@ -180,7 +176,7 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
 
 
 class _Ticks:
-    """Redraws a bar while real ranks are at work: every second on a terminal, seldom in a log."""
+    """Draw a bar again while real ranks are at work: every second on a terminal, seldom in a log."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar, self._due = bar, time.monotonic() + PROGRESS_AFTER_S
@@ -208,7 +204,7 @@ def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timelin
 def _write(
     options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline]
 ) -> list[Path]:
-    """The files."""
+    """Write the files."""
     from ds_ring.profiling.chrome import chrome_trace
     from ds_ring.profiling.pictures import draw_memory, draw_steps, draw_timeline
 

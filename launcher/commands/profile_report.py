@@ -1,4 +1,4 @@
-"""What `ds-ring profile` prints: rows for machines, tables for people."""
+"""Print what `ds-ring profile` found: rows for machines, tables for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def row_of(run: RingRun) -> dict[str, Any]:
-    """A ring for machines; bytes, those of `at_peak` of the rank that needs most."""
+    """Return a ring for machines; bytes, those of `at_peak` of the rank that needs most."""
     from ds_ring.profiling.bars import parts_of
 
     return {
@@ -28,7 +28,7 @@ def row_of(run: RingRun) -> dict[str, Any]:
 
 
 def times_of(timeline: Timeline) -> dict[str, Any]:
-    """A timeline for machines; milliseconds by ring rank."""
+    """Return a timeline for machines; milliseconds by ring rank."""
     from ds_ring.profiling.timeline import WHATS
 
     ranks = range(timeline.ring_size)
@@ -42,7 +42,7 @@ def times_of(timeline: Timeline) -> dict[str, Any]:
 
 
 def print_memory(job: Job, runs: list[RingRun]) -> None:
-    """A table of peaks and their parts, a row for each ring."""
+    """Print a table of peaks and their parts, a row for each ring."""
     from rich.table import Table
 
     from ds_ring.profiling.bars import LABELS, bars_of, one_over_p, shown_parts
@@ -63,7 +63,7 @@ def print_memory(job: Job, runs: list[RingRun]) -> None:
 
 
 def print_times(timelines: list[Timeline]) -> None:
-    """A table for each timeline, a row for each rank."""
+    """Print a table for each timeline, a row for each rank."""
     from rich.table import Table
 
     from ds_ring.profiling.timeline import WHATS

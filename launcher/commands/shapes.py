@@ -1,4 +1,4 @@
-"""What `simulate` and `profile` ask alike: sizes of an attention, its pattern, layout and kernel.
+"""Define what `simulate` and `profile` ask alike: sizes of an attention, its pattern, layout and kernel.
 
 Owns these options and how they become a source of numbers, a section of the JSON, a pattern and a layout.
 """
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
-    """Declare the options that say what is attended with what."""
+    """Add the options that say what is attended with what."""
     parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
     sizes = " ".join(map(str, ring_sizes))
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
 
 
 def config_of(options: argparse.Namespace) -> RingConfig:
-    """The section that says pattern, layout and kernel: of --config, or made of --pattern.
+    """Return the section that says pattern, layout and kernel: of --config, or made of --pattern.
 
     Raises:
         RingConfigError: both, JSON that cannot be read, or keys that there are not.
@@ -81,7 +81,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
 
 
 def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
-    """The pattern of a section.
+    """Return the pattern of a section.
 
     Raises:
         RingConfigError: it has documents, which are those of a batch.
@@ -98,7 +98,7 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
 
 
 def source_of(options: argparse.Namespace) -> GeneratedSource:
-    """Generated numbers of these sizes.
+    """Return generated numbers of these sizes.
 
     Raises:
         RingShapeError, RingConfigError: sizes or a seed that cannot be.

@@ -1,4 +1,4 @@
-"""`ds-ring simulate`: what each rank of a ring would need and send, found by virtual ranks here."""
+"""Simulate all ranks of a ring here, and print what each would need and send: `ds-ring simulate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ examples:
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     parser = add_command(
         commands,
         "simulate",
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 def _row(
     options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, exact: _Exact
 ) -> dict[str, Any]:
-    """One ring size."""
+    """Simulate one ring size."""
     from ds_ring.schedule.layout import make_layout
     from ds_ring.simulation.simulate import simulate
 
@@ -111,7 +111,7 @@ def _row(
 
 
 class _Exact:
-    """The rows that results are compared with: found once, for all ring sizes."""
+    """Hold the rows that results are compared with: found once, for all ring sizes."""
 
     def __init__(self, options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> None:
         from ds_ring.simulation.oracle import exact_rows, sampled_rows
@@ -125,7 +125,7 @@ class _Exact:
             self._all = len(self._rows) == options.tokens
 
     def errors(self, result: SimulationResult) -> dict[str, Any]:
-        """Largest differences over the largest magnitude; of dk and dv where all rows were looked at."""
+        """Return largest differences over the largest magnitude; of dk and dv if all rows were compared."""
         import torch
 
         if not self._wanted:

@@ -1,4 +1,4 @@
-"""`ds-ring tune`: measure this machine, choose the section."""
+"""Measure this machine and choose the section: `ds-ring tune`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ on several hosts, every rank of a launch calls the same search:
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     tune = add_command(
         commands,
         "tune",

@@ -1,4 +1,4 @@
-"""`ds-ring verify-checkpoint`: a checkpoint against its manifest."""
+"""Compare a checkpoint with its manifest: `ds-ring verify-checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ exit status: 0 whole, 1 not whole (damaged, or never finished), 2 wrong input, 3
 
 
 def add(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command."""
     verify = add_command(
         commands,
         "verify-checkpoint",
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """RingConfigError for what names no folder, or no tag in one."""
+    """Raise RingConfigError for what names no folder, or no tag in one."""
     from ds_ring.config.messages import shown
     from ds_ring.errors import RingConfigError
 

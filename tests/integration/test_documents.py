@@ -1,12 +1,15 @@
-"""Every fenced block of README.md and configs/README.md does what its document says.
+"""Every fenced block of our documents does what its document says.
 
 BLOCKS says of each block how it is run: the text itself, in full; what takes long is given smaller sizes,
-which stand here. A block without an entry fails, and so does an entry without a block.
+which stand here. `only_reads(reason)` is for what a laptop cannot run: the text is compiled, its options and
+the names that it imports are looked up. A block without an entry fails, and so does an entry without a block.
+Commands in backquotes and links are checked as well.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -16,7 +19,8 @@ from packaging.requirements import Requirement
 
 from ds_ring import RingConfig
 from launcher.ports import choose_free_port
-from tests.documents import ROOT, Block, Place, blocks, changed
+from tests.document_readers import read_command, read_python
+from tests.documents import DOCUMENTS, ROOT, Block, Place, anchors, blocks, changed, inline_commands, links
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +42,29 @@ T, pattern = 50, ds_ring.Causal()
 q, k, v, grad_out = torch.randn(4, 1, 2, T, 8)
 q_BHTD, k_BHTD, v_BHTD = q, k, v
 sdpa = torch.nn.functional.scaled_dot_product_attention
+"""
+
+
+HALVES = """
+import torch.distributed as dist
+T, S = 48, 24
+q, k, v = (x[:, :, :T] for x in (q, k, v))
+whole = sdpa(q, k, v, is_causal=True)
+contiguous = slice(rank * S, rank * S + S)
+zigzag = [*range(rank * 12, rank * 12 + 12), *range((3 - rank) * 12, (3 - rank) * 12 + 12)]
+"""
+ULYSSES = """
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes two minutes
+deepspeed.comm.init_distributed("gloo", dist_init_required=False, verbose=False)
+group = dist.group.WORLD
+
+
+def local(q, k, v, *rest):
+    return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2).contiguous()
+
+
+q, k, v = (x[:, :, contiguous].transpose(1, 2).contiguous() for x in (q, k, v))
 """
 
 
@@ -90,7 +117,7 @@ def quick_start(place: Place, text: str) -> None:
 def pass_the_tests(place: Place, text: str) -> None:
     """With one file of the suite, which this test is part of."""
     pytest_ = "--dist loadfile"
-    output = place.bash(text, {pytest_: f"{pytest_} -p no:cacheprovider tests/unit/test_json_text.py"})
+    output = place.bash(text, {pytest_: f"{pytest_} -p no:cacheprovider tests/unit/config/test_json_text.py"})
     check_installed(place)
     assert " passed" in output
 
@@ -184,8 +211,86 @@ def plan(place: Place, text: str) -> None:
 
 
 def simulate(place: Place, text: str) -> None:
+    """The table that follows it has the rows of the output."""
     output = place.bash(text, {"8192": "256"})
-    assert {"zigzag", "error", "1", "2", "4", "8", "16"} <= set(output.split())
+    document = (ROOT / "launcher/README.md").read_text()
+    table = document[document.index(text) :].split("\n\n")[2]
+    named = [cells.split("|")[1].strip() for cells in table.splitlines() if not cells.startswith("|---")]
+    rows = [re.split("[│┃]", line)[1].strip() for line in output.splitlines() if line[:1] in ("│", "┃")]
+    assert named == rows
+    assert {"zigzag", "1", "2", "4", "8", "16"} <= set(output.split())
+
+
+def launch(place: Place, text: str) -> None:
+    output = place.bash(text)
+    assert output.count("tools/train_lm.py --deepspeed") == 2
+    assert "--node_rank=0 --master_addr=node-0" in output
+
+
+def minimal_change(place: Place, text: str) -> None:
+    """What it adds stands in the run to copy, too."""
+    lines = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    compile("\n".join(lines), "diff", "exec")
+    run = " ".join(block_of("import torch").text.split())
+    for part in (
+        "import ds_ring",
+        "engine, optimizer, loader, scheduler = ds_ring.initialize(",
+        "mean_loss(loss)",
+    ):
+        assert any(part in line for line in lines)
+        assert part in run
+
+
+def make_plan(place: Place, text: str) -> None:
+    assert place.python(1, "import ds_ring", text, "result = plan.tokens_sent - plan.tokens_needed") == 0
+
+
+def instead_of_all_gather(place: Place, text: str) -> None:
+    """The block before it, on the same parts; its forward pass is right."""
+    before = TENSORS + HALVES + block_of("# before: every rank gathers").text
+    after = """
+mine = [x[:, :, contiguous] for x in (q, k, v)]
+want = whole[:, :, contiguous]
+result = max(float((f(*mine) - want).abs().max()) for f in (attend, attend_on_a_ring))
+"""
+    assert place.python(2, before, text, after) < 1e-5
+
+
+def instead_of_ulysses(place: Place, text: str) -> None:
+    before = TENSORS + HALVES + ULYSSES + block_of("# before: `local` attends").text + "theirs = out\n"
+    after = """
+want = whole[:, :, contiguous].transpose(1, 2)
+result = max(float((x - want).abs().max()) for x in (out, theirs))
+"""
+    assert place.python(2, before, text, after) < 1e-5
+
+
+def in_zigzag_parts(place: Place, text: str) -> None:
+    before = f"{TENSORS}{HALVES}\nq, k, v = (x[:, :, zigzag].transpose(1, 2) for x in (q, k, v))"
+    after = "result = float((out - whole[:, :, zigzag].transpose(1, 2)).abs().max())"
+    assert place.python(2, before, text, after) < 1e-5
+
+
+def as_megatron(place: Place, text: str) -> None:
+    before = f"{TENSORS}{HALVES}\nq, k, v = (x[:, :, zigzag].permute(2, 0, 1, 3) for x in (q, k, v))"
+    after = "result = float((out - whole[:, :, zigzag].permute(2, 0, 1, 3).flatten(2)).abs().max())"
+    assert place.python(2, before, text, after) < 1e-5
+
+
+def instead_of_context_parallel(place: Place, text: str) -> None:
+    """Every gradient is that of one process."""
+    before = """
+ids = torch.arange(40)[None] % 61
+labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
+"""
+    after = """
+alone_logits = alone(input_ids=ids).logits
+torch.nn.functional.cross_entropy(alone_logits.flatten(0, 1), labels.flatten()).backward()
+pairs = zip(model.parameters(), alone.parameters(), strict=True)
+result = max(float((mine.grad - wanted.grad).abs().max()) for mine, wanted in pairs)
+"""
+    text = changed(text, {"options = {": 'options = {"inner": "aot_eager", '})
+    assert place.python(2, MODEL + before, text, after) < 1e-5
 
 
 def profile(place: Place, text: str) -> None:
@@ -208,23 +313,64 @@ def packed(place: Place, text: str) -> None:
     assert "peak memory per rank" in output
 
 
+def only_reads(why: str) -> Callable[[Place, str], None]:
+    """An entry of BLOCKS for what is not run here, and why not."""
+    assert why
+
+    def read(place: Place, text: str) -> None:
+        if text.startswith(("python ", "ds-ring ")):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                for line in text.splitlines():
+                    read_command(line, monkeypatch)
+        else:
+            read_python(text)
+
+    return read
+
+
 BLOCKS: dict[str, Callable[[Place, str], None]] = {
+    # README.md
     "python3.11 -m venv .venv && . .venv/bin/activate": quick_start,
     "python3.11 -m venv .venv && .venv/bin/pip": pass_the_tests,
+    "-import deepspeed": minimal_change,
     "{": parse,
     "import torch": is_run_with_its_command,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
+    # MIGRATING.md
+    "# before: every rank gathers": is_run_with_its_command,
+    "# after: the same parts": instead_of_all_gather,
+    "# before: `local` attends": is_run_with_its_command,
+    "# after: the same call": instead_of_ulysses,
+    "# before: a mesh of Ulysses": only_reads("another framework's run; test_deepspeed_parity has ours"),
+    "# after: no registration": only_reads("README's run, which is run"),
+    "# before (needs flash-attn and CUDA": only_reads("needs flash-attn and CUDA"),
+    "# after: q, k, v as they were": in_zigzag_parts,
+    "# before (flash, efficient or cuDNN": only_reads("torch's ring needs CUDA's attention"),
+    "# after: the model calls": instead_of_context_parallel,
+    "# before (not run here): core attention": only_reads("needs Megatron"),
+    "# after: 1 says": as_megatron,
+    # configs/README.md
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/train_lm.py": packed,
+    # ds_ring/README.md
+    "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
+    "pattern = ds_ring.Causal() & ": make_plan,
     "engine, *_ = ds_ring.initialize(": compiled_engine,
     "# the rest is compiled by Inductor": compiled_model,
-    "ds-ring verify-checkpoint": verify_checkpoints,
-    "ds-ring check-model": check_model,
-    "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
-    "ds-ring plan": plan,
-    "ds-ring simulate": simulate,
     "result = ds_ring.simulate(": simulate_in_python,
+    # launcher/README.md
+    "ds-ring launch": launch,
+    "ds-ring plan": plan,
+    "ds-ring simulate --tokens 8192": simulate,
     "ds-ring profile": profile,
     "ds-ring tune": tune,
-    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/train_lm.py": packed,
+    "ds-ring check-model": check_model,
+    "ds-ring verify-checkpoint": verify_checkpoints,
+    # tools/README.md
+    "python tools/measure_memory.py": only_reads("takes minutes; tests/dist/test_memory.py holds the claim"),
+    "python tools/bench_attention.py": only_reads("takes ten minutes of an idle machine"),
+    "ds-ring simulate --tokens 131072": only_reads("takes minutes"),
+    "python tools/billion_tokens.py": only_reads("takes minutes; test_billion_tokens.py runs it, smaller"),
+    "python -m tools.verify_cuda_kernels": only_reads("needs the CUDA wheel of torch"),
 }
 
 
@@ -247,7 +393,7 @@ def test_entry_has_its_block(key: str) -> None:
 def test_no_fence_is_missed() -> None:
     fences = sum(
         line.startswith(("```", "~~~"))
-        for document in ("README.md", "configs/README.md")
+        for document in DOCUMENTS
         for line in (ROOT / document).read_text().splitlines()
     )
     assert fences == 2 * len(blocks())
@@ -256,3 +402,30 @@ def test_no_fence_is_missed() -> None:
 def test_unknown_blocks_fail(place: Place) -> None:
     with pytest.raises(AssertionError, match="say in BLOCKS how this block is run"):
         run_block(place, Block("README.md", 1, "bash", "echo new\n"))
+
+
+@pytest.mark.parametrize(("document", "command"), inline_commands())
+def test_inline_command_is_understood(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_command(command, monkeypatch)
+
+
+@pytest.mark.parametrize(("document", "target"), links())
+def test_link_leads_somewhere(document: str, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    file = ((ROOT / document).parent / path).resolve() if path else ROOT / document
+    assert file.exists()
+    assert not anchor or anchor in anchors(file)
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "ds_ring/DESIGN.md"])
+def test_files_and_names_in_them_are_there(document: str) -> None:
+    """Files of ds_ring/ are named from there, others from the top; "`NAME` in `file.py`" is looked up."""
+    text = (ROOT / document).read_text()
+    for name, path in re.findall(r"(?:`(\w+)` in )?`([\w/]+/\w+\.py)`", text):
+        files = [folder / path for folder in (ROOT, ROOT / "ds_ring") if (folder / path).is_file()]
+        assert files, f"{document} names {path}"
+        assert not name or re.search(rf"\b{name}\b", files[0].read_text()), f"{document}: no {name} in {path}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200

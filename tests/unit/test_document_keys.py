@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config.section import PatternConfig, RingConfig
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig
 from tools import document_keys
 
 

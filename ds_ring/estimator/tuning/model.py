@@ -81,7 +81,7 @@ class Model:
         # a rank that is alone in its work has what it shares with the others to itself
         compute = max(statistics.mean(work), max(work) / self.measured.alone_speedup)
         transfer = max(self._transfer(rank) for rank in ranks)
-        hops = max(_hops(rank) for rank in ranks)
+        hops = max(lane.hops for rank in ranks for walk in rank.walks for lane in walk.lanes)
         overhead = self.measured.hop_overhead_s * (2 * hops + 1) * groups + self._swaps(candidate, tokens)
         exposed = transfer / (groups * max(hops - 1, 1)) if candidate.overlap else min(compute, transfer)
         return Predicted(max(compute, transfer) + exposed + overhead, compute, transfer, overhead)
@@ -167,7 +167,3 @@ def _by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
     yield tiles.rows(single), 1
     if not single.all():
         yield tiles.rows(np.logical_not(single)), group
-
-
-def _hops(rank: RankPlan) -> int:
-    return max(lane.hops for walk in rank.walks for lane in walk.lanes)

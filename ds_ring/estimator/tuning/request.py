@@ -11,9 +11,9 @@ from ds_ring.config.json_text import Json
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.estimator.training_setting import ELEMENT_BYTES
 from ds_ring.masks.pattern import Pattern
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("cpu", "cuda")
 
 
@@ -55,7 +55,7 @@ class Request:
     @property
     def item_bytes(self) -> int:
         """Return bytes of one element of q, k and v."""
-        return ITEM_BYTES[self.dtype]
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def has_hops(self) -> bool:
@@ -105,7 +105,7 @@ def request_from(
     for name, size in (sizes | {"processes": world_size, "batch": batch}).items():
         if type(size) is not int or size < 1:
             raise RingConfigError(f"{name}: expected a whole number of at least 1, got {size!r}; give one")
-    for name, word, words in (("device", device, DEVICES), ("dtype", dtype, tuple(ITEM_BYTES))):
+    for name, word, words in (("device", device, DEVICES), ("dtype", dtype, tuple(ELEMENT_BYTES))):
         if word not in words:
             raise RingConfigError(f"{name}: expected one of {', '.join(words)}, got {word!r}; choose one")
     if heads % kv_heads:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import statistics
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,16 +152,3 @@ def require_writable(path: Path, option: str) -> None:
             f"{option} {path}: expected the name of a file in a folder that can be written to, got {got};"
             " choose another place"
         )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there as a whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.resolve().parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp's file is its owner's only
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -11,10 +11,11 @@ import yaml
 
 from ds_ring.config.deepspeed_file import SECTION
 from ds_ring.config.json_text import Json, parse_object, read_object
+from ds_ring.config.text_file import write_at_once
 from ds_ring.estimator.tuning.description import describe_hardware
 from ds_ring.estimator.tuning.report import print_tables
 from ds_ring.estimator.tuning.request import Request, request_from
-from ds_ring.estimator.tuning.result import Result, require_writable, write_whole
+from ds_ring.estimator.tuning.result import Result, require_writable
 from ds_ring.estimator.tuning.search import tune
 
 
@@ -52,9 +53,9 @@ def run(options: argparse.Namespace) -> Result:
     if dist.get_rank() == 0:
         merged = result.merged(whole)
         if options.output is not None:
-            write_whole(options.output, json.dumps(merged, indent=2) + "\n")
+            write_at_once(options.output, json.dumps(merged, indent=2) + "\n")
         if options.hardware_output is not None:
-            write_whole(options.hardware_output, yaml.safe_dump(describe_hardware(result), sort_keys=False))
+            write_at_once(options.hardware_output, yaml.safe_dump(describe_hardware(result), sort_keys=False))
         _print(options, result, merged)
     return result
 

@@ -110,7 +110,8 @@ def _race(
     race = Halving(tokens, model, passes.seconds)
     fastest = min(contestants, key=lambda candidate: model(candidate, tokens))
     plan = list(stages_of(len(contestants), shortest, tokens))
-    with _bar(progress, sum(_expected_s(stage, fastest, model) for stage in plan)) as bar:
+    # The bar counts seconds of the fastest, so that the time left is about right at every length.
+    with _bar(progress, sum(stage.passes * model(fastest, stage.tokens) for stage in plan)) as bar:
 
         def measure(candidate: TuningCandidate, length: int) -> float:
             seconds = passes.seconds(candidate, length)
@@ -138,11 +139,6 @@ def _race(
         ranks_per_node=passes.clock.ranks_here(),
         seconds=time.perf_counter() - started,
     )
-
-
-def _expected_s(stage: Stage, fastest: TuningCandidate, model: Model) -> float:
-    """Return units of the bar: seconds of the fastest, so that the time left is about right."""
-    return stage.passes * model(fastest, stage.tokens)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import selectors
 import socket
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from .failure_detector import FailureDetector, Fault
 from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
+from .listening import listen_at, raise_file_limit
 
 EMPTY_S = 1.0  # the process ends when no rank was connected for so long
 FIRST_S = 20.0  # and when none came for so long
@@ -25,13 +25,8 @@ TICK_S = 0.05
 PAUSED_S = 1.0  # the monitor itself was not running for so long: silence is then nobody's fault
 STRANGER_S = 5.0  # a handshake takes at most so long
 TURN_S = 0.5  # and gets at least so long where others want the room
-STRANGERS = 256  # connections that have not shaken hands, besides one for each rank
 ACCEPTS = 64  # of new connections between two looks at the ranks
 UNSENT_BYTES = 1 << 18  # for a client that does not read
-OTHER_FILES = 32  # descriptors of the process itself
-BACKLOG = 4096  # newcomers in the kernel's queue
-LOOPBACK = "127.0.0.1"
-PORTS = 20  # tries
 
 
 # [Note: strangers]
@@ -276,48 +271,6 @@ class Server:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         if self.selector.get_key(client.connection).events != events:
             self.selector.modify(client.connection, events, client)
-
-
-def raise_file_limit(world_size: int) -> int:
-    """Raise this process's limit of open files; return the number of strangers that there is room for.
-
-    Raises:
-        OSError: the hard limit is too low for so many ranks.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * world_size + STRANGERS + OTHER_FILES
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    limit = max(limit, soft) if soft != resource.RLIM_INFINITY else wanted
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    strangers = limit - world_size - OTHER_FILES
-    if strangers < 16:
-        raise OSError(
-            f"expected a limit of at least {world_size + OTHER_FILES + 16} open files for a process that"
-            f" keeps a connection to each of {world_size} ranks, got a hard limit of {hard}; raise it on the"
-            f" host of rank 0 (ulimit -Hn {wanted}, or LimitNOFILE= of the service that starts the job)"
-        )
-    return min(strangers, world_size + STRANGERS)
-
-
-def listen_at(host: str) -> list[socket.socket]:
-    """Open one port at one address of this host, and at loopback.
-
-    Ranks of this host come by loopback, which works while the network does not. An empty `host` is every
-    address, of both families where there are both.
-    """
-    if not host and socket.has_dualstack_ipv6():
-        return [socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for _ in range(PORTS):
-        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        if not host or host == LOOPBACK:
-            return [listener]
-        try:
-            port = listener.getsockname()[1]
-            return [listener, socket.create_server((LOOPBACK, port), backlog=BACKLOG)]
-        except OSError:  # another process has that port of loopback
-            listener.close()
-    raise OSError(f"expected a port that is free at {host} and {LOOPBACK}, got none in {PORTS} tries")
 
 
 def main() -> None:

@@ -17,12 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ring.errors import (
-    RingCheckpointError,
-    RingCheckpointMissingError,
-    RingConfigError,
-    RingMismatchError,
-)
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -108,10 +103,6 @@ def load_checkpoint(
     return path, client_state
 
 
-def _storage_of(engine: DeepSpeedEngine) -> Storage:
-    return storage_of(engine.local_rank, engine.use_node_local_storage())
-
-
 def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
     """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
     for.
@@ -121,7 +112,7 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
     universal = bool(engine.load_universal_checkpoint())
     proposals = together(lambda: _proposals(root, asked[0], universal) if dist.get_rank() == 0 else [])[0]
-    storage, found = _storage_of(engine), []
+    storage, found = storage_of(engine.local_rank, engine.use_node_local_storage()), []
     for position, name in enumerate(proposals):
         _require_no_stranger(root / name)
         faults = _faults_everywhere(root / name, storage, universal)

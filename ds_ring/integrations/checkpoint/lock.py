@@ -53,7 +53,8 @@ class FolderLocks:
         descriptor = _open(folder / LOCK)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(descriptor, _myself())
+            since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            _write(descriptor, _identity() | {"since": since})
         except BlockingIOError:
             owner = _read(descriptor)
             os.close(descriptor)
@@ -100,10 +101,6 @@ def _identity() -> dict[str, Any]:
         "pid": os.getpid(),
         "started": _text(Path("/proc/self/stat")).rpartition(")")[2].split()[19:20],
     }
-
-
-def _myself() -> dict[str, Any]:
-    return _identity() | {"since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
 def _text(path: Path) -> str:

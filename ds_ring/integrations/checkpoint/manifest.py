@@ -18,8 +18,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from ds_ring.config.text_file import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.integrations.checkpoint.atomic_file import write_at_once
 from ds_ring.integrations.checkpoint.file_record import (
     HASHING_THREADS,
     FileRecord,

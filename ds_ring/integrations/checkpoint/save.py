@@ -16,8 +16,8 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_ring.config.text_file import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
-from ds_ring.integrations.checkpoint.atomic_file import sync_folder, write_at_once
 from ds_ring.integrations.checkpoint.file_record import FileRecord, record_files
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import LATEST, MANIFEST, files_in, write_manifest

@@ -193,17 +193,14 @@ def _compile(
         Rewriting(registered.handle, read.masks == "replace").run(module)
     except RingError as error:
         return _refusing(error, mesh)
-    compiled = lookup_backend(read.inner)(module, list(inputs), **_keywords(read, more))
+    own = {"options": dict(read.inner_options)} if read.inner_options else {}
+    compiled = lookup_backend(read.inner)(module, list(inputs), **more, **own)
 
     def run(*args: Any) -> Any:
         assert registered.source is read.source  # keeps the number in the graph alive
         return compiled(*args)
 
     return run
-
-
-def _keywords(read: BackendOptions, more: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(more) | ({"options": dict(read.inner_options)} if read.inner_options else {})
 
 
 def _refusing(error: RingError, mesh: object) -> Compiled:

@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.compile.graph_masks import Along, Facts, Scope, name_of, read_mask, where
+from ds_ring.integrations.compile.graph_facts import Along, Facts, Scope, name_of, where
+from ds_ring.integrations.compile.graph_masks import read_mask
 from ds_ring.integrations.compile.graph_values import refuse_bias
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

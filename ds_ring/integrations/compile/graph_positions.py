@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ds_ring.integrations.compile.graph_attention import is_tensor
-from ds_ring.integrations.compile.graph_masks import name_of
+from ds_ring.integrations.compile.graph_facts import name_of
 from ds_ring.integrations.compile.graph_sharding import StaticSource, source_of
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 

@@ -27,7 +27,7 @@ from ds_ring.integrations.compile.graph_attention import (
     refuse_other_attention,
     scopes_of,
 )
-from ds_ring.integrations.compile.graph_masks import Facts, Scope, name_of, where
+from ds_ring.integrations.compile.graph_facts import Facts, Scope, name_of, where
 from ds_ring.integrations.compile.graph_positions import ask_for_greatest_positions
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 
@@ -103,12 +103,7 @@ class Rewriting:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
         facts = one.facts or Facts()
         root = one.scope.root
-        asked = (
-            one.scale,
-            None if one.facts is None else facts.causal,
-            facts.window,
-            mixed_window,
-        )
+        asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed_window)
         if facts.positions is None:  # any tensor of the whole graph will do: nothing is read off it
             any_tensor = next(n for n in root.module.graph.nodes if is_tensor(n))
             at = any_tensor

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -163,15 +163,7 @@ def place_op(
 
 
 @place_op.register_fake
-def _(
-    positions: Tensor,
-    checked: bool,
-    source: int,
-    scale: float | None,
-    causal: bool | None,
-    window: int | None,
-    mixed_window: int | None,
-) -> Tensor:
+def _(positions: Tensor, *_: Any) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 

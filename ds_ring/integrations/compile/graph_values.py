@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.compile.graph_masks import Scope, name_of, resolve, where
+from ds_ring.integrations.compile.graph_facts import Scope, name_of, resolve, where
 
 _HIDDEN = -1e4  # at most: no softmax in any precision sees such a token; the least of float16 is -65504
 _MOST_VALUES = 8

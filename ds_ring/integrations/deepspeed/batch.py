@@ -206,11 +206,9 @@ def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
 
 
 def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor | None:
-    """Return labels where the logits that predict them are: shifted here unless the caller has done it.
-
-    Labels that were shifted before lose those at document borders, too, if the pattern is causal; if it is
-    not they need not be next tokens.
-    """
+    """Return labels where the logits that predict them are: shifted here unless the caller has done it."""
+    # Labels that were shifted before lose those at document borders, too, if the pattern is causal; if it is
+    # not they need not be next tokens.
     document_ids = tensors.get(DOCUMENT_IDS)
     labels_BT = tensors.get("shift_labels")
     if labels_BT is None:

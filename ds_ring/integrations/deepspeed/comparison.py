@@ -1,7 +1,7 @@
 """Compare two runs of one model: every layer's output, the logits, the loss and every gradient.
 
 Owns what is recorded of a run, how an error is measured, and how much of it rounding explains. Knows nothing
-of rings: a run is handed in with whole tensors.
+of rings: a run is handed in with whole tensors. Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 # that one wrong token among many stays visible. A gradient is compared by norms, by itself: sums over
 # parameters would hide a wrong one. Some gradients are zero but for rounding (a key's bias): a norm counts as
 # at least a hundredth of the typical one of the model.
-#
-# Shapes: B samples, T tokens.
 @dataclass(frozen=True)
 class Tolerance:
     """Hold the relative errors that rounding explains; anything larger is a difference."""

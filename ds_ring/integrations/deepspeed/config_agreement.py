@@ -56,7 +56,7 @@ def _agree(
     fault: RingError | None,
     watch: Watch | None,
 ) -> None:
-    mine = {} if config is None else by_json_key(config) | _flatten(deepspeed_config)
+    mine = {} if config is None else by_json_key(config) | dict(_leaves(deepspeed_config))
     flat = {key: json.dumps(value, default=_without_address) for key, value in mine.items()}
     reports = _gather((None if fault is None else str(fault), _digest(flat)), watch, 0)
     if fault is not None:
@@ -85,12 +85,8 @@ def _describe(configs: list[Flat]) -> str:
     )
 
 
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the dotted keys of DeepSpeed's part, without those that a host may have for itself."""
-    return dict(_leaves(section, prefix))
-
-
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of DeepSpeed's part, without those that a host may have for itself."""
     for key, value in section.items():
         name = f"{prefix}{key}"
         if name in (SP_KEY, *_LOGGING) or str(key).endswith(_OF_THE_HOST):

@@ -1,20 +1,19 @@
 """Compare the first training step on the ring with the same model on one process.
 
-Owns what is recorded of that step, the model's copy that rank 0 runs by itself, and the error that all ranks
-raise. How runs are compared is comparison.py's. Reads the engine and changes nothing in it: parameters,
-gradients, buffers, optimizer and random numbers are what they would be without it.
+Owns the run of the model's copy on rank 0 and the error that all ranks raise. What is recorded of the step
+is step_record.py's, how runs are compared comparison.py's. Reads the engine and changes nothing in it:
+parameters, gradients, buffers, optimizer and random numbers are what they would be without it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,9 +38,16 @@ from ds_ring.integrations.deepspeed.lone_model import (
     refuse_dropout,
     skeleton,
 )
-from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.pattern import Pattern
+from ds_ring.integrations.deepspeed.step_record import (
+    Attended,
+    Forward,
+    gathered,
+    hooked,
+    results_of,
+    whole_gradients,
+    whole_weights,
+)
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.schedule.layout import make_layout
@@ -60,36 +66,6 @@ _AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next st
 # `engine.ring.attention()`; one that holds a RingAttention, or calls ring_attention with the ring's mesh,
 # cannot be run on one rank. The step compared is the one before the first `engine.step()` at a boundary of
 # gradient accumulation; gradients are compared as the engine reduced them.
-#
-# Shapes: B samples, T tokens, S local tokens.
-class Attended(NamedTuple):
-    """Describe a batch's attention, wherever its tokens lie."""
-
-    tokens: int
-    pattern: Pattern
-    groups: tuple[RowGroup, ...]
-
-
-@dataclass
-class Forward:
-    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all.
-
-    Attributes:
-        loss_factor: what the training loop made of `loss`: its gradient; None where it is not used.
-        logits_gradient: gradient of the logits, for a loss of the training loop's own.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    attended: Attended
-    logits: Tensor
-    loss: Tensor | None
-    layers: dict[str, Tensor]
-    loss_factor: Tensor | None = None
-    logits_gradient: Tensor | None = None
-    sharding: BatchSharding | None = None
-
-
 @dataclass
 class FirstBatch:
     """Compare the first step of an engine with one process.
@@ -126,9 +102,9 @@ class FirstBatch:
             with recording(engine.module) as layers:
                 output = forward(*args, **kwargs)
             attended = Attended(sharding.layout.tokens, sharding.pattern, sharding.groups)
-            logits, loss = _results(output)
+            logits, loss = results_of(output)
             seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
-            self._forwards.append(_hooked(seen))
+            self._forwards.append(hooked(seen))
             return output
 
         @functools.wraps(step)
@@ -149,9 +125,9 @@ class FirstBatch:
         if not used:
             return
         means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
-        pieces = [_gathered(self._piece(one)) for one in used]
-        gradients = _gradients(engine.module)
-        weights = _weights(engine.module)
+        pieces = [gathered(self._piece(one)) for one in used]
+        gradients = whole_gradients(engine.module)
+        weights = whole_weights(engine.module)
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -215,7 +191,7 @@ class FirstBatch:
                 given = arguments_for(alone, part.kwargs, single, divisor)
                 args, given = on_device((part.args, given), self.session.device)
                 output = alone(*args, **given)
-                logits, loss = _results(output)
+                logits, loss = results_of(output)
                 if part.loss_factor is not None and loss is not None:
                     (loss * part.loss_factor.to(loss)).backward()
                     total += float(loss.detach())
@@ -274,66 +250,3 @@ class FirstBatch:
             take(one.logits_gradient),
         )
         return taken if whole or mesh.sequence_rank == 0 else None
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters, on rank 0. Collective at ZeRO 3."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if dist.get_rank() == 0:
-                found[name] = parameter.detach().cpu().clone()
-    return found
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
-        if gradient is not None and dist.get_rank() == 0:
-            found[name] = gradient.detach().float().cpu().clone()
-    return found
-
-
-def _gathered(piece: Forward | None) -> list[Forward]:
-    """Return the pieces of all ranks that hold one, on rank 0. Collective."""
-    pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(piece, pieces, dst=0)
-    return [one for one in pieces or () if one is not None]
-
-
-def _results(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Return logits (or hidden states) and loss of a model's output."""
-    if isinstance(output, Tensor):
-        return (output, None) if output.ndim else (output[None], output)
-    loss = getattr(output, "loss", None)
-    for name in ("logits", "last_hidden_state"):
-        logits = getattr(output, name, None)
-        if isinstance(logits, Tensor):
-            return logits, loss
-    tensors = (
-        [item for item in output if isinstance(item, Tensor)] if isinstance(output, (tuple, list)) else []
-    )
-    if not tensors:
-        raise RingVerifyError(
-            f"verify_first_batch: expected logits or a tensor as the model's output, got"
-            f" {type(output).__name__}; set verify_first_batch to false"
-        )
-    return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
-
-
-def _hooked(one: Forward) -> Forward:
-    """Record in the backward pass what the training loop made of the results."""
-
-    def note(name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            setattr(one, name, gradient.detach())
-
-        return hook
-
-    if one.loss is not None and one.loss.requires_grad:
-        one.loss.register_hook(note("loss_factor"))
-    if one.logits is not one.loss and one.logits.requires_grad:
-        one.logits.register_hook(note("logits_gradient"))
-    return one

@@ -73,48 +73,49 @@ def initialize(
             engine.step()
 
     `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
-    `engine.save_checkpoint` and `engine.load_checkpoint` have DeepSpeed's arguments and results, and use no
-    checkpoint that is not whole (checkpoint.py).
+    `engine.save_checkpoint` and `engine.load_checkpoint` use no checkpoint that is not whole.
 
     Raises:
         RingConfigError: the JSON, an argument or the model does not go with a ring.
         RingMismatchError: another rank refused to start, or has another configuration; names rank and key.
     """
-    ring_config: RingConfig | None = None
-    deepspeed_config: dict[str, Any] = {}
-    fault: RingError | None = None
+    ring_config, deepspeed_config, fault = None, dict[str, Any](), None
     try:
-        source = _config_source(args, config, config_params)
         _refuse_arguments(model, mpu, mesh_param, training_data)
         assert model is not None
+        source = _config_source(args, config, config_params)
         brought = optimizer is not None, lr_scheduler is not None
         ring_config, deepspeed_config = _configurations(source, model, *brought)
     except RingError as error:
         if not dist.is_initialized():
             raise  # nobody hears of it: the launcher ends the ranks that wait for this one
-        fault = error
+        fault = error  # raised below, on all ranks together
     device = _init_distributed(distributed_port, dist_init_required)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
     compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
     agree_on_config(ring_config, compared, fault, watch)
-    assert model is not None and ring_config is not None
+    assert model is not None and ring_config is not None  # else there was a fault
     trains = has_optimizer(deepspeed_config, optimizer)
     session = _session(ring_config, watch, device, _gradient_divisor(deepspeed_config))
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
     engine, engine_optimizer, _, scheduler = culprits_named(deepspeed.initialize, session.mesh)(
-        args=_without_config(args),
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
+        args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler, distributed_port=distributed_port,
+        dist_init_required=dist_init_required, collate_fn=collate_fn,
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
-    )
-    _equip(engine, session)
+    )  # fmt: skip
+    _give_session(engine, session)
     _teach_compile(engine, session, attached)
+    _wrap_methods(engine, session, first_batch, trains)
+    loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
+    return engine, engine_optimizer, loader, scheduler
+
+
+def _wrap_methods(
+    engine: DeepSpeedEngine, session: RingSession, first_batch: FirstBatch | None, trains: bool
+) -> None:
+    """Put the checks and reports of the section around the engine's methods."""
     if first_batch is not None:
         first_batch.watch(engine)
     if session.config.monitor:
@@ -125,9 +126,8 @@ def initialize(
         only_evaluates(engine)
     if engine.checkpoint_engine is not None:
         guard_checkpoints(engine)
+    # Last, so that it is outermost: a rank's failure is named whatever was called.
     name_culprits(engine, session.mesh)
-    loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
-    return engine, engine_optimizer, loader, scheduler
 
 
 def _configurations(
@@ -247,11 +247,9 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
     return torch.device(get_accelerator().device_name(local_rank))
 
 
-def _equip(engine: DeepSpeedEngine, session: RingSession) -> None:
-    """Give the engine `engine.ring`, and make each forward find out where its batch lies.
-
-    A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
-    """
+def _give_session(engine: DeepSpeedEngine, session: RingSession) -> None:
+    """Give the engine `engine.ring`, and make each forward find out where its batch lies."""
+    # A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
     engine.ring = session
 
     def find_sharding(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.mesh import RingMesh
 
 Cut = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -50,33 +49,6 @@ class RingLoader:
         sampler = self.loader.sampler
         assert isinstance(sampler, DistributedSampler), type(sampler)
         sampler.set_epoch(epoch)
-
-
-def make_loader(
-    dataset: Dataset[Any],
-    mesh: RingMesh,
-    shard_batch: Cut,
-    batch_size: int,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_last: bool = False,
-    collate_fn: Callable[..., Any] | None = None,
-    num_workers: int = 0,
-) -> RingLoader:
-    """Build a loader whose ranks agree within a sequence and differ between data replicas."""
-    check_dataset(dataset)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, mesh.data_size, mesh.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
-    whole = DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-    )
-    return RingLoader(whole, shard_batch)
 
 
 def check_dataset(dataset: object) -> None:

@@ -64,17 +64,14 @@ def filled(
     alone.to_empty(device=device)
     state = dict(alone.named_parameters()) | dict(alone.named_buffers())
     for name, value in [*weights.items(), *module.named_buffers()]:
-        state[name].data = value.detach().to(device, _wide(value.dtype), copy=True)
+        wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        state[name].data = value.detach().to(device, wide, copy=True)
     for name, part in alone.named_modules():
         later = vars(module.get_submodule(name))  # the session, say: what was set after the copy was made
         vars(part).update(
             {key: value for key, value in later.items() if key[0] != "_" and vars(part).get(key) is None}
         )
     return alone.train()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def arguments_for(

@@ -3,6 +3,8 @@
 Owns the document of every token (read off ids, positions or padding), the positions that restart and the
 labels that a border takes away, and the rows of a batch put together by equal documents: core's `Documents`
 is one sequence, so a batch of several is a few patterns. Pure: no collective, no model.
+
+Shapes: B samples, T global tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +82,6 @@ def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
 # token t predicts is -100 (Hugging Face's packing collators do the same): nothing in one document tells how
 # the next one begins. An attention_mask marks padding. A model never sees `document_ids`: its attention gets
 # them as patterns.
-#
-# Shapes: B samples, T global tokens.
 def has_no_label(document_ids: Tensor) -> Tensor:
     """Return bool [B, T]: padding, and the last token of every stretch of a document; see [Note: packing]."""
     ends = torch.nn.functional.pad(document_ids.diff(dim=1) != 0, (0, 1), value=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError
@@ -27,7 +27,7 @@ from ds_ring.integrations.deepspeed.batch import (
 )
 from ds_ring.integrations.deepspeed.batch_agreement import REFUSED, BatchReport, check_consistency, report_of
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
-from ds_ring.integrations.deepspeed.loader import RingLoader, make_loader
+from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
@@ -133,17 +133,16 @@ class RingSession:
         `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit
         the sockets of the process groups and keep them open when their rank dies.
         """
-        return make_loader(
-            dataset,
-            self.mesh,
-            self.shard_batch,
-            batch_size,
-            shuffle,
-            seed,
-            drop_last,
-            collate_fn,
-            num_workers,
+        check_dataset(dataset)
+        # Numbered by data replica: the ranks of one sequence get the same samples.
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, self.mesh.data_size, self.mesh.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
+        whole = DataLoader(
+            dataset, batch_size, sampler=sampler, num_workers=num_workers, collate_fn=collate_fn,
+            drop_last=drop_last,
+        )  # fmt: skip
+        return RingLoader(whole, self.shard_batch)
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ds_ring.config.section import PatternConfig, RingConfig
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.windows import check_window_of_call

@@ -44,10 +44,8 @@ def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
 
 
 def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> None:
-    """Replace the load balancing loss of local tokens, and its part of the loss, by that of all tokens.
-
-    A loss that cannot be replaced is refused where it is computed: most models never ask for it.
-    """
+    """Replace the load balancing loss of local tokens, and its part of the loss, by that of all tokens."""
+    # A loss that cannot be replaced is refused where it is computed: most models never ask for it.
     router: RouterLoss | RingConfigError | None
     try:
         router = read_router_loss(model)

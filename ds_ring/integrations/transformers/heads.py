@@ -65,11 +65,9 @@ def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> 
 def _pooled_everywhere(
     logits_BSL: Tensor, slots_S: Tensor, input_ids: Tensor | None, padding: int | None, mesh: int
 ) -> Tensor:
-    """Return [B, S, L]: in every slot the logits of the sequence's last token that is not padding.
-
-    Where all tokens are padding that is the first one, as on one process; without a padding token, or without
-    ids, the very last.
-    """
+    """Return [B, S, L]: in every slot the logits of the sequence's last token that is not padding."""
+    # Where all tokens are padding that is the first one, as on one process; without a padding token, or
+    # without ids, the very last.
     batch, tokens, _ = logits_BSL.shape
     candidates_BS = slots_S.expand(batch, tokens)
     if padding is not None and input_ids is not None:

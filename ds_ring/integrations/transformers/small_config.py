@@ -207,14 +207,11 @@ def _shrink_lengths(values: Values, tokens: int) -> None:
         for key in ("short_factor", "long_factor"):
             if key in part:
                 share = part.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-                part[key] = _resampled(part[key], int(HEAD_DIM * share) // 2)
+                count = int(HEAD_DIM * share) // 2
+                part[key] = [part[key][place * len(part[key]) // count] for place in range(count)]
         values["max_position_embeddings"] = trained if kind == "dynamic" else 2 * tokens
     if values.get("original_max_position_embeddings"):
         values["original_max_position_embeddings"] = trained
-
-
-def _resampled(factors: list[float], count: int) -> list[float]:
-    return [factors[place * len(factors) // count] for place in range(count)]
 
 
 def special_tokens(values: Values) -> set[int]:

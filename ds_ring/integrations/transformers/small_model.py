@@ -43,12 +43,10 @@ HEADS = {
         "AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     ),
     "sequence-classification": Head(
-        "AutoModelForSequenceClassification",
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForSequenceClassification", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     ),
     "token-classification": Head(
-        "AutoModelForTokenClassification",
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification", modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     ),
     "base": Head("AutoModel", modeling_auto.MODEL_MAPPING_NAMES),
 }

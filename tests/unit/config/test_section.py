@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.config.section import PatternConfig, RingConfig, differing_keys, strip_section
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig, differing_keys, strip_section
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from tests.clock import unqueued_seconds
 

@@ -10,6 +10,7 @@ import pytest
 
 from ds_ring.config.hardware import hardware_from
 from ds_ring.config.section import RingConfig
+from ds_ring.config.text_file import write_at_once
 from ds_ring.errors import RingConfigError
 from ds_ring.estimator.estimate import slowest_pass
 from ds_ring.estimator.pass_memory import PassShape
@@ -17,7 +18,7 @@ from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.description import _describe, describe_hardware
 from ds_ring.estimator.tuning.model import Model, plan_of
 from ds_ring.estimator.tuning.request import Request
-from ds_ring.estimator.tuning.result import Finalist, Result, require_writable, write_whole
+from ds_ring.estimator.tuning.result import Finalist, Result, require_writable
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from tests.unit.estimator.tuning.cases import machine, request
 
@@ -104,5 +105,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, name: str) -> None:
 
 
 def test_files_are_written_as_a_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a.json", "{}")
+    write_at_once(tmp_path / "a.json", "{}")
     assert (tmp_path / "a.json").read_text() == "{}" and len(list(tmp_path.iterdir())) == 1

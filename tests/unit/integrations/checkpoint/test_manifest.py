@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_ring.config.text_file import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.integrations.checkpoint.atomic_file import write_at_once
 from ds_ring.integrations.checkpoint.file_record import FileRecord, record_files
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
