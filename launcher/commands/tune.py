@@ -63,6 +63,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
     refuse_extra("tune", extra_args)
     require_sizes(options, _MOST)
+    # Read here as well, so that wrong input costs no start of ranks.
     _, request = read(options, options.processes)
     require_memory(request.batch * request.tokens, request.heads, request.head_dim, request.item_bytes)
     cores = len(os.sched_getaffinity(0))

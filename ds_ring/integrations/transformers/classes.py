@@ -38,9 +38,6 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     Args:
         model: a transformers model.
         as_is: its attention is left to the backend "ds_ring", which needs no attention interface.
-
-    Raises:
-        RingConfigError: with the model's class and the reason.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):

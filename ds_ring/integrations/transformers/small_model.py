@@ -73,11 +73,7 @@ def _is_encoder(config: PreTrainedConfig) -> bool:
 
 
 def build(config: PreTrainedConfig, head: str, seed: int) -> nn.Module:
-    """Return the model in float32, the same on every rank, with weights that leave nothing at zero or one.
-
-    Raises:
-        RingConfigError: there is no such head, or no such model, or it would be large.
-    """
+    """Return the model in float32, the same on every rank, with weights that leave nothing at zero or one."""
     if head not in HEADS:
         raise RingConfigError(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
     class_name, families = HEADS[head]
