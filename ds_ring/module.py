@@ -8,7 +8,7 @@ PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,6 @@ from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout
 
 _HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
-
-
-class AttentionResult(NamedTuple):
-    """Hold output and log-sum-exp of the local queries.
-
-    Attributes:
-        out: [B, H, S, D], in q's dtype.
-        lse: [B, H, S] natural log, float32 (float64 for float64 inputs); carries no gradient. With Ulysses
-            ranks it is that of this rank's heads over the whole ring shard, [B, H / U, S * U].
-    """
-
-    out: Tensor
-    lse: Tensor
 
 
 def ring_attention(
@@ -103,7 +90,7 @@ def ring_attention(
         handle = _differentiable(handle, torch.compiler.is_compiling())
         _check_operands(q, k, v, handle)
         return replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle)[0]
-    return _attend(q, k, v, handle, mesh.ulysses_size).out
+    return _attend(q, k, v, handle, mesh.ulysses_size)
 
 
 def _constant(scale: Any) -> Any:
@@ -124,18 +111,11 @@ def _handle(
     pattern: Pattern,
     layout: Layout | str,
     mesh: RingMesh,
-    settings: tuple[Any, ...],
-    why_not: str | None,
+    settings: tuple[Any, ...],  # the first options, in order; the scale as `_constant` makes it
+    why_not: str | None,  # why the call cannot be honoured, if it is known already
     in_a_graph: bool,
 ) -> int:
-    """Return the number by which the operator finds its arguments: [Note: handles in compiled code].
-
-    Args:
-        pattern, layout, mesh: of the call.
-        settings: the first options, in order; the scale as (_HEX, text of float.hex), or as it was given.
-        why_not: why the call cannot be honoured, if it is known already.
-        in_a_graph: a compiled graph will carry the handle.
-    """
+    """Return the number by which the operator finds its arguments: [Note: handles in compiled code]."""
     check_mesh(mesh)
     scale, *others = settings
     is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
@@ -192,14 +172,13 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
             _refuse(handle, why)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> AttentionResult:
+def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> Tensor:
     handle = _differentiable(handle, torch.compiler.is_compiling())
     _check_operands(q, k, v, handle)
     if ulysses_size == 1:
-        return AttentionResult(*ring_attention_op(q, k, v, handle))
+        return ring_attention_op(q, k, v, handle)[0]
     q, k, v = tokens_to_heads(q, k, v, handle)
-    out, lse = ring_attention_op(q, k, v, handle)
-    return AttentionResult(heads_to_tokens(out, handle), lse)
+    return heads_to_tokens(ring_attention_op(q, k, v, handle)[0], handle)
 
 
 class RingAttention(nn.Module):
@@ -240,14 +219,9 @@ class RingAttention(nn.Module):
         self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch_dim_idx: int | None = None,
-        *args: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend over local shards.
 
         Args:
@@ -267,11 +241,11 @@ class RingAttention(nn.Module):
             handle = _refusing_handle(self._mesh, why, torch.compiler.is_compiling())
         tensors = (query, key, value)
         if why is not None or batch_dim_idx is None or any(_has_other_dims(x) for x in tensors):
-            return _attend(query, key, value, handle, self._ulysses_size).out
+            return _attend(query, key, value, handle, self._ulysses_size)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        return _attend(q, k, v, handle, self._ulysses_size).out.permute(back)
+        return _attend(q, k, v, handle, self._ulysses_size).permute(back)
 
     def extra_repr(self) -> str:
         context = self.context
@@ -317,4 +291,4 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-__all__ = ["AttentionResult", "RingAttention", "context_of", "options_from_config", "ring_attention"]
+__all__ = ["RingAttention", "context_of", "options_from_config", "ring_attention"]

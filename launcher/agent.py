@@ -31,6 +31,7 @@ END = "end"
 def main(stdin: IO[str]) -> int:
     """Run the request that stands in the first line; return the engine's exit status."""
     line = stdin.readline()
+    # A person who starts this by hand sees words and not a traceback.
     if not line.startswith("{"):
         return _refuse("expected a request from ds-ring, got none; `ds-ring launch` starts this by itself")
     request: dict[str, Any] = json.loads(line)
@@ -49,6 +50,7 @@ def main(stdin: IO[str]) -> int:
 def _invocation(request: dict[str, Any], folder: str) -> Invocation:
     argv = [argument.replace(str(FOLDER), folder) for argument in request["argv"]]
     files = {Path(name.replace(str(FOLDER), folder)): text for name, text in request["files"].items()}
+    # PATH is this host's: the launcher's may have other folders.
     environment = own_programs_first(request["environment"], os.environ)
     return Invocation(argv, environment, files)
 

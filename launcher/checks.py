@@ -53,6 +53,7 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
 
 def _master_is_here(cluster: Cluster, node_rank: int) -> bool:
     if cluster.reaches_out:
+        # Names only: to look a host up may wait for a name service.
         own_names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
         return cluster.hosts[0].name in own_names
     return node_rank == 0

@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
+    # The script's own options must not be taken for ours.
     own, extra = _split(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     for argument in own:

@@ -29,6 +29,7 @@ def read_cluster(path: Path) -> Cluster:
         got = f'a DeepSpeed JSON (it has "{SECTION}")'
         advice = "write a YAML that names it as its deepspeed_config, as configs/quickstart.yaml does"
         raise config_error(str(path), sentence("a cluster YAML", got, advice))
+    # A hostfile becomes a list of hosts first, so that both are checked alike.
     raw, from_file = _with_hostfile(mapping, path.absolute().parent)
     raw, problems = _with_hosts(raw)
     problems = from_file or problems

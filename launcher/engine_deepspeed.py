@@ -13,12 +13,10 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def deepspeed(job: Job) -> Invocation:
-    """Return the call of DeepSpeed's launcher on one host, by its module: its script need not be on PATH.
-
-    Always with a hostfile: without one it reads /job/hostfile where that exists, and trains locally with a
-    warning where it does not. `--no_ssh` makes a hostfile of one line a plain local run. Other hosts are
-    reached by remote.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
-    """
+    """Return the call of DeepSpeed's launcher on one host, by its module: its script need not be on PATH."""
+    # Always with a hostfile: without one it reads /job/hostfile where that exists, and trains locally with a
+    # warning where it does not. `--no_ssh` makes a hostfile of one line a plain local run. Other hosts are
+    # reached by remote.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
     cluster = job.cluster
     hostfile = job.folder / "hostfile"
     slots, include = _slots(job)

@@ -27,6 +27,7 @@ def torchrun(job: Job) -> Invocation:
     """Return the call of torchrun on one host, by its module."""
     cluster = job.cluster
     slots = cluster.hosts[job.node_rank].slots
+    # By its module: the program `torchrun` on PATH may be another environment's.
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--nnodes={len(cluster.hosts)}", f"--nproc-per-node={slots}", f"--node-rank={job.node_rank}"]
     argv += [f"--master-addr={job.master_address}", f"--master-port={job.port}"]

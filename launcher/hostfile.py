@@ -38,6 +38,7 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
         content = line.split("#")[0].strip()
         if not content:
             continue
+        # A file of another kind has a problem on each line: the first ones are enough.
         if len(problems) > MOST_PROBLEMS:
             break
         problem = _problem_of(content, number, seen)

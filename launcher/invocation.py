@@ -16,11 +16,9 @@ SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new
 
 
 def own_programs_first(environment: Mapping[str, str], around: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with a PATH on which this Python's programs come first, as if it were activated.
-
-    ninja and mpirun are such programs, and they are looked up by name. The rest of PATH is that of
-    `environment`, or else of `around`.
-    """
+    """Return `environment` with this Python's programs first on PATH, as if it were activated."""
+    # ninja and mpirun are such programs, and they are looked up by name. The rest of PATH is that of
+    # `environment`, or else of `around`.
     own = str(Path(sys.executable).parent)
     search_path = environment.get("PATH", around.get("PATH", os.defpath))
     if search_path.split(os.pathsep)[0] != own:

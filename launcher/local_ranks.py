@@ -68,6 +68,7 @@ def run_ranks(
         ranks: list[BaseProcess] = []
         try:
             for rank in range(processes):
+                # Pickled here: a rank watches its parent before it unpickles, which imports torch.
                 told = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
                 ranks.append(context.Process(target=start, args=(os.getpid(), told), name=f"rank {rank}"))
                 with _not_heard_by_children():
@@ -75,6 +76,7 @@ def run_ranks(
             _watch(ranks, folder, deadline_s, waiting)
         finally:
             for process in ranks:
+                # No grace: all have ended by now, or the run has failed.
                 process.kill()
                 process.join()
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]

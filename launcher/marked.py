@@ -20,6 +20,7 @@ POLL_SECONDS = 0.1
 def marked(mark: str) -> list[psutil.Process]:
     """Return the live processes of the run; those of other users cannot be read, and are none of ours."""
     found = []
+    # By variable and not by parent: launchers and sessions cut processes off from their parents.
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:

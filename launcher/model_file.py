@@ -21,11 +21,7 @@ _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate",
 
 
 def model_of(options: argparse.Namespace) -> ModelShape:
-    """Return the model of --hf-config, or of --layers, --hidden, --heads, --vocab and what has defaults.
-
-    Raises:
-        RingConfigError: neither or both are given, something is missing, or sizes do not go together.
-    """
+    """Return the model of --hf-config, or of --layers, --hidden, --heads, --vocab and what has defaults."""
     given = [name for name in _OPTIONS if getattr(options, name) is not None]
     if options.hf_config is not None:
         if given:
@@ -70,6 +66,7 @@ def _from_transformers(path_or_text: str) -> ModelShape:
     for name, key in _KEYS.items():
         if not isinstance(values.get(key), int) or isinstance(values.get(key), bool):
             near = did_you_mean(key, [word for word in values if word not in _KEYS.values()])
+            # A key with a wrong value is no misspelt one.
             misspelt = near is not None and key not in values
             advice = f"did you mean '{near}'?" if misspelt else "give --layers and the other sizes instead"
             raise RingConfigError(

@@ -38,16 +38,13 @@ _MOST = {
 
 
 def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
-    """Return what the options ask for; with --tokens or --devices left out, what a search found.
-
-    Raises:
-        RingConfigError: an option or a file is wrong, options contradict each other, or nothing fits.
-    """
+    """Return what the options ask for; with --tokens or --devices left out, what a search found."""
     require_sizes(options, _MOST)
     config, whole = _ring_config(options)
     ulysses = config.ulysses_size
     given = options.ring_size or (config.ring_size if options.config else None)
     devices, ring = _sizes(options.devices, given, ulysses)
+    # Checked before any search, which may take seconds.
     setting = _setting(options, config, whole, devices, ring)
     if options.tokens is None and devices is None:
         raise RingConfigError(
@@ -140,6 +137,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
     stage = options.zero_stage
     if stage is None:
         given_stage = _number(section, f"{_ZERO}.", "stage", least=0, most=3)
+        # Without a JSON nothing is said of ZeRO: stage 3 is what long sequences need.
         stage = int(given_stage or 0) if options.config else 3
     numbers = {
         "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),

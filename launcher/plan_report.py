@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ds_ring.estimator.advice import Advice
 from ds_ring.estimator.estimate import Estimate
+from ds_ring.estimator.remedies import Remedy
 from ds_ring.tables import console as make_console
 from ds_ring.tables import print_table
 
@@ -70,18 +71,15 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "fewest_devices": advice.fewest_devices,
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
-        "remedies": [
-            {
-                "change": remedy.change,
-                "peak_bytes": remedy.peak_bytes,
-                "step_s": remedy.step_s,
-                "devices": remedy.setting.devices,
-                "tokens": remedy.setting.tokens,
-            }
-            for remedy in advice.remedies
-        ],
+        "remedies": [_remedy(one) for one in advice.remedies],
         "warnings": list(advice.warnings),
     }
+
+
+def _remedy(one: Remedy) -> dict[str, Any]:
+    setting = one.setting
+    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
+    return row | {"devices": setting.devices, "tokens": setting.tokens}
 
 
 def print_report(found: Estimate, advice: Advice) -> None:

@@ -36,6 +36,7 @@ def run(
     environment = {**caller_environment, **invocation.environment, MARK: mark}
     for path, text in invocation.files.items():
         path.write_text(text)
+    # From here on a signal ends the run in order, and not this process alone.
     with signals_noted() as signals:
         guardian = Guardian(mark)
         # A session of its own, so that the terminal's Ctrl-C comes through us alone, once.

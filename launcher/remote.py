@@ -80,6 +80,7 @@ def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> i
             if status:
                 said = "could not reach it, or lost it" if status == _SSH_FAILED else "its part failed"
                 say(f"error: {host}: ssh ended with status {status}: {said}; ending the others")
+                # A negative status is that of a signal; shells add 128 to it.
                 return status if status > 0 else 128 - status
         if all(status == 0 for status in ended.values()):
             return 0

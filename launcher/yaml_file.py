@@ -25,6 +25,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc]  # yaml has no types
     """Refuse a mapping in which a key stands twice, and read no dates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # PyYAML itself would keep the last of two equal keys.
         seen: set[str] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -77,6 +78,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def _require_plain(text: str) -> None:
     """Raise yaml.YAMLError for what a plain mapping has not; without recursion, before anything is built."""
     depth = 0
+    # Events only: an alias bomb is refused before it is expanded.
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         what = ""

@@ -78,11 +78,7 @@ class Hardware(Section):
     source: Sources = Field(description="where each figure is from")
 
     def flops(self, dtype: str) -> float:
-        """Return peak FLOPs per second in a dtype.
-
-        Raises:
-            RingConfigError: the description has no figure for it.
-        """
+        """Return peak FLOPs per second in a dtype."""
         found: float | None = getattr(self.peak_flops, dtype, None)
         if found is None:
             known = [name for name in DTYPES if getattr(self.peak_flops, name) is not None]

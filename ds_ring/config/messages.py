@@ -26,10 +26,9 @@ _MOST_LETTERS = 1200
 
 @dataclass(frozen=True)
 class Takes:
-    """Describe what a field accepts, and what to do when it got something else. Annotated onto the field.
+    """Describe what a field accepts, and what to do when it got something else. Annotated onto the field."""
 
-    `outside` marks a field whose key stands at the top level of the JSON, beside the section.
-    """
+    # `outside` marks a field whose key stands at the top level of the JSON, beside the section.
 
     what: str
     advice: str
@@ -123,10 +122,9 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> 
 
 
 class Section(BaseModel):
-    """Forbid unknown keys and conversions, freeze, and let no raw pydantic error out of its call.
+    """Forbid unknown keys and conversions, freeze, and let no raw pydantic error out of its call."""
 
-    Every field of a subclass bears a `Takes`.
-    """
+    # Every field of a subclass bears a `Takes`.
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
 

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def pattern_from_config(config: RingConfig) -> Pattern:
-    """Build the pattern of the section; its parts are composed with `&`.
-
-    "documents": true is not in it: documents change with every batch, and are added to this pattern by
-    whoever has the batch (`pattern & Documents(...)`).
-    """
+    """Build the pattern of the section; its parts are composed with `&`."""
+    # "documents": true is not in it: documents change with every batch, and are added to this pattern by
+    # whoever has the batch (`pattern & Documents(...)`).
     section = config.pattern
     parts: list[Pattern] = []
     if section.segment_lengths is not None and section.dilation_rates is not None:

@@ -16,21 +16,13 @@ MOSTLY = 0.5  # of the peak: what takes more is named
 
 
 class Advice(NamedTuple):
-    """Hold the limits around a setting, and sentences about it.
+    """Hold the limits around a setting, and sentences about it."""
 
-    Attributes:
-        longest_tokens: the most that fit these devices, to 1 / 64; 0 if none.
-        fewest_devices: that fit these tokens, a power of two; None if none do.
-        hiding: the shard from which on transfers hide, or why there is none.
-        warnings: sentences.
-        remedies: what would make it fit, cheapest first; none where it fits.
-    """
-
-    longest_tokens: int
-    fewest_devices: int | None
-    hiding: Hiding
-    warnings: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
+    longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
+    fewest_devices: int | None  # that fit these tokens, a power of two; None if none do
+    hiding: Hiding  # the shard from which on transfers hide, or why there is none
+    warnings: tuple[str, ...]  # sentences
+    remedies: tuple[Remedy, ...]  # what would make it fit, cheapest first; none where it fits
 
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:

@@ -26,30 +26,22 @@ Progress = Callable[[int, int], None]
 
 
 class Estimate(NamedTuple):
-    """Hold what a step costs on the device that needs most.
+    """Hold what a step costs on the device that needs most."""
 
-    Attributes:
-        setting: what was planned.
-        layout: which one it is.
-        moments: every moment at which memory can be highest.
-        attention: of one layer's passes on the slowest rank looked at.
-        attention_s, exposed_s: of all layers, with what checkpointing computes again.
-        dense_flops, dense_s: of the other matrices.
-        zero_bytes, zero_s: gradients and parameters between devices, as if nothing of it were hidden.
-        ranks: how many ring ranks were looked at.
-    """
-
-    setting: Setting
-    layout: Layout
-    moments: list[Moment]
-    attention: PassCost
+    setting: Setting  # what was planned
+    layout: Layout  # which one it is
+    moments: list[Moment]  # every moment at which memory can be highest
+    attention: PassCost  # of one layer's passes on the slowest rank looked at
+    # attention_s, exposed_s: of all layers, with what checkpointing computes again
     attention_s: float
     exposed_s: float
+    # dense_flops, dense_s: of the other matrices
     dense_flops: float
     dense_s: float
+    # zero_bytes, zero_s: gradients and parameters between devices, as if nothing of it were hidden
     zero_bytes: int
     zero_s: float
-    ranks: int
+    ranks: int  # how many ring ranks were looked at
 
     @property
     def peak(self) -> Moment:

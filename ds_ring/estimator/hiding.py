@@ -18,22 +18,15 @@ ALIKE = 0.05  # of seconds waited for one of compute, at lengths a factor of STE
 
 
 class Hiding(NamedTuple):
-    """Say from which shard on transfers hide, or why they never do.
+    """Say from which shard on transfers hide, or why they never do."""
 
-    Attributes:
-        tokens: of a ring rank's shard, from which on they hide, to 1 / 64; None if they never do.
-        never: why not; None if they do.
-    """
-
-    tokens: int | None
-    never: str | None
+    tokens: int | None  # of a ring rank's shard, from which on they hide, to 1 / 64; None if they never do
+    never: str | None  # why not; None if they do
 
 
 def hides(cost: PassCost) -> bool:
-    """Return whether no computing hop waits, and the whole pass waits at most 5 % of its time.
-
-    (The last gradients come home when nothing is left to compute: they count in the whole only.)
-    """
+    """Return whether no computing hop waits, and the whole pass waits at most 5 % of its time."""
+    # (The last gradients come home when nothing is left to compute: they count in the whole only.)
     return cost.late_hops == 0 and waiting(cost) <= EXPOSED
 
 

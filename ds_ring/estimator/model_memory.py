@@ -33,38 +33,26 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTokens:
-    """Hold what one device has of a batch.
+    """Hold what one device has of a batch."""
 
-    Attributes:
-        outside: tokens outside attention: batch x T / (ring x Ulysses).
-        inside: token slots inside attention: batch x T / ring.
-        heads, kv_heads: there: those of the model over the Ulysses size.
-    """
-
-    outside: int
-    inside: int
+    outside: int  # tokens outside attention: batch x T / (ring x Ulysses)
+    inside: int  # token slots inside attention: batch x T / ring
+    # heads, kv_heads: there: those of the model over the Ulysses size
     heads: int
     kv_heads: int
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Describe a training step on one device.
+    """Describe a training step on one device."""
 
-    Attributes:
-        model, zero: what is trained and how its states are kept.
-        tokens: how many here.
-        ring: what the pass needs beside q, k, v, out and their gradients.
-        checkpointing: a layer keeps its input only and is computed again.
-        loss_tokens: tokens whose logits are there at once (a chunked loss); None for all.
-    """
-
+    # model, zero: what is trained and how its states are kept
     model: ModelShape
     zero: Zero
-    tokens: LocalTokens
-    ring: PassMemory
-    checkpointing: bool = False
-    loss_tokens: int | None = None
+    tokens: LocalTokens  # how many here
+    ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
+    checkpointing: bool = False  # a layer keeps its input only and is computed again
+    loss_tokens: int | None = None  # tokens whose logits are there at once (a chunked loss); None for all
 
     @property
     def norm_bytes(self) -> int:

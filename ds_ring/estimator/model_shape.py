@@ -15,29 +15,17 @@ MOST = 2**31  # of any size: products of three of them are still exact
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Describe the sizes of a decoder.
+    """Describe the sizes of a decoder."""
 
-    Attributes:
-        layers: decoder layers.
-        hidden: width of the residual stream.
-        heads, kv_heads: query and K/V heads of a layer; heads is a multiple of kv_heads.
-        head_dim: D.
-        intermediate: width of the MLP.
-        vocab: rows of the embedding.
-        tied: the output matrix is the embedding.
-
-    Raises:
-        RingConfigError: a size below 1, or heads that kv_heads does not divide.
-    """
-
-    layers: int
-    hidden: int
+    layers: int  # decoder layers
+    hidden: int  # width of the residual stream
+    # heads, kv_heads: query and K/V heads of a layer; heads is a multiple of kv_heads
     heads: int
     kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool = False
+    head_dim: int  # D
+    intermediate: int  # width of the MLP
+    vocab: int  # rows of the embedding
+    tied: bool = False  # the output matrix is the embedding
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
@@ -89,8 +77,6 @@ class ModelShape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Count parameters that multiply every token: all but the embedding's rows and the norms.
-
-        A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
-        """
+        """Count parameters that multiply every token: all but the embedding's rows and the norms."""
+        # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
         return self.layers * (self.attention_parameters + self.mlp_parameters) + self.head_parameters

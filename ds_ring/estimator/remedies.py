@@ -24,19 +24,12 @@ MOST_RANKS = 256  # of a ring that is proposed: the estimate grows as its square
 
 
 class Remedy(NamedTuple):
-    """Describe a change after which the run fits.
+    """Describe a change after which the run fits."""
 
-    Attributes:
-        change: options of `ds-ring plan`, or a key of DeepSpeed's JSON.
-        peak_bytes: of a device then.
-        step_s: seconds of a step then.
-        setting: with the change in it.
-    """
-
-    change: str
-    peak_bytes: int
-    step_s: float
-    setting: Setting
+    change: str  # options of `ds-ring plan`, or a key of DeepSpeed's JSON
+    peak_bytes: int  # of a device then
+    step_s: float  # seconds of a step then
+    setting: Setting  # with the change in it
 
 
 class _Change(NamedTuple):

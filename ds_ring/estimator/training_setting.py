@@ -17,34 +17,23 @@ FEW_RANKS = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """Describe a training setting.
+    """Describe a training setting."""
 
-    Attributes:
-        tokens: T of one sequence.
-        ring_size, ulysses_size: ranks that share one; their product divides the devices.
-        model, pattern: what is trained.
-        layout: a name of `make_layout`.
-        zero: how states are kept; its world is the number of devices.
-        dtype: "float32", "bfloat16" or "float16".
-        hardware: of all devices.
-        batch: sequences of one ring.
-        checkpointing: layers are computed again in the backward pass.
-        loss_tokens: tokens whose logits are there at once; None for all.
-        overlap, prune, chunk_bytes: as in the JSON.
-    """
-
-    tokens: int
+    tokens: int  # T of one sequence
+    # ring_size, ulysses_size: ranks that share one; their product divides the devices
     ring_size: int
     ulysses_size: int
+    # model, pattern: what is trained
     model: ModelShape
     pattern: Pattern
-    layout: str
-    zero: Zero
-    dtype: str
-    hardware: Hardware
-    batch: int = 1
-    checkpointing: bool = False
-    loss_tokens: int | None = None
+    layout: str  # a name of `make_layout`
+    zero: Zero  # how states are kept; its world is the number of devices
+    dtype: str  # "float32", "bfloat16" or "float16"
+    hardware: Hardware  # of all devices
+    batch: int = 1  # sequences of one ring
+    checkpointing: bool = False  # layers are computed again in the backward pass
+    loss_tokens: int | None = None  # tokens whose logits are there at once; None for all
+    # overlap, prune, chunk_bytes: as in the JSON
     overlap: bool = True
     prune: bool = True
     chunk_bytes: int | None = None
@@ -67,10 +56,8 @@ class Setting:
 
 
 def smaller_ring(setting: Setting, local_tokens: int, most: int = FEW_RANKS) -> Setting:
-    """Return a setting of at most `most` ring ranks with as many tokens each: memory and hops are the same.
-
-    (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
-    """
+    """Return a setting of at most `most` ring ranks with as many tokens each: the same memory and hops."""
+    # (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
     ring = min(setting.ring_size, most)
     chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
     return replace(setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes)

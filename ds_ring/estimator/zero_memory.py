@@ -18,25 +18,17 @@ FLOAT = 4
 @dataclass(frozen=True)
 class Zero:
     """Describe how DeepSpeed keeps a model.
-
-    Attributes:
-        stage: 0 to 3.
-        world: ranks that states are divided among (data-parallel x ring x Ulysses).
-        element_bytes: of parameters and gradients: 4 plain, 2 mixed precision with a float32 master copy.
-        bucket_elements: reduce_bucket_size.
-        overlap_comm: two buckets instead of one.
-        live_elements: stage3_max_live_parameters.
-        fused_adam: an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has
-        two
-            of the size of what it updates.
+    two
+        of the size of what it updates.
     """
 
-    stage: int
-    world: int
-    element_bytes: int
-    bucket_elements: int = 500_000_000
-    overlap_comm: bool = False
-    live_elements: int = 1_000_000_000
+    stage: int  # 0 to 3
+    world: int  # ranks that states are divided among (data-parallel x ring x Ulysses)
+    element_bytes: int  # of parameters and gradients: 4 plain, 2 mixed precision with a float32 master copy
+    bucket_elements: int = 500_000_000  # reduce_bucket_size
+    overlap_comm: bool = False  # two buckets instead of one
+    live_elements: int = 1_000_000_000  # stage3_max_live_parameters
+    # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has
     fused_adam: bool = True
 
     @property

@@ -20,17 +20,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class Presence(NamedTuple):
-    """Say where a rank is.
+    """Say where a rank is."""
 
-    Attributes:
-        host: equal on ranks that share the network interfaces of one host.
-        processes: equal on ranks that see each other's process ids.
-        pid: of the rank.
-    """
-
-    host: str
-    processes: str
-    pid: int
+    host: str  # equal on ranks that share the network interfaces of one host
+    processes: str  # equal on ranks that see each other's process ids
+    pid: int  # of the rank
 
 
 def presence() -> Presence:

@@ -34,18 +34,13 @@ JOIN_S = 60.0  # tries of all addresses together
 # that the store holds is of use to anybody. Without one rank 0 makes one and publishes it in the store: then
 # whoever can read the store of the process group, which asks nobody for a password, can speak to the monitor.
 class Address(NamedTuple):
-    """Say where the monitor listens, and what holds for all ranks.
+    """Say where the monitor listens, and what holds for all ranks."""
 
-    Attributes:
-        port, hosts: hosts are tried in order.
-        secret: None where the launcher has handed one over.
-        heartbeat_timeout_s: of rank 0, for all.
-    """
-
+    # port, hosts: hosts are tried in order
     port: int
     hosts: list[str]
-    secret: str | None
-    heartbeat_timeout_s: float
+    secret: str | None  # None where the launcher has handed one over
+    heartbeat_timeout_s: float  # of rank 0, for all
 
 
 def join(
@@ -103,9 +98,6 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
     Args:
         host: the address to listen at; "" for every one.
         world_size, heartbeat_timeout_s, secret: of `join`.
-
-    Raises:
-        RingMeshError: it did not start; says why.
     """
     command = [sys.executable, "-I", "-S", str(Path(failure_detector.__file__).parent)]
     settings = {"host": host, "world_size": world_size, "secret": secret}

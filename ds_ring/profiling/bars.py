@@ -29,21 +29,13 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """Hold the peak of the rank that needs most, bytes.
+    """Hold the peak of the rank that needs most, bytes."""
 
-    Attributes:
-        kind: "real" or "simulated".
-        ring_size: P.
-        ring_rank: which.
-        parts: by component, at the peak.
-        total_bytes: their sum.
-    """
-
-    kind: str
-    ring_size: int
-    ring_rank: int
-    parts: dict[str, int]
-    total_bytes: int
+    kind: str  # "real" or "simulated"
+    ring_size: int  # P
+    ring_rank: int  # which
+    parts: dict[str, int]  # by component, at the peak
+    total_bytes: int  # their sum
 
 
 class Line(NamedTuple):

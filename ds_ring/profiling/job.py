@@ -21,25 +21,16 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """Describe one attention over generated numbers, for rings of any size.
+    """Describe one attention over generated numbers, for rings of any size."""
 
-    Attributes:
-        sizes: of the global tensors.
-        pattern: which position attends to which.
-        layout_name: "contiguous", "zigzag", ..., or "auto".
-        options: kernel, least size of messages, whether to prune, deadline of a hop.
-        backward: the backward pass as well.
-        seed: of the numbers.
-        threads: of a rank's kernel.
-    """
-
-    sizes: Geometry
-    pattern: Pattern
-    layout_name: str = "auto"
+    sizes: Geometry  # of the global tensors
+    pattern: Pattern  # which position attends to which
+    layout_name: str = "auto"  # "contiguous", "zigzag", ..., or "auto"
+    # kernel, least size of messages, whether to prune, deadline of a hop
     options: Options = field(default_factory=Options)
-    backward: bool = True
-    seed: int = 0
-    threads: int = 1
+    backward: bool = True  # the backward pass as well
+    seed: int = 0  # of the numbers
+    threads: int = 1  # of a rank's kernel
 
     @property
     def source(self) -> GeneratedSource:

@@ -34,17 +34,11 @@ class RankRun(NamedTuple):
 
 @dataclass(frozen=True)
 class RingRun:
-    """Hold what all ranks of one ring found.
+    """Hold what all ranks of one ring found."""
 
-    Attributes:
-        kind: "real" or "simulated".
-        layout_name: of the layout that was taken.
-        ranks: by ring rank.
-    """
-
-    kind: str
-    layout_name: str
-    ranks: tuple[RankRun, ...]
+    kind: str  # "real" or "simulated"
+    layout_name: str  # of the layout that was taken
+    ranks: tuple[RankRun, ...]  # by ring rank
 
     @property
     def ring_size(self) -> int:

@@ -33,11 +33,7 @@ NAMED_WIDTH = 0.025  # of the time axis: an event at least so wide has its hop w
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:
-    """Return an empty matplotlib figure.
-
-    Raises:
-        RingConfigError: matplotlib is not installed.
-    """
+    """Return an empty matplotlib figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -55,9 +55,6 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
     Args:
         traces: by ring rank, of all ranks of one simulation.
         link_mbit_s: rate of a rank's link each way, 10^6 bits per second.
-
-    Raises:
-        RingConfigError: a rate that is not positive.
     """
     if not link_mbit_s > 0:
         raise RingConfigError(f"link: expected a rate above 0 Mbit/s, got {link_mbit_s}; 10000, say")

@@ -15,29 +15,20 @@ WHATS = ("compute", "send", "wait")
 
 
 class Event(NamedTuple):
-    """Hold something that a rank did; times in microseconds since the timeline began.
+    """Hold something that a rank did; times in microseconds since the timeline began."""
 
-    Attributes:
-        ring_rank: who.
-        what: "compute", "send" (packing and posting) or "wait".
-        phase: "forward" or "backward".
-        step: of the phase.
-        hop: computed, or that of the messages.
-        start_us, end_us: from when to when.
-        bytes_sent, bytes_received: payloads of the batch; 0 for "compute".
-        buffers_bytes: memory of messages at the end.
-    """
-
-    ring_rank: int
-    what: str
-    phase: str
-    step: int
-    hop: int
+    ring_rank: int  # who
+    what: str  # "compute", "send" (packing and posting) or "wait"
+    phase: str  # "forward" or "backward"
+    step: int  # of the phase
+    hop: int  # computed, or that of the messages
+    # start_us, end_us: from when to when
     start_us: float
     end_us: float
+    # bytes_sent, bytes_received: payloads of the batch; 0 for "compute"
     bytes_sent: int
     bytes_received: int
-    buffers_bytes: int
+    buffers_bytes: int  # memory of messages at the end
 
     @property
     def duration_us(self) -> float:
@@ -57,20 +48,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold the events of one ring.
+    """Hold the events of one ring."""
 
-    Attributes:
-        kind: "real" or "simulated".
-        ring_size: P.
-        events: of all ranks, each rank's in order of time; none of one rank overlap, none is empty.
-        note: how its times came about, for titles.
-        transfers: of a modelled network; empty for real ranks, whose messages are not timed one by one.
-    """
-
-    kind: str
-    ring_size: int
+    kind: str  # "real" or "simulated"
+    ring_size: int  # P
+    # of all ranks, each rank's in order of time; none of one rank overlap, none is empty
     events: tuple[Event, ...]
-    note: str
+    note: str  # how its times came about, for titles
+    # of a modelled network; empty for real ranks, whose messages are not timed one by one
     transfers: tuple[Transfer, ...] = ()
 
     @property

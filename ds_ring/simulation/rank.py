@@ -47,27 +47,16 @@ class RankResult(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """Run ranks one at a time; the attributes are what all of them share.
+    """Run ranks one at a time; the attributes are what all of them share."""
 
-    Attributes:
-        source: all tokens.
-        plan: of all ranks.
-        kernel: computes.
-        scale: of the scores.
-        chunk_bytes: see [Note: heads in groups].
-        sums: collects dK and dV; None for the forward pass alone.
-        measure: count memory.
-        keep_trace: return what happened when.
-    """
-
-    source: Source
-    plan: Plan
-    kernel: Kernel
-    scale: float
-    chunk_bytes: int
-    sums: GradientSums | None
-    measure: bool
-    keep_trace: bool = False
+    source: Source  # all tokens
+    plan: Plan  # of all ranks
+    kernel: Kernel  # computes
+    scale: float  # of the scores
+    chunk_bytes: int  # see [Note: heads in groups]
+    sums: GradientSums | None  # collects dK and dV; None for the forward pass alone
+    measure: bool  # count memory
+    keep_trace: bool = False  # return what happened when
 
     def run(self, ring_rank: int) -> RankResult:
         """Run the passes of one rank."""

@@ -92,9 +92,6 @@ def simulate(
 ) -> SimulationResult:
     """Run ring attention of a whole sequence with all its ranks in this process, one at a time.
 
-    Each virtual rank does what a real one would: same plan, messages, kernel and buffers. So what a rank of a
-    cluster will need and send is known before there is a cluster, and P ranks can be compared with one.
-
     Args:
         q: global queries [B, H, T, D] on the CPU, in memory or mapped from a file; or a `Source`, which has k
             and v as well (`GeneratedSource` for more tokens than memory holds).
@@ -104,11 +101,8 @@ def simulate(
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
-        prune: send only what is read; False for comparison.
-        ranks: ring ranks to simulate; None for all.
-        measure_memory: count tensor memory under the profiler, which slows small calls down.
-        trace: keep what every rank did when, with the sizes of its messages; in processor time where torch
-            has one thread. Best without `measure_memory`, which costs time.
+        prune, ranks: send only what is read; ring ranks to simulate, None for all.
+        measure_memory, trace: count tensor memory (slower); keep what every rank did when.
         threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
         progress: a bar on stderr once two seconds have passed.
 
@@ -119,11 +113,10 @@ def simulate(
     source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
     options = _options(scale, kernel, kernel_options, chunk_bytes)
-    if threads is not None:
-        threads = whole_number(threads, "threads", RingConfigError, MOST_THREADS)
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
     for name, flag in flags.items():
         true_or_false(flag, name, RingConfigError)
+    threads = _thread_count(threads, measure_memory)
     backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
@@ -135,8 +128,15 @@ def simulate(
         measure_memory,
         trace,
     )
-    with _threads(threads if threads is not None else 1 if measure_memory else torch.get_num_threads()):
+    with _threads(threads):
         return _collected(job, wanted, progress)
+
+
+def _thread_count(threads: int | None, measure_memory: bool) -> int:
+    if threads is not None:
+        return whole_number(threads, "threads", RingConfigError, MOST_THREADS)
+    # Each thread of a kernel takes workspace, and a real rank on the CPU has one.
+    return 1 if measure_memory else torch.get_num_threads()
 
 
 @contextmanager

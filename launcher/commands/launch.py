@@ -56,6 +56,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     told = secret.secret_for(cluster)
 
     if options.dry_run:
+        # Named and not made: the script that is printed makes it.
         folder = Path(tempfile.gettempdir()) / f"ds-ring-{port}"
         _print(Job(cluster, node_rank, port, folder, caller, extra_args, told))
         return 0

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     job = _job(options)
     sizes = sorted(set(options.ring_sizes))
     _check(options, job, sizes)
+    # Only the largest ring is drawn in time: the pictures of small ones say little.
     runs = _measured(options, job, sizes)
     timelines = _timelines(options, [one for one in runs if one.ring_size == sizes[-1]])
     written = _write(options, job, runs, timelines)
@@ -137,6 +138,7 @@ def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
         new_figure(1, 1)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
+        # To find a full or read-only disk now, not after minutes of measuring.
         probe = options.output / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -61,11 +61,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
 
 
 def config_of(options: argparse.Namespace) -> RingConfig:
-    """Return the section that says pattern, layout and kernel: of --config, or made of --pattern.
-
-    Raises:
-        RingConfigError: both, JSON that cannot be read, or keys that there are not.
-    """
+    """Return the section that says pattern, layout and kernel: of --config, or made of --pattern."""
     from ds_ring.config.json_text import parse_object
     from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError
@@ -81,11 +77,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
 
 
 def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
-    """Return the pattern of a section.
-
-    Raises:
-        RingConfigError: it has documents, which are those of a batch.
-    """
+    """Return the pattern of a section."""
     from ds_ring.config.patterns import pattern_from_config
     from ds_ring.errors import RingConfigError
 

@@ -62,6 +62,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     exact = _Exact(options, source, config)
     for ring_size in options.ring_sizes:
         rows.append(_row(options, config, source, ring_size, exact))
+        # Saved memory is told against one rank, if that was asked for first.
         first = rows[0]
         if first["ring_size"] == 1:
             rows[-1]["less_percent"] = round(100 * (1 - rows[-1]["peak_bytes"] / first["peak_bytes"]), 2)

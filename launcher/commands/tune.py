@@ -64,6 +64,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ds_ring.estimator.tuning.run import read
     from ds_ring_launcher.local_ranks import run_ranks
 
+    # Read here as well, so that wrong input costs no start of ranks.
     _, request = read(options, options.processes)
     require_memory(request.batch * request.tokens, request.heads, request.head_dim, request.item_bytes)
     cores = len(os.sched_getaffinity(0))

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         if options.accept:
             accept_checkpoint(options.folder, options.tag)
         manifest = verify_checkpoint(options.folder, options.tag)
+    # First: it is also a RingCheckpointError.
     except RingCheckpointMissingError as error:
         return _say("no such checkpoint", error, MISSING)
     except RingCheckpointError as error:

@@ -25,46 +25,32 @@ KEPT_TABLES = 64
 
 
 class Block(NamedTuple):
-    """Queries first .. first + length - 1 of a shard, against the shard's own keys.
+    """Queries first .. first + length - 1 of a shard, against the shard's own keys."""
 
-    Attributes:
-        first, length: slots of the queries.
-        held: slots of the keys that they read.
-        plan: hop 0 alone, over the packed keys.
-    """
-
+    # first, length: slots of the queries
     first: int
     length: int
-    held: SlotRanges
-    plan: RankPlan
+    held: SlotRanges  # slots of the keys that they read
+    plan: RankPlan  # hop 0 alone, over the packed keys
 
 
 class Remote(NamedTuple):
-    """What a rank reads of other shards.
+    """What a rank reads of other shards."""
 
-    Attributes:
-        queries: slots of the queries that read any of it, packed in this order.
-        plan: a visit for each shard that is read; hop 0 has no tiles.
-    """
-
-    queries: SlotRanges
-    plan: RankPlan
+    queries: SlotRanges  # slots of the queries that read any of it, packed in this order
+    plan: RankPlan  # a visit for each shard that is read; hop 0 has no tiles
 
 
 @dataclass
 class BlockPlanner:
     """Plans of the queries of one head, rank by rank; keeps only tables that serve several blocks.
 
-    Attributes:
-        pattern: bound to that head.
-        layout: contiguous chunks.
-
     Raises:
         RingLayoutError: another layout, or ranks without tokens.
     """
 
-    pattern: Pattern
-    layout: Layout
+    pattern: Pattern  # bound to that head
+    layout: Layout  # contiguous chunks
     _tables: OrderedDict[bytes, Tiles] = field(default_factory=OrderedDict, repr=False)
     _blocks: OrderedDict[Any, tuple[SlotRanges, Tiles]] = field(default_factory=OrderedDict, repr=False)
 

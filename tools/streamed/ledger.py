@@ -32,22 +32,14 @@ class Ledger:
     A checksum has three float64 sums: of the values, of the values weighted by a generated number between
     1/2 and 3/2 for each token (so that a permutation is seen), and of the magnitudes, which differences
     are to be held against.
-
-    Attributes:
-        source: generates the weights, under the name "weight".
-        rows: positions whose results are kept, ascending.
-        ring_size: number of ranks.
-        done: bool [P].
-        sums: float64 [P, 5, 3], by rank, `TENSORS` and `SUMS`.
-        values: of the rows, by tensor, [n, D] (lse [n, 1]).
     """
 
-    source: Source
-    rows: IntArray
-    ring_size: int
-    done: np.ndarray = field(init=False)
-    sums: np.ndarray = field(init=False)
-    values: dict[str, np.ndarray] = field(init=False)
+    source: Source  # generates the weights, under the name "weight"
+    rows: IntArray  # positions whose results are kept, ascending
+    ring_size: int  # number of ranks
+    done: np.ndarray = field(init=False)  # bool [P]
+    sums: np.ndarray = field(init=False)  # float64 [P, 5, 3], by rank, `TENSORS` and `SUMS`
+    values: dict[str, np.ndarray] = field(init=False)  # of the rows, by tensor, [n, D] (lse [n, 1])
 
     def __post_init__(self) -> None:
         width = self.source.geometry.head_dim
@@ -108,15 +100,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class StateFile:
-    """Where a long run is kept between processes.
+    """Where a long run is kept between processes."""
 
-    Attributes:
-        path: of the file.
-        settings: what the run was started with; a file of other settings is refused.
-    """
-
-    path: Path
-    settings: Mapping[str, object]
+    path: Path  # of the file
+    settings: Mapping[str, object]  # what the run was started with; a file of other settings is refused
 
     def save(self, ledger: Ledger, pending: PendingGradients) -> None:
         """Write all of it, then put it in place by a rename."""

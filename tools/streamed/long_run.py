@@ -34,31 +34,21 @@ CLUSTER = 64  # neighbours that are checked together
 class LongRun:
     """Causal LongNet of one head on generated numbers; segments w * g^i, dilation rates g^i, i = 0, 1, ...
 
-    Attributes:
-        tokens: T; a multiple of the ring size.
-        ring_size: P.
-        head_dim: D.
-        first_segment, growth: w and g; as many branches as segments fit T.
-        seed: of the numbers and of the rows that are checked.
-        backward: gradients as well.
-        query_block: queries attended at once.
-        workers: processes, one thread each.
-        rows: rows to be checked, about.
-
     Raises:
         RingConfigError: sizes that do not divide.
     """
 
-    tokens: int = 1 << 30
-    ring_size: int = 1024
-    head_dim: int = 32
+    tokens: int = 1 << 30  # T; a multiple of the ring size
+    ring_size: int = 1024  # P
+    head_dim: int = 32  # D
+    # first_segment, growth: w and g; as many branches as segments fit T
     first_segment: int = 256
     growth: int = 4
-    seed: int = 0
-    backward: bool = False
-    query_block: int = 1 << 16
-    workers: int = 2
-    rows: int = 5000
+    seed: int = 0  # of the numbers and of the rows that are checked
+    backward: bool = False  # gradients as well
+    query_block: int = 1 << 16  # queries attended at once
+    workers: int = 2  # processes, one thread each
+    rows: int = 5000  # rows to be checked, about
 
     def __post_init__(self) -> None:
         for name in ("tokens", "ring_size", "head_dim", "first_segment", "query_block", "workers", "rows"):

@@ -94,25 +94,17 @@ def _table(rows: dict[int, np.ndarray], head_dim: int) -> tuple[IntArray, np.nda
 class StreamedRanks:
     """What all ranks of one simulation share.
 
-    Attributes:
-        source: all tokens; one head.
-        pattern: what attends to what; bound to that head here.
-        layout: contiguous shards.
-        kernel: computes.
-        scale: of the scores.
-        query_block: queries of a block.
-
     Raises:
         RingShapeError: more than one head or batch entry, or a dtype below float32.
         RingLayoutError: another layout.
     """
 
-    source: Source
-    pattern: Pattern
-    layout: Layout
-    kernel: Kernel
-    scale: float
-    query_block: int = 1 << 16
+    source: Source  # all tokens; one head
+    pattern: Pattern  # what attends to what; bound to that head here
+    layout: Layout  # contiguous shards
+    kernel: Kernel  # computes
+    scale: float  # of the scores
+    query_block: int = 1 << 16  # queries of a block
     planner: BlockPlanner = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

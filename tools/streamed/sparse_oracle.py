@@ -31,17 +31,11 @@ class ExactRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseOracle:
-    """Float64 results of single positions; one head.
+    """Float64 results of single positions; one head."""
 
-    Attributes:
-        source: q, k, v, grad_out.
-        pattern: dilated, causal.
-        scale: of the scores.
-    """
-
-    source: Source
-    pattern: Dilated
-    scale: float
+    source: Source  # q, k, v, grad_out
+    pattern: Dilated  # dilated, causal
+    scale: float  # of the scores
 
     def row(self, position: int) -> ExactRow:
         """A query's result; out 0 and lse -inf if it sees no key."""

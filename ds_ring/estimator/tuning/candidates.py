@@ -35,22 +35,15 @@ class KernelChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningCandidate:
-    """Describe one way to run a pass.
+    """Describe one way to run a pass."""
 
-    Attributes:
-        ring_size, ulysses_size: their product is the number of ranks that share a sequence.
-        layout: its name.
-        overlap: compute while sending.
-        kernel: its options.
-        heads_per_message: K/V heads that go round together; 0 where nothing goes round.
-    """
-
+    # ring_size, ulysses_size: their product is the number of ranks that share a sequence
     ring_size: int
     ulysses_size: int
-    layout: str
-    overlap: bool
-    kernel: KernelChoice
-    heads_per_message: int
+    layout: str  # its name
+    overlap: bool  # compute while sending
+    kernel: KernelChoice  # its options
+    heads_per_message: int  # K/V heads that go round together; 0 where nothing goes round
 
     @property
     def family(self) -> tuple[int, int, str, bool]:

@@ -18,9 +18,6 @@ class Clock:
 
     Args:
         device: of the tensors; CUDA work is waited for at both ends (written, not run on a GPU).
-
-    Raises:
-        RingMeshError: torch.distributed is not initialised.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,10 +80,8 @@ class Clock:
         return time.perf_counter() - started
 
     def together(self, work: Callable[[], object], rounds: int = 1) -> float:
-        """Return the slowest rank's seconds, all ranks starting at once; the least of some rounds.
-
-        The least and not the median: this is for what the machine can do, and a disturbance only adds.
-        """
+        """Return the slowest rank's seconds, all ranks starting at once; the least of some rounds."""
+        # The least and not the median: this is for what the machine can do, and a disturbance only adds.
         seconds = []
         for _ in range(rounds):
             self.meet()

@@ -23,11 +23,9 @@ MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that someth
 
 
 def describe_hardware(result: Result) -> Json:
-    """Describe this hardware; rates are per rank, with all ranks at work.
-
-    A rank of the CPU counts as a device. What was not measured, with one rank, is not in it. Where the choice
-    has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate stands.
-    """
+    """Describe this hardware; rates are per rank, with all ranks at work."""
+    # A rank of the CPU counts as a device. What was not measured, with one rank, is not in it. Where the
+    # choice has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate stands.
     whole_kernel = _describe(result, 1.0)
     if result.measured.links is None or result.chosen.ulysses_size > 1:
         return whole_kernel

@@ -64,11 +64,9 @@ def field_of(
 def contestants_of(
     everyone: Sequence[TuningCandidate], size: int, tokens: int, predict: Predict
 ) -> list[TuningCandidate]:
-    """Choose the defaults, the best of each ring size, of each family, and the best predicted.
-
-    Nothing that is hopeless. Sizes come first: what the model knows least is what one kind of exchange costs
-    against the other.
-    """
+    """Choose the defaults, the best of each ring size, of each family, and the best predicted."""
+    # Nothing that is hopeless. Sizes come first: what the model knows least is what one kind of exchange
+    # costs against the other.
     ranked = sorted(everyone, key=lambda candidate: predict(candidate, tokens))
     limit = HOPELESS * predict(ranked[0], tokens)
     meshes: dict[tuple[int, int], TuningCandidate] = {}
@@ -115,20 +113,15 @@ def stages_of(count: int, shortest: int, tokens: int) -> Iterator[Stage]:
 
 @dataclass
 class Halving:
-    """Run one search.
+    """Run one search."""
 
-    Attributes:
-        tokens: the full length.
-        predict, measure: seconds of a candidate at a length.
-        seconds: what was measured, by candidate and length; the first pass of each is not in it.
-        passes: how many were made.
-    """
-
-    tokens: int
+    tokens: int  # the full length
+    # predict, measure: seconds of a candidate at a length
     predict: Predict
     measure: Measure
+    # what was measured, by candidate and length; the first pass of each is not in it
     seconds: dict[tuple[TuningCandidate, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    passes: int = 0
+    passes: int = 0  # how many were made
 
     def run(
         self,

@@ -19,19 +19,12 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Links:
-    """Hold what moving costs; rates count what leaves a rank while every rank sends.
+    """Hold what moving costs; rates count what leaves a rank while every rank sends."""
 
-    Attributes:
-        bytes_per_s: to the next rank of a ring of all ranks, of the slowest rank.
-        fastest_bytes_per_s: the same of the fastest rank.
-        latency_s: of a small message, its bytes at that rate taken off.
-        all_to_all_bytes_per_s: None where no more than one rank can split the heads.
-    """
-
-    bytes_per_s: float
-    fastest_bytes_per_s: float
-    latency_s: float
-    all_to_all_bytes_per_s: float | None
+    bytes_per_s: float  # to the next rank of a ring of all ranks, of the slowest rank
+    fastest_bytes_per_s: float  # the same of the fastest rank
+    latency_s: float  # of a small message, its bytes at that rate taken off
+    all_to_all_bytes_per_s: float | None  # None where no more than one rank can split the heads
 
 
 def measure_links(ring: RingMesh, ulysses: RingMesh | None, clock: Clock) -> Links:

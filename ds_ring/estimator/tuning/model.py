@@ -29,21 +29,13 @@ SWAPS = 4  # all-to-alls of a step with Ulysses ranks
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold what the machine gives.
+    """Hold what the machine gives."""
 
-    Attributes:
-        kernels: the rate of every kernel that can be chosen.
-        alone_speedup: how much faster a rank computes while the others wait.
-        matmul_flops: per second, of one large product.
-        links: None where a sequence has one rank.
-        hop_overhead_s: what a hop costs that neither computes nor carries much.
-    """
-
-    kernels: dict[KernelChoice, KernelRate]
-    alone_speedup: float
-    matmul_flops: float
-    links: Links | None
-    hop_overhead_s: float
+    kernels: dict[KernelChoice, KernelRate]  # the rate of every kernel that can be chosen
+    alone_speedup: float  # how much faster a rank computes while the others wait
+    matmul_flops: float  # per second, of one large product
+    links: Links | None  # None where a sequence has one rank
+    hop_overhead_s: float  # what a hop costs that neither computes nor carries much
 
 
 @dataclass(frozen=True)

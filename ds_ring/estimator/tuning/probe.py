@@ -34,15 +34,12 @@ MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Hold what a kernel does on one rank while all of them work.
+    """Hold what a kernel does on one rank while all of them work."""
 
-    Attributes:
-        forward_flops, backward_flops: per second, of the pairs that it multiplies, hidden ones included.
-        forward_tile_s, backward_tile_s: what a tile costs beside its pairs, seconds.
-    """
-
+    # forward_flops, backward_flops: per second, of the pairs that it multiplies, hidden ones included
     forward_flops: float
     backward_flops: float
+    # forward_tile_s, backward_tile_s: what a tile costs beside its pairs, seconds
     forward_tile_s: float
     backward_tile_s: float
 

@@ -19,28 +19,18 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Request:
-    """Describe what is tuned for; `request_from` checks it.
+    """Describe what is tuned for; `request_from` checks it."""
 
-    Attributes:
-        tokens: of a whole sequence.
-        heads, kv_heads: H and G of a layer.
-        head_dim: D.
-        batch: sequences of a micro batch.
-        dtype: "float32", "bfloat16" or "float16".
-        device: "cpu" or "cuda".
-        world_size: ranks that measure at once.
-        base: the section that is tuned; its sizes are replaced, what is not tuned is kept.
-    """
-
-    tokens: int
+    tokens: int  # of a whole sequence
+    # heads, kv_heads: H and G of a layer
     heads: int
     kv_heads: int
-    head_dim: int
-    batch: int
-    dtype: str
-    device: str
-    world_size: int
-    base: RingConfig
+    head_dim: int  # D
+    batch: int  # sequences of a micro batch
+    dtype: str  # "float32", "bfloat16" or "float16"
+    device: str  # "cpu" or "cuda"
+    world_size: int  # ranks that measure at once
+    base: RingConfig  # the section that is tuned; its sizes are replaced, what is not tuned is kept
 
     @property
     def sequence_size(self) -> int:

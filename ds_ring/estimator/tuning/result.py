@@ -19,17 +19,11 @@ from ds_ring.estimator.tuning.request import Request
 
 @dataclass(frozen=True)
 class Finalist:
-    """Hold the times of a candidate at the full length.
+    """Hold the times of a candidate at the full length."""
 
-    Attributes:
-        candidate: which.
-        predicted_s: what the model expected of a pass, forward and backward.
-        seconds: what the slowest rank took, by round.
-    """
-
-    candidate: TuningCandidate
-    predicted_s: float
-    seconds: tuple[float, ...]
+    candidate: TuningCandidate  # which
+    predicted_s: float  # what the model expected of a pass, forward and backward
+    seconds: tuple[float, ...]  # what the slowest rank took, by round
 
     @property
     def median_s(self) -> float:
@@ -38,34 +32,21 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold what `tune` found; the same on all ranks.
+    """Hold what `tune` found; the same on all ranks."""
 
-    Attributes:
-        request: what was asked.
-        measured: what the machine gives.
-        chosen: the best candidate.
-        predicted: what the model expected of it.
-        finalists: those timed at the full length, the fastest first.
-        default: what the section's defaults come to; it is among the finalists.
-        candidates, contestants: how many there were, and how many the model let into the race.
-        passes: real passes that were timed.
-        shortest_tokens: length of the shortest ones.
-        seconds: that all of it took.
-        ranks_per_node: ranks on rank 0's host.
-    """
-
-    request: Request
-    measured: Measured
-    chosen: TuningCandidate
-    predicted: Predicted
-    finalists: tuple[Finalist, ...]
-    default: TuningCandidate
+    request: Request  # what was asked
+    measured: Measured  # what the machine gives
+    chosen: TuningCandidate  # the best candidate
+    predicted: Predicted  # what the model expected of it
+    finalists: tuple[Finalist, ...]  # those timed at the full length, the fastest first
+    default: TuningCandidate  # what the section's defaults come to; it is among the finalists
+    # candidates, contestants: how many there were, and how many the model let into the race
     candidates: int
     contestants: int
-    passes: int
-    shortest_tokens: int
-    seconds: float
-    ranks_per_node: int
+    passes: int  # real passes that were timed
+    shortest_tokens: int  # length of the shortest ones
+    seconds: float  # that all of it took
+    ranks_per_node: int  # ranks on rank 0's host
 
     def finalist(self, candidate: TuningCandidate) -> Finalist:
         """Return the times of a candidate at the full length; KeyError if it was not in the final."""
@@ -88,12 +69,11 @@ class Result:
     def merged(self, whole: Json) -> Json:
         """Return a DeepSpeed JSON with the choice in it, all else kept.
 
-        Keys that the choice leaves at their defaults are written only where the JSON has them already, or
-        where they say what was measured (sizes, layout, overlap).
-
         Raises:
             RingConfigError: the rest of the JSON is refused.
         """
+        # Keys that the choice leaves at their defaults are written only where the JSON has them already, or
+        # where they say what was measured (sizes, layout, overlap).
         merged = copy.deepcopy(whole)
         section = dict(merged.get(SECTION, {}))
         plain = {"block_size": 128, "kernel_options": {}, "chunk_bytes": None}

@@ -61,11 +61,7 @@ class FailureDetector:
         self.ranks[rank] = RankState(now)
 
     def hear(self, rank: int, message: Any, now: float) -> None:
-        """Take one message of a rank that has joined.
-
-        Raises:
-            ValueError: it is none of the messages that ranks send.
-        """
+        """Take one message of a rank that has joined."""
         self.ranks[rank].heard = now
         kind = message.get("kind") if isinstance(message, dict) else None
         if kind == "wait":

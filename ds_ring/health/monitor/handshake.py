@@ -61,11 +61,7 @@ class MonitorHandshake:
         self._rank_nonce, self._nonce = "", secrets.token_hex(16)
 
     def take(self, line: bytes) -> bytes:
-        """Return the answer to a line.
-
-        Raises:
-            HandshakeError: this is nobody of the job.
-        """
+        """Return the answer to a line."""
         if not self._rank_nonce:
             rank, self._rank_nonce = _match(_HELLO, line, "a hello").groups()
             self.rank = int(rank)
@@ -93,11 +89,7 @@ class RankHandshake:
         return f"{VERSION} hello {self._rank} {self._nonce}\n".encode()
 
     def answer(self, challenge: bytes) -> bytes:
-        """Return the second line, once the monitor has proved itself.
-
-        Raises:
-            HandshakeError: the other side is not this job's monitor.
-        """
+        """Return the second line, once the monitor has proved itself."""
         nonce, proof = _match(_CHALLENGE, challenge, "a challenge").groups()
         if not hmac.compare_digest(proof, _proof(self._secret, _MONITOR, self._rank, self._nonce, nonce)):
             raise HandshakeError("another secret")

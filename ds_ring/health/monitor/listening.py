@@ -13,11 +13,7 @@ PORTS = 20  # tries
 
 
 def raise_file_limit(world_size: int) -> int:
-    """Raise this process's limit of open files; return the number of strangers that there is room for.
-
-    Raises:
-        OSError: the hard limit is too low for so many ranks.
-    """
+    """Raise this process's limit of open files; return the number of strangers that there is room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * world_size + STRANGERS + OTHER_FILES
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -34,11 +30,9 @@ def raise_file_limit(world_size: int) -> int:
 
 
 def listen_at(host: str) -> list[socket.socket]:
-    """Open one port at one address of this host, and at loopback.
-
-    Ranks of this host come by loopback, which works while the network does not. An empty `host` is every
-    address, of both families where there are both.
-    """
+    """Open one port at one address of this host, and at loopback."""
+    # Ranks of this host come by loopback, which works while the network does not. An empty `host` is every
+    # address, of both families where there are both.
     if not host and socket.has_dualstack_ipv6():
         return [socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

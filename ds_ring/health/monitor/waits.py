@@ -41,19 +41,12 @@ def ranks_of(ranges: Ranges) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Wait:
-    """Describe a wait under way.
+    """Describe a wait under way."""
 
-    Attributes:
-        group: the world ranks it is for (a collective has many), and the one that waits.
-        place: at which (call, hop).
-        what: that place, for messages.
-        since: seconds.
-    """
-
-    group: frozenset[int]
-    place: Place
-    what: str
-    since: float
+    group: frozenset[int]  # the world ranks it is for (a collective has many), and the one that waits
+    place: Place  # at which (call, hop)
+    what: str  # that place, for messages
+    since: float  # seconds
 
 
 class End(NamedTuple):
@@ -87,10 +80,8 @@ class Waits:
                 del self._at[wait.place]
 
     def end_of(self, rank: int) -> End:
-        """Follow the waits from a rank.
-
-        Every rank on the way ends where this one does, so a ring of n ranks is followed once, not n times.
-        """
+        """Follow the waits from a rank."""
+        # Every rank on the way ends where this one does, so a ring of n ranks is followed once, not n times.
         path: list[int] = []
         seen: dict[int, int] = {}
         here = rank

@@ -29,11 +29,10 @@ class Strict(BaseModel):
 
 
 class FileRecord(Strict):
-    """Describe one file of a checkpoint; `path` is relative to the tag's folder, with forward slashes.
+    """Describe one file of a checkpoint; `path` is relative to the tag's folder, with forward slashes."""
 
-    A path that leads out of the folder is refused where the manifest is used (`strangers_in`): whoever wrote
-    it may have written a digest that fits.
-    """
+    # A path that leads out of the folder is refused where the manifest is used (`strangers_in`): whoever
+    # wrote it may have written a digest that fits.
 
     path: str
     bytes: Annotated[int, Field(ge=0)]

@@ -43,11 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def guard_checkpoints(engine: DeepSpeedEngine) -> None:
-    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below.
-
-    Raises:
-        RingConfigError: the JSON chose a checkpoint writer that goes on writing in the background.
-    """
+    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below."""
     if engine.checkpoint_engine.is_decoupled():
         raise RingConfigError(
             f"checkpoint: expected files that are complete when save_checkpoint returns, got"

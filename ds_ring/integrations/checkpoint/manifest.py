@@ -68,11 +68,7 @@ class Manifest(Strict):
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield relative paths of all files below `folder`, the manifest and its unfinished copies left out.
-
-    Raises:
-        RingCheckpointError: something there is neither a folder nor a regular file.
-    """
+    """Yield relative paths of all files below `folder`, the manifest and its unfinished copies left out."""
     for path, status in entries_of(folder):
         if not stat.S_ISREG(status.st_mode):
             raise RingCheckpointError(
@@ -132,11 +128,9 @@ def require_folder(folder: Path) -> None:
 
 
 def strangers_in(folder: Path) -> list[str]:
-    """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths.
-
-    One sentence each; nothing is opened but a manifest that is a regular file. Somebody has changed such a
-    folder, so that a person has to look: going back one checkpoint would not help against it.
-    """
+    """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths."""
+    # One sentence each; nothing is opened but a manifest that is a regular file. Somebody has changed such a
+    # folder, so that a person has to look: going back one checkpoint would not help against it.
     if not is_folder(folder):
         return [f"{folder}: expected a folder, got {kind_of(folder.lstat().st_mode)}; name the folder itself"]
     names = dict(entries_of(folder))
@@ -218,14 +212,8 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
 
 
 def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
-    """Write a manifest for a checkpoint that has none, as it is now; its user knows that it is whole.
-
-    Its place in the order of checkpoints follows from the number at the end of the tag (global_step120).
-
-    Raises:
-        RingCheckpointMissingError: there is no such checkpoint.
-        RingCheckpointError: it has a manifest.
-    """
+    """Write a manifest for a checkpoint that has none, as it is now; its user knows that it is whole."""
+    # Its place in the order of checkpoints follows from the number at the end of the tag (global_step120).
     folder = Path(directory, require_plain_tag(tag, "tag"))
     files = list(files_in(folder)) if folder.is_dir() else []
     if not files:
@@ -239,11 +227,7 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
 
 
 def read_latest(root: Path, name: str = LATEST) -> str | None:
-    """Return the tag that the file `name` in `root` holds, NO_TAG if that is no text; None without that file.
-
-    Raises:
-        RingCheckpointError: what it holds is text and no plain name, or it is no small regular file.
-    """
+    """Return the tag in the file `name`, NO_TAG if that is no text; None without that file."""
     try:
         data = read_small(root / name, _MOST_LATEST_BYTES)
     except FileNotFoundError:

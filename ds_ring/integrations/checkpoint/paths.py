@@ -75,11 +75,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Return a small regular file's bytes.
-
-    Raises:
-        RingCheckpointError: it is no regular file, or longer than `most_bytes`. OSError: it cannot be read.
-    """
+    """Return a small regular file's bytes."""
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

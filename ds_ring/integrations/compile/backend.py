@@ -53,27 +53,17 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Hold the backend's options.
+    """Hold the backend's options."""
 
-    Attributes:
-        source: where tokens lie.
-        inner: the backend for the rewritten graph, by its name.
-        inner_options: that backend's own options.
-        masks: "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern.
-    """
-
-    source: ShardingSource
-    inner: str = "inductor"
-    inner_options: Mapping[str, Any] | None = None
+    source: ShardingSource  # where tokens lie
+    inner: str = "inductor"  # the backend for the rewritten graph, by its name
+    inner_options: Mapping[str, Any] | None = None  # that backend's own options
+    # "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern
     masks: str = "check"
 
     @classmethod
     def read(cls, options: Mapping[str, Any], session: RingSession | None = None) -> BackendOptions:
-        """Read the options of torch.compile; with a session, mesh and pattern are its own.
-
-        Raises:
-            RingConfigError: an unknown key or value, or no word about where the tokens lie.
-        """
+        """Read the options of torch.compile; with a session, mesh and pattern are its own."""
         given = dict(options)
         session = given.pop("session", session)
         known = _OF_THE_BACKEND if session is not None else (*_OF_THE_RING, *_OF_THE_BACKEND)

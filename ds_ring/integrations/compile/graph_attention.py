@@ -30,22 +30,17 @@ _WHAT_TO_DO = (
 
 
 class Attention(NamedTuple):
-    """Describe an attention node.
+    """Describe an attention node."""
 
-    Attributes:
-        node, scope: where it stands.
-        q, k, v: its inputs.
-        scale: None for 1 / sqrt(D).
-        facts: what it masks; None if the pattern replaces that whatever it is.
-    """
-
+    # node, scope: where it stands
     node: Node
     scope: Scope
+    # q, k, v: its inputs
     q: Node
     k: Node
     v: Node
-    scale: float | None
-    facts: Facts | None
+    scale: float | None  # None for 1 / sqrt(D)
+    facts: Facts | None  # what it masks; None if the pattern replaces that whatever it is
 
 
 def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> Attention:

@@ -16,18 +16,13 @@ QUERY, KEY = 2, 3  # axes of a mask [B, H, S, S]
 
 
 class Along(NamedTuple):
-    """Hold a number for every slot along one axis: the slot itself, or what a table holds for it.
+    """Hold a number for every slot along one axis: the slot itself, or what a table holds for it."""
 
-    Attributes:
-        axis: 0 batch, 1 head, 2 query, 3 key.
-        table: what is looked up: ("slots", None), ("positions", node), ("documents", node of positions) or
-            ("values", node).
-        minus: what is subtracted.
-    """
-
-    axis: int
+    axis: int  # 0 batch, 1 head, 2 query, 3 key
+    # what is looked up: ("slots", None), ("positions", node), ("documents", node of positions) or ("values",
+    # node)
     table: tuple[str, Node | None] = ("slots", None)
-    minus: int = 0
+    minus: int = 0  # what is subtracted
 
 
 class Distance(NamedTuple):
@@ -37,19 +32,12 @@ class Distance(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """State what a mask says; all of it holds.
+    """State what a mask says; all of it holds."""
 
-    Attributes:
-        causal: no later key is seen.
-        window: tokens that are seen, itself included; only beside `causal`.
-        documents: only keys of the same run of consecutive positions are seen.
-        positions: the node of the position ids; None for a mask over slots alone.
-    """
-
-    causal: bool = False
-    window: int | None = None
-    documents: bool = False
-    positions: Node | None = None
+    causal: bool = False  # no later key is seen
+    window: int | None = None  # tokens that are seen, itself included; only beside `causal`
+    documents: bool = False  # only keys of the same run of consecutive positions are seen
+    positions: Node | None = None  # the node of the position ids; None for a mask over slots alone
 
     def __and__(self, other: Facts) -> Facts:
         if None not in (self.positions, other.positions) and self.positions is not other.positions:
@@ -65,16 +53,11 @@ class Facts(NamedTuple):
 
 @dataclass
 class Scope:
-    """Hold a graph, and what its placeholders are in the graph that calls it.
+    """Hold a graph, and what its placeholders are in the graph that calls it."""
 
-    Attributes:
-        module: the graph.
-        outer: the scope of the call; None for the whole graph.
-        given: the outer node, or the meaning itself, for each placeholder.
-    """
-
-    module: GraphModule
-    outer: Scope | None = None
+    module: GraphModule  # the graph
+    outer: Scope | None = None  # the scope of the call; None for the whole graph
+    # the outer node, or the meaning itself, for each placeholder
     given: dict[Node, Any] = field(default_factory=dict)
 
     @property

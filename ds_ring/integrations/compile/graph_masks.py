@@ -31,11 +31,7 @@ from ds_ring.integrations.compile.graph_facts import (
 
 
 def read_mask(mask: Node, scope: Scope) -> Facts:
-    """Read the facts of a tensor mask, or of the output of a mask_mod.
-
-    Raises:
-        RingPatternError: the mask cannot be read; says which operation, and where it stands.
-    """
+    """Read the facts of a tensor mask, or of the output of a mask_mod."""
     fake = mask.meta.get("example_value")
     if isinstance(fake, torch.Tensor) and fake.dtype != torch.bool:
         raise RingPatternError(f"it is added to the scores ({str(fake.dtype).removeprefix('torch.')})")

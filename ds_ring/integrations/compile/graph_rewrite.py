@@ -34,15 +34,10 @@ from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 
 @dataclass
 class Rewriting:
-    """Rewrite one graph.
+    """Rewrite one graph."""
 
-    Attributes:
-        source: number of the `RegisteredSource` that the graph asks.
-        replace_masks: masks that cannot be read are the pattern's.
-    """
-
-    source: int
-    replace_masks: bool
+    source: int  # number of the `RegisteredSource` that the graph asks
+    replace_masks: bool  # masks that cannot be read are the pattern's
     _which: dict[Any, Node] = field(default_factory=dict)
     _instead: dict[Node, Node] = field(default_factory=dict)  # of attention that feeds attention
 

@@ -74,11 +74,10 @@ class StaticSource:
 
 @dataclass(eq=False)
 class SessionSource:
-    """Take the batch that the engine of `ds_ring.initialize` is working on.
+    """Take the batch that the engine of `ds_ring.initialize` is working on."""
 
-    With documents the positions are not looked at again: they are the batch's own, `shard_batch` read the
-    documents off them or was given both.
-    """
+    # With documents the positions are not looked at again: they are the batch's own, `shard_batch` read the
+    # documents off them or was given both.
 
     session: RingSession
 
@@ -135,9 +134,6 @@ def place_op(
 ) -> Tensor:
     """Return the number of this run's sharding, int64 [1]: what `placed_attention` takes.
 
-    A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
-    of it, too.
-
     Args:
         positions: position ids [S], [1, S] or [B, S] that the mask is computed from; any tensor if not
             `checked`.
@@ -148,6 +144,8 @@ def place_op(
         window: tokens that the mask lets a token see, itself included; None: no window.
         mixed_window: the shortest window in the graph if not all of its masks have the same one.
     """
+    # A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
+    # of it, too.
     registered = source_of(source)
     mesh = registered.source.mesh
     try:
@@ -245,10 +243,8 @@ def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarr
 
 @torch.library.custom_op("ds_ring::needs_backend", mutates_args=())
 def needs_backend_op(position_ids: Tensor) -> Tensor:
-    """Mark the position ids of a model whose own attention would see local tokens only.
-
-    The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
-    """
+    """Mark the position ids of a model whose own attention would see local tokens only."""
+    # The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
     raise RingConfigError(
         "the model's own attention would attend to this rank's tokens only, and this call does not go through"
         ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'

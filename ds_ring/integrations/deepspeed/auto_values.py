@@ -44,9 +44,6 @@ def resolve_auto(
         config: the JSON without our section.
         model: its dtype and hidden size decide some values.
         brings_optimizer, brings_scheduler: one is passed, so that DeepSpeed does not read that section.
-
-    Raises:
-        RingConfigError: values that nothing here decides; all of them, each with what to write.
     """
     if not any(True for _ in _autos(config)):
         return config

@@ -102,11 +102,9 @@ def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) 
 
 
 def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Batch:
-    """Return this rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...].
-
-    Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
-    are zeros without labels.
-    """
+    """Return this rank's samples, whole: [B, T, ...] -> [ceil(B / places), T, ...]."""
+    # Every rank gets the same number of rows (ZeRO wants the same calls on all ranks); rows beyond the batch
+    # are zeros without labels.
     batch_rows, length = token_shape(tensors)
     if any(tensor.ndim == 1 for tensor in tensors.values()):
         raise RingShapeError(

@@ -30,26 +30,18 @@ REMEMBERED = 64  # batches; more are never between a loader and the model
 
 @dataclass(frozen=True, eq=False)
 class BatchSharding:
-    """Hold what attention must know of a batch.
+    """Hold what attention must know of a batch."""
 
-    Attributes:
-        config: kernel, transport and the other options; its layout and ring size are not looked at.
-        layout: where the batch's tokens lie.
-        mesh: the ranks they are spread over: one rank for a batch that is not cut.
-        pattern: who attends to whom in every sample; packed documents narrow it further.
-        groups: rows by their documents; none if all rows have `pattern`.
-        longest: the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
-        slots: position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks.
-        real_tokens: 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none.
-    """
-
-    config: RingConfig
-    layout: Layout
-    mesh: RingMesh
-    pattern: Pattern
-    groups: tuple[RowGroup, ...] = ()
+    config: RingConfig  # kernel, transport and the other options; its layout and ring size are not looked at
+    layout: Layout  # where the batch's tokens lie
+    mesh: RingMesh  # the ranks they are spread over: one rank for a batch that is not cut
+    pattern: Pattern  # who attends to whom in every sample; packed documents narrow it further
+    groups: tuple[RowGroup, ...] = ()  # rows by their documents; none if all rows have `pattern`
+    # the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
     longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
+    # position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks
     slots: Tensor | None = field(default=None, repr=False)
+    # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
     _by_scale: dict[float | None, RowsAttention] = field(default_factory=dict, repr=False)
 
@@ -78,10 +70,9 @@ class BatchSharding:
 
 
 class RowsAttention:
-    """Run attention whose pattern differs between the rows of a batch, one pass for each group of rows.
+    """Run attention whose pattern differs between the rows of a batch, one pass for each group of rows."""
 
-    Every rank of a ring walks the groups in the same order, since all were told the same documents.
-    """
+    # Every rank of a ring walks the groups in the same order, since all were told the same documents.
 
     def __init__(self, parts: list[RingAttention], rows: tuple[tuple[int, ...], ...]) -> None:
         self._parts, self._rows = parts, rows

@@ -60,18 +60,13 @@ class Difference(NamedTuple):
 
 @dataclass
 class Numbers:
-    """Hold what a run of a model computed, over the whole sequence.
+    """Hold what a run of a model computed, over the whole sequence."""
 
-    Attributes:
-        logits: [B, T, ...], or [B, ...] where there is one result for a sample.
-        loss: the mean over labelled tokens; None where nobody computed one.
-        layers: outputs [B, T, ...] of the model's layers by their names, in the order of computing.
-        gradients: by the names of parameters; those without one are left out.
-    """
-
-    logits: Tensor
-    loss: float | None = None
+    logits: Tensor  # [B, T, ...], or [B, ...] where there is one result for a sample
+    loss: float | None = None  # the mean over labelled tokens; None where nobody computed one
+    # outputs [B, T, ...] of the model's layers by their names, in the order of computing
     layers: dict[str, Tensor] = field(default_factory=dict)
+    # by the names of parameters; those without one are left out
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -39,13 +39,12 @@ def agree_on_config(
 ) -> None:
     """Compare the configurations of all ranks; raise the same error on every rank. Collective.
 
-    Nobody waits for a rank that is dead: `watch` guards the two collectives.
-
     Raises:
         RingPeerError: another rank failed meanwhile; names it.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: another rank has a fault, or ranks differ in a key; the rank and the key are named.
     """
+    # Nobody waits for a rank that is dead: `watch` guards the two collectives.
     with leave_on_error(watch):
         _agree(config, deepspeed_config, fault, watch)
 

@@ -19,17 +19,11 @@ from ds_ring.errors import RingConfigError
 
 
 class _Refused(NamedTuple):
-    """Name a key of the JSON and the value that it must not have.
+    """Name a key of the JSON and the value that it must not have."""
 
-    Attributes:
-        key: dotted.
-        above: a number that it must not exceed; None where it must not be true.
-        why: what would happen, and what to do.
-    """
-
-    key: str
-    above: float | None
-    why: str
+    key: str  # dotted
+    above: float | None  # a number that it must not exceed; None where it must not be true
+    why: str  # what would happen, and what to do
 
 
 _SAMPLER = "DeepSpeed's sampler then gives every rank of a ring other samples: order the data set yourself"
@@ -63,9 +57,6 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
     Args:
         config: the DeepSpeed JSON without the section.
         model: before DeepSpeed has it.
-
-    Raises:
-        RingConfigError: the first such feature, by its key or class, with what to do instead.
     """
     for refused in _REFUSED:
         section, key = refused.key.split(".")
@@ -84,11 +75,9 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def refuse_direct_backward(engine: Any) -> None:
-    """Make `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often.
-
-    With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO 0
-    refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
-    """
+    """Make `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often."""
+    # With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO
+    # 0 refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
     steps, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
     if steps == 1 or stage not in (1, 2):
         return

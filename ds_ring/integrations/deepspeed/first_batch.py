@@ -68,11 +68,7 @@ _AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next st
 # gradient accumulation; gradients are compared as the engine reduced them.
 @dataclass
 class FirstBatch:
-    """Compare the first step of an engine with one process.
-
-    Raises:
-        RingConfigError: the model has dropout, which no two runs share, or cannot be copied, or no optimizer.
-    """
+    """Compare the first step of an engine with one process."""
 
     model: nn.Module
     session: RingSession

@@ -63,8 +63,7 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
     """Call deepspeed.initialize with the ring that the "ring_attention" section of the JSON describes.
 
-    The loader yields this rank's part of each batch, and `engine.ring` (a `RingSession`) shards batches of
-    other loaders, so an ordinary loop stays as it is:
+    The loader yields this rank's part of each batch; `engine.ring` (a `RingSession`) shards other batches:
 
         engine, optimizer, loader, scheduler = ds_ring.initialize(args=args, model=model, training_data=data)
         for batch in loader:
@@ -76,16 +75,14 @@ def initialize(
     `engine.save_checkpoint` and `engine.load_checkpoint` use no checkpoint that is not whole.
 
     Raises:
-        RingConfigError: the JSON, an argument or the model does not go with a ring.
-        RingMismatchError: another rank refused to start, or has another configuration; names rank and key.
+        RingConfigError, RingMismatchError: what does not go with a ring, or differs between ranks.
     """
     ring_config, deepspeed_config, fault = None, dict[str, Any](), None
     try:
         _refuse_arguments(model, mpu, mesh_param, training_data)
         assert model is not None
         source = _config_source(args, config, config_params)
-        brought = optimizer is not None, lr_scheduler is not None
-        ring_config, deepspeed_config = _configurations(source, model, *brought)
+        ring_config, deepspeed_config = _configurations(source, model, optimizer, lr_scheduler)
     except RingError as error:
         if not dist.is_initialized():
             raise  # nobody hears of it: the launcher ends the ranks that wait for this one
@@ -131,13 +128,13 @@ def _wrap_methods(
 
 
 def _configurations(
-    source: Source, model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
+    source: Source, model: torch.nn.Module, optimizer: object, scheduler: object
 ) -> tuple[RingConfig, dict[str, Any]]:
     """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
     ring_config = RingConfig.from_deepspeed(source)
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)
-    deepspeed_config = resolve_auto(deepspeed_config, model, brings_optimizer, brings_scheduler)
+    deepspeed_config = resolve_auto(deepspeed_config, model, optimizer is not None, scheduler is not None)
     check_monitor(ring_config.monitor, deepspeed_config)
     _refuse_model(model, ring_config)
     return ring_config, deepspeed_config

@@ -36,11 +36,7 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters have no memory yet: whole shapes, also where ZeRO 3 has cut them.
-
-    Raises:
-        RingConfigError: the model cannot be copied.
-    """
+    """Return a copy whose parameters have no memory yet: whole shapes, also where ZeRO 3 has cut them."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(
             torch.empty(getattr(p, "ds_shape", p.shape), dtype=torch.float32, device="meta"), p.requires_grad

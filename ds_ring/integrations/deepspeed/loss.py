@@ -40,11 +40,9 @@ class RingLoss(NamedTuple):
 # N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean over
 # its own tokens, as it does without a ring.
 def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.device) -> Tensor:
-    """Return N / D of [Note: gradient scale], which a local sum is divided by; 1 / D without labels.
-
-    transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and
-    not a float, so that `tensor.to(device)` over a whole batch works.
-    """
+    """Return N / D of [Note: gradient scale], which a local sum is divided by; 1 / D without labels."""
+    # transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and not a
+    # float, so that `tensor.to(device)` over a whole batch works.
     return torch.tensor(max(valid_tokens, 1) / gradient_divisor, dtype=torch.float32, device=device)
 
 

@@ -41,11 +41,7 @@ _WRITERS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
-    """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything.
-
-    Raises:
-        RingConfigError: with a section to add.
-    """
+    """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
     if wanted and not any((config.get(writer) or {}).get("enabled") for writer in _WRITERS):
         raise RingConfigError(
             f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none:"

@@ -25,15 +25,10 @@ PADDING = -1  # the document of tokens that belong to none
 
 
 class RowGroup(NamedTuple):
-    """Hold rows of a batch that attend alike; one ring pass.
+    """Hold rows of a batch that attend alike; one ring pass."""
 
-    Attributes:
-        pattern: who attends to whom in these rows.
-        rows: of the local batch, ascending.
-    """
-
-    pattern: Pattern
-    rows: tuple[int, ...]
+    pattern: Pattern  # who attends to whom in these rows
+    rows: tuple[int, ...]  # of the local batch, ascending
 
 
 def check_ids(document_ids: Tensor) -> None:

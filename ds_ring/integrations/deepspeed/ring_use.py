@@ -97,10 +97,9 @@ class RingUse:
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Refuse attention outside the ring over exactly the tokens of this rank.
+    """Refuse attention outside the ring over exactly the tokens of this rank."""
 
-    Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
-    """
+    # Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
 
     def __init__(self, sharding: BatchSharding) -> None:
         super().__init__()

@@ -31,12 +31,7 @@ class Attended(NamedTuple):
 
 @dataclass
 class Forward:
-    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all.
-
-    Attributes:
-        loss_factor: what the training loop made of `loss`: its gradient; None where it is not used.
-        logits_gradient: gradient of the logits, for a loss of the training loop's own.
-    """
+    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,8 +39,9 @@ class Forward:
     logits: Tensor
     loss: Tensor | None
     layers: dict[str, Tensor]
+    # what the training loop made of `loss`: its gradient; None where it is not used
     loss_factor: Tensor | None = None
-    logits_gradient: Tensor | None = None
+    logits_gradient: Tensor | None = None  # gradient of the logits, for a loss of the training loop's own
     sharding: BatchSharding | None = None
 
 

@@ -91,10 +91,8 @@ def attention(
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return no mask, since the pattern is the mask; in a graph one for the backend to read.
-
-    The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
-    """
+    """Return no mask, since the pattern is the mask; in a graph one for the backend to read."""
+    # The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     if torch.compiler.is_compiling():  # Dynamo cannot look into functions
         made: Tensor | None = sdpa_mask(*args, **kwargs)
         return made
@@ -220,15 +218,11 @@ def _switch(model: PreTrainedModel) -> None:
 
 @dataclass(eq=False)
 class Attached:
-    """Hold a transformers model on a ring.
+    """Hold a transformers model on a ring."""
 
-    Attributes:
-        model: the outermost transformers model.
-        rewritten: its attention is the graph's to replace: the mark on its position ids raises wherever
-            backend="ds_ring" has not taken it away. What the masks ask for is checked where they are read.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the outermost transformers model
+    # its attention is the graph's to replace: the mark on its position ids raises wherever backend="ds_ring"
+    # has not taken it away. What the masks ask for is checked where they are read.
     rewritten: bool
 
 

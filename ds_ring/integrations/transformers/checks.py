@@ -39,11 +39,9 @@ _FOREIGN_ARGUMENTS = (
 
 
 def is_plain_causal(config: RingConfig) -> bool:
-    """Return whether the pattern is what a causal model computes by itself.
-
-    Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
-    the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
-    """
+    """Return whether the pattern is what a causal model computes by itself."""
+    # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
+    # the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
     return config.pattern == PatternConfig()
 
 
@@ -111,12 +109,10 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_masks(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> None:
-    """Refuse the masks that no pattern stands for: a model may only want what the pattern says by itself.
-
-    Local position ids jump where a layout does, which transformers takes for packed documents: its mask for
-    them, of local tokens, is ignored. Real packing was refused, or turned into the pattern
-    ("documents": true), where whole batches are seen.
-    """
+    """Refuse the masks that no pattern stands for: a model may only want what the pattern says by itself."""
+    # Local position ids jump where a layout does, which transformers takes for packed documents: its mask for
+    # them, of local tokens, is ignored. Real packing was refused, or turned into the pattern ("documents":
+    # true), where whole batches are seen.
     if attention_mask is not None:
         raise RingPatternError(
             f"attention_mask: expected none, got {list(attention_mask.shape)}; {THROUGH_SHARD_BATCH}"

@@ -39,9 +39,6 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     Args:
         model: a transformers model.
         as_is: its attention is left to the backend "ds_ring", which needs no attention interface.
-
-    Raises:
-        RingConfigError: with the model's class and the reason.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):

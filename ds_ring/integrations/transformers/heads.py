@@ -79,11 +79,7 @@ def _pooled_everywhere(
 
 
 def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> None:
-    """Refuse what a head made of this rank's tokens alone.
-
-    Raises:
-        RingConfigError: an output that is pooled over tokens, or that no longer has one entry for each.
-    """
+    """Refuse what a head made of this rank's tokens alone."""
     if isinstance(output, Tensor | tuple):
         raise RingConfigError(
             f"{type(model).__name__}: expected a ModelOutput, got {type(output).__name__}, in which the loss"

@@ -64,11 +64,7 @@ class LossGuard:
         self._expected = (loss, 0 if torch.compiler.is_compiling() else loss._version)
 
     def check(self, model: PreTrainedModel, output: Any) -> None:
-        """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks.
-
-        Raises:
-            RingConfigError: the output's loss is not that of the loss function.
-        """
+        """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks."""
         loss = getattr(output, "loss", None)
         if loss is None:
             return

@@ -45,48 +45,32 @@ Result = Literal["exact", "refused", "WRONG", "invalid"]
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Describe what is to be checked.
+    """Describe what is to be checked."""
 
-    Attributes:
-        source: a config.json, its folder, or a model type of transformers.
-        tokens: in each of the two samples.
-        layers: at least so many; each kind of layer is there once at least.
-        head: a key of HEADS; None for what the family is mostly used with.
-        section: the "ring_attention" section; None for one that says what the model's attention is.
-        changes: values of the model's configuration, set before it is made small.
-        stage: of ZeRO.
-        seed: of weights and batch.
-    """
-
-    source: str
-    tokens: int = 61
-    layers: int = 2
-    head: str | None = None
+    source: str  # a config.json, its folder, or a model type of transformers
+    tokens: int = 61  # in each of the two samples
+    layers: int = 2  # at least so many; each kind of layer is there once at least
+    head: str | None = None  # a key of HEADS; None for what the family is mostly used with
+    # the "ring_attention" section; None for one that says what the model's attention is
     section: Mapping[str, Any] | None = None
+    # values of the model's configuration, set before it is made small
     changes: Mapping[str, Any] = field(default_factory=dict)
-    stage: int = 0
-    seed: int = 0
+    stage: int = 0  # of ZeRO
+    seed: int = 0  # of weights and batch
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Hold the result of a check.
-
-    Attributes:
-        model: its class, and the request's source.
-        result: "exact"; "refused" with a typed error before anything wrong was computed; "WRONG"; "invalid"
-            where the model itself cannot be made or run on one process.
-        reason: of a refusal or a crash, with the error's type.
-        differences: all that rounding does not explain, in the order of computing.
-        largest: the largest relative error of each kind.
-    """
+    """Hold the result of a check."""
 
     source: str
-    model: str
+    model: str  # its class, and the request's source
+    # "exact"; "refused" with a typed error before anything wrong was computed; "WRONG"; "invalid" where the
+    # model itself cannot be made or run on one process
     result: Result
-    reason: str = ""
-    differences: tuple[Difference, ...] = ()
-    largest: Mapping[str, Difference] = field(default_factory=dict)
+    reason: str = ""  # of a refusal or a crash, with the error's type
+    differences: tuple[Difference, ...] = ()  # all that rounding does not explain, in the order of computing
+    largest: Mapping[str, Difference] = field(default_factory=dict)  # the largest relative error of each kind
     ring_size: int = 0
     tokens: int = 0
     layers: int = 0
@@ -101,11 +85,9 @@ class ModelReport:
 
 
 def check_model(request: CheckRequest) -> ModelReport:
-    """Run the model on one process and on the ring of all ranks, and compare. Collective.
-
-    Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
-    Returns the report of all ranks together, the same on each. Raises nothing: a crash is in the report.
-    """
+    """Run the model on one process and on the ring of all ranks, and compare. Collective."""
+    # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
+    # Returns the report of all ranks together, the same on each. Raises nothing: a crash is in the report.
     mine = _check_here(request)
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, mine)

@@ -16,14 +16,9 @@ from ds_ring.integrations.deepspeed.batch import Batch
 
 @dataclass
 class ModelNeeds:
-    """List what a model needs; empty if attention is its only use of other tokens.
+    """List what a model needs; empty if attention is its only use of other tokens."""
 
-    Attributes:
-        slots: the position of every local slot in the sequence goes with the sharding.
-        real_tokens: which local tokens are no padding goes with it, too.
-        number_tokens: makes the position ids [B, T] of a prepared batch that came without any.
-    """
-
-    slots: bool = False
-    real_tokens: bool = False
+    slots: bool = False  # the position of every local slot in the sequence goes with the sharding
+    real_tokens: bool = False  # which local tokens are no padding goes with it, too
+    # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None

@@ -56,11 +56,9 @@ class _Numbering:
 
 
 def check_numbers_once(model: nn.Module, mesh: RingMesh) -> None:
-    """Compare every `position_ids` inside the model with what it was given, in its first forward pass.
-
-    A rank whose shard begins the sequence sees no difference, so the one that does tells the others
-    (in place of its first message of attention). Compiled graphs are not looked at.
-    """
+    """Compare every `position_ids` inside the model with what it was given, in its first forward pass."""
+    # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
+    # place of its first message of attention). Compiled graphs are not looked at.
     given: list[Tensor] = []
     handles: list[RemovableHandle] = []
     signature = inspect.signature(model.forward)

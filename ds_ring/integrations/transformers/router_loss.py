@@ -30,17 +30,11 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Hold what a model's forward says of its load balancing loss.
+    """Hold what a model's forward says of its load balancing loss."""
 
-    Attributes:
-        experts: E.
-        chosen: experts for each token.
-        weight: of this loss beside the other one.
-    """
-
-    experts: int
-    chosen: int
-    weight: float
+    experts: int  # E
+    chosen: int  # experts for each token
+    weight: float  # of this loss beside the other one
 
     def __call__(self, router_logits: Sequence[Tensor], counted_BS: Tensor | None, add_up: Sum) -> Tensor:
         """Return the loss [], equal to transformers' over the tokens of all ranks that `add_up` sums over.
@@ -74,12 +68,11 @@ class RouterLoss:
 def read_router_loss(model: nn.Module) -> RouterLoss | None:
     """Read off the model's code what it computes of its routers; None where there is no such loss.
 
-    Its own code is read: which attributes hold the number of experts, how many are chosen and the weight.
-    That its formula is the one here is tried on random numbers.
-
     Raises:
         RingConfigError: it has a loss of its routers that is another one.
     """
+    # Its own code is read: which attributes hold the number of experts, how many are chosen and the weight.
+    # That its formula is the one here is tried on random numbers.
     forward = inspect.unwrap(type(model).forward)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))

@@ -80,11 +80,7 @@ _DROPOUTS = (
 
 
 def read_config(source: str) -> PreTrainedConfig:
-    """Return the configuration in a config.json, in the folder of one, or of a model type's defaults.
-
-    Raises:
-        RingConfigError: there is no such file, it cannot be read, or transformers knows no such model type.
-    """
+    """Return the configuration in a config.json, in the folder of one, or of a model type's defaults."""
     path = Path(source)
     if source in CONFIG_MAPPING and not path.exists():
         return _made(source, {})
@@ -115,9 +111,6 @@ def shrink(
         tokens: in a sample; windows and rotary lengths shrink to below it.
         layers: at least so many, and at least one of each kind.
         changes: values of the configuration that are set before it shrinks; windows among them stay.
-
-    Raises:
-        RingConfigError: transformers refuses the small configuration.
     """
     try:
         config = config.get_text_config()

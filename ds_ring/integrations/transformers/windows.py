@@ -21,11 +21,7 @@ _MASKS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"}
 
 
 def check_windows(model: PreTrainedModel, sharding: BatchSharding) -> None:
-    """Raise unless a window or chunk that the model's configuration asks for is the pattern's, in all layers.
-
-    Raises:
-        RingPatternError: with everything that would let the model run.
-    """
+    """Raise unless a window or chunk of the model's configuration is the pattern's, in all layers."""
     config, tokens = model.config.get_text_config(), sharding.layout.tokens
     layer_types = getattr(config, "layer_types", None)
     for layer_type, key in _NARROW.items():
@@ -82,11 +78,9 @@ def _ways_out(layer_type: str, key: str, window: int, tokens: int, layer_types: 
 
 
 def check_window_of_call(name: str, kwargs: dict[str, Any], sharding: BatchSharding) -> None:
-    """Raise unless the window that a layer hands to attention is the pattern's.
-
-    A two-sided one is written with the token itself by some models and without by others; `check_windows` has
-    looked at their configuration.
-    """
+    """Raise unless the window that a layer hands to attention is the pattern's."""
+    # A two-sided one is written with the token itself by some models and without by others; `check_windows`
+    # has looked at their configuration.
     window = kwargs.get("sliding_window")
     if window is None or window >= sharding.layout.tokens:
         return
