@@ -50,7 +50,7 @@ from ds_ring.schedule.steps import (
 
 
 def lower_pass(
-    classes: Iterable[WalkPlan], group: int, *, backward: bool, head_bytes: int, chunk_bytes: int
+    classes: Iterable[WalkPlan], group: int, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1
 ) -> Schedule:
     """Return the schedule of one rank.
 
@@ -58,7 +58,7 @@ def lower_pass(
         classes: the rank's part of the plan, one entry for each class of K/V heads that are read alike.
         group: query heads that share a K/V head.
         backward: of the backward pass.
-        head_bytes: local K (or V) of one head, bytes; 0 where nothing travels.
+        head_bytes: local K (or V) of one head, bytes; 0 for all heads of a class together.
         chunk_bytes: what K (or V) of a chunk should have at the least; see `head_chunks.py`.
     """
     chunks = [

@@ -36,7 +36,7 @@ class _End(NamedTuple):
         return RingScheduleError(self.rank, self.batch, str(self.step), expected, got)
 
 
-def validate_plan(plan: Plan, *, head_bytes: int = 0, chunk_bytes: int = 0) -> None:
+def validate_plan(plan: Plan, *, head_bytes: int = 0, chunk_bytes: int = 1) -> None:
     """Prove the forward and the backward pass of a plan.
 
     Args:

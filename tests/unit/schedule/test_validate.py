@@ -82,8 +82,7 @@ class Seeded:
         layout = make_layout("contiguous", tokens=64, ring_size=ring_size)
         self.plan = build_plan(Full(), layout, lanes=(Lane(1, ring_size - 1),))
         ranks = [self.plan.rank(rank) for rank in range(ring_size)]
-        sizes = {"head_bytes": 0, "chunk_bytes": 0}
-        self.schedules = [lower_pass(rank.walks, 1, backward=backward, **sizes) for rank in ranks]
+        self.schedules = [lower_pass(rank.walks, 1, backward=backward) for rank in ranks]
 
     def rounds(self, rank: int) -> tuple[Round, ...]:
         return self.schedules[rank].chunks[0].steps.rounds
