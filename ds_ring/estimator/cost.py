@@ -19,7 +19,7 @@ from ds_ring.config.hardware import Hardware
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.masks.tiles import Kind, Tiles
-from ds_ring.schedule.head_chunks import MANY, head_chunks
+from ds_ring.schedule.head_chunks import MANY_CHUNKS, head_chunks
 from ds_ring.schedule.rank_plan import LanePlan, WalkPlan
 from ds_ring.schedule.workspace import FLOAT, TRIANGLE
 
@@ -193,7 +193,7 @@ def _direction(
     fraction = efficiency.backward if backward else efficiency.forward
     flop_s = per_pair / (hardware.flops(dtype) * fraction)
     chunks = [(part, heads) for part in parts for heads in _chunks(part.walk, shape) * part.times]
-    later = int(backward and len(chunks) < MANY)
+    later = int(backward and len(chunks) < MANY_CHUNKS)
     return _one_after_another(
         [
             (

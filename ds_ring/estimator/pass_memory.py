@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots
-from ds_ring.schedule.head_chunks import MANY, head_chunks
-from ds_ring.schedule.plan import query_heads_of
+from ds_ring.schedule.head_chunks import MANY_CHUNKS, head_chunks, query_heads_of
 from ds_ring.schedule.rank_plan import LanePlan, Visit, WalkPlan
 from ds_ring.schedule.workspace import FLOAT, HopShape, workspace_bytes
 
@@ -197,7 +196,7 @@ def _groups(walks: tuple[WalkPlan, ...], shape: PassShape, meter: _Meter, backwa
     chunks = [
         (walk, group) for walk in walks for group in head_chunks(walk.kv_heads, head_bytes, shape.chunk_bytes)
     ]
-    later = int(backward and len(chunks) < MANY)
+    later = int(backward and len(chunks) < MANY_CHUNKS)
     seen: dict[int, int] = {}
     for walk, group in chunks:
         seen[id(walk)] = seen.get(id(walk), 0) + 1
