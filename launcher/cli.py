@@ -9,6 +9,8 @@ import signal
 import sys
 from importlib import metadata
 
+from ds_ring.errors import RingError
+
 from .commands import check_model, launch, plan, profile, simulate, tune, verify_checkpoint
 from .commands.parsers import Parser, readable
 
@@ -46,8 +48,6 @@ def _run(argv: list[str] | None) -> int:
         if argument.startswith("--") and argument.endswith("=--"):  # argparse takes it for a list
             parser.error(f"{argument[:-3]}: expected a value, got '--'")
     options = parser.parse_args(own)
-    from ds_ring.errors import RingError  # imports torch, and `--help` should not wait for it
-
     try:
         status = int(options.run(options, extra))
         if sys.stdout is not None:  # closed by who started us

@@ -1,7 +1,7 @@
 """Build the API pages from the docstrings, by pdoc: the public names and the classes that they lead to.
 
-`python -m pdoc ds_ring` shows the same pages while you write, but without `ds_ring.initialize`: that name is
-imported when it is first asked for, and pdoc does not ask.
+ds_ring imports a public name when it is first asked for, and pdoc does not ask; so this tool asks for all of
+them, and then calls pdoc.
 
 Example:
     python tools/api_pages.py --output runs/api    # then open runs/api/index.html
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import ds_ring
 
-# `ds_ring` has a section for every public name (and pdoc adds the module `ds_ring.simulate`, as `simulate` is
-# one of them). The others hold what these names take and return.
+# `ds_ring` has a section for every public name. The others hold what these names take and return.
 MODULES = (
     "ds_ring",
     "ds_ring.integrations.deepspeed.session",  # RingSession: engine.ring
     "ds_ring.masks.pattern",  # Pattern: what all patterns have in common
-    "ds_ring.module",
+    "ds_ring.module",  # AttentionResult
     "ds_ring.schedule.layout",  # Layout: what make_layout returns
     "ds_ring.schedule.plan",  # Plan: what build_plan returns
+    "ds_ring.simulation.simulate",  # SimulationResult
 )
 
 
@@ -35,7 +35,8 @@ def build(output: Path) -> None:
     """
     import pdoc  # only this function needs it
 
-    ds_ring.__dict__.setdefault("initialize", ds_ring.initialize)  # see the module's docstring
+    for name in ds_ring.__all__:
+        getattr(ds_ring, name)
     pdoc.render.configure(docformat="google", show_source=False, search=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found .* does not resolve", UserWarning)

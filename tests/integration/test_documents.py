@@ -282,6 +282,7 @@ def instead_of_context_parallel(place: Place, text: str) -> None:
     before = """
 ids = torch.arange(40)[None] % 61
 labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
+device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 """
     after = """
 alone_logits = alone(input_ids=ids).logits

@@ -1,7 +1,7 @@
 """Start the monitor process: `python -I -S FOLDER_OF_THIS_FILE`, its settings as one line on standard input.
 
-Loads this folder as a package of its own, `monitor`. As `ds_ring.health.monitor` it would import all of
-ds_ring, torch included, and with the folder on `sys.path` its files could hide modules of the standard
+Loads this folder as a package of its own, `monitor`. As `ds_ring.health.monitor` it would need
+ds_ring where `-I -S` finds it, and with the folder on `sys.path` its files could hide modules of the standard
 library.
 """
 
