@@ -50,7 +50,7 @@ def validate_plan(plan: Plan, *, head_bytes: int = 0, chunk_bytes: int = 1) -> N
     ranks = [plan.rank(rank) for rank in range(plan.ring_size)]
     for backward in (False, True):
         sizes = {"head_bytes": head_bytes, "chunk_bytes": chunk_bytes}
-        schedules = [lower_pass(rank.walks, plan.group, backward=backward, **sizes) for rank in ranks]
+        schedules = [lower_pass(rank.classes, plan.group, backward=backward, **sizes) for rank in ranks]
         validate_schedules(schedules, plan)
 
 

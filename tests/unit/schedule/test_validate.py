@@ -13,7 +13,7 @@ import pytest
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.rank_plan import Lane
+from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Compute, Free, Payload, Recv, Round, Send, Step
 from ds_ring.schedule.validate import validate_plan, validate_schedules
 from tests.cases import LAYOUTS, PATTERNS, layout_for
@@ -40,8 +40,8 @@ def test_head_chunks_and_two_directions_are_accepted(pattern_name: str, layout_n
     pattern = PATTERNS[pattern_name](83)
     layout = layout_for(layout_name, pattern, tokens=83, ring_size=4)
     for prune in (True, False):
-        for lanes in (None, (Lane(-1, 3),), (Lane(1, 2), Lane(-1, 1))):
-            plan = build_plan(pattern, layout, query_heads=8, kv_heads=4, prune=prune, lanes=lanes)
+        for directions in (None, (Direction(-1, 3),), (Direction(1, 2), Direction(-1, 1))):
+            plan = build_plan(pattern, layout, query_heads=8, kv_heads=4, prune=prune, directions=directions)
             validate_plan(plan, **ALL_APART)
 
 
@@ -80,9 +80,9 @@ class Seeded:
 
     def __init__(self, backward: bool, ring_size: int = 4) -> None:
         layout = make_layout("contiguous", tokens=64, ring_size=ring_size)
-        self.plan = build_plan(Full(), layout, lanes=(Lane(1, ring_size - 1),))
+        self.plan = build_plan(Full(), layout, directions=(Direction(1, ring_size - 1),))
         ranks = [self.plan.rank(rank) for rank in range(ring_size)]
-        self.schedules = [lower_pass(rank.walks, 1, backward=backward) for rank in ranks]
+        self.schedules = [lower_pass(rank.classes, 1, backward=backward) for rank in ranks]
 
     def rounds(self, rank: int) -> tuple[Round, ...]:
         return self.schedules[rank].chunks[0].steps.rounds
