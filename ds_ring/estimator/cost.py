@@ -139,8 +139,9 @@ def pass_cost(
     )
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
-    seconds = (line.seconds(overlap) for line in lines)
-    return PassCost(pairs, executed, *bytes_sent(parts, shape), *seconds, float(compute.sum()), *hops)
+    forward_s, backward_s = (line.seconds(overlap) for line in lines)
+    sent = bytes_sent(parts, shape)
+    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
 
 
 def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:

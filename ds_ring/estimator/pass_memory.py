@@ -142,8 +142,8 @@ class _Meter:
                 for step in (*steps.arrived, *steps.posted):
                     self._do(index, chunk, step)
             for index, steps in batch.rounds:
-                for step in steps.computed:
-                    self._do(index, schedule.chunks[index], step)
+                for compute in steps.computed:
+                    self._do(index, schedule.chunks[index], compute)
 
     def _do(self, index: int, chunk: HeadChunk, step: Step) -> None:
         if isinstance(step, Free):

@@ -69,7 +69,8 @@ class RingBuffers:
 
     def free(self, buffer: int) -> None:
         """Give a buffer back; a copy that no send needed was never taken."""
-        for tensor in self._pairs.pop(buffer, None) or self._packed.pop(buffer, ()):
+        tensors = self._pairs.pop(buffer) if buffer in self._pairs else self._packed.pop(buffer, [])
+        for tensor in tensors:
             self.pool.give(tensor)
 
     def _take(self, buffer: int) -> Pair:

@@ -91,16 +91,16 @@ class Coverage:
                 owner = int(np.flatnonzero(left)[0])
                 expected = f"head chunk {index} to compute every pair with keys of ring rank {owner}"
                 raise RingScheduleError(rank, None, "", expected, f"{left[owner]} pairs left")
-        for rank in ranks if self.backward else ():
-            for index, home in rank.homes.items():
+        for one in ranks if self.backward else ():
+            for index, home in one.homes.items():
                 assert home.added is not None
-                missing = self.readers[index, rank.rank] & ~home.added
+                missing = self.readers[index, one.rank] & ~home.added
                 if missing.any():
                     row, word = np.argwhere(missing)[0].tolist()
                     reader = 64 * word + int(missing[row, word]).bit_length() - 1
                     expected = f"gradients of all readers of head chunk {index} to return"
                     got = f"none of ring rank {reader} for {int((missing[:, word] != 0).sum())} tokens"
-                    raise RingScheduleError(rank.rank, None, "", expected, got)
+                    raise RingScheduleError(one.rank, None, "", expected, got)
 
 
 def _heads(heads: slice) -> range:

@@ -88,7 +88,8 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     valid = count_slots(own.held)
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
     directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
-    rounds, arrived = [], []
+    rounds: list[Round] = []
+    arrived: list[Accumulate | Free] = []
     for hop in range(
         max(
             direction.backward_batches if backward else direction.forward_batches

@@ -12,6 +12,7 @@ import pytest
 
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Compute, Free, Payload, Recv, Round, Send, Step
@@ -26,7 +27,7 @@ ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable, ring_size: int) -> None:
+def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable[[int], Pattern], ring_size: int) -> None:
     tokens = 8 * ring_size + 5
     pattern = pattern_of(tokens)
     for name in LAYOUTS:
@@ -91,10 +92,10 @@ class Seeded:
         """The first step of a kind in a batch."""
         return next(step for step in self.rounds(rank)[batch].steps if isinstance(step, kind))
 
-    def edit(self, rank: int, batch: int, change: Callable[[list], Iterable]) -> None:
+    def edit(self, rank: int, batch: int, change: Callable[[list[Any]], Iterable[Any]]) -> None:
         """Change the steps of one batch; each goes to its place by its kind."""
         steps = list(change(list(self.rounds(rank)[batch].steps)))
-        sorted_ = [tuple(s for s in steps if isinstance(s, kinds)) for kinds in PLACES]
+        sorted_: list[Any] = [tuple(s for s in steps if isinstance(s, kinds)) for kinds in PLACES]
         rounds = list(self.rounds(rank))
         rounds[batch] = Round(*sorted_)
         chunk = self.schedules[rank].chunks[0]
@@ -193,7 +194,8 @@ def deadlock() -> Seeded:
     for rank in (0, 1):
         receive = seeded.find(Recv, rank, 0)
         seeded.drop(receive, rank, 0)
-        seeded.edit(rank, 1, lambda steps, late=receive: [late, *(s for s in steps if isinstance(s, Free))])
+        seeded.drop(seeded.find(Compute, rank, 1), rank, 1)
+        seeded.insert(receive, rank, 1)
     return seeded
 
 
