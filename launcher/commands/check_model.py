@@ -104,22 +104,18 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
 
 
 def _import(model: str) -> None:
-    """Import what takes most of the command's seconds, once and not on every rank.
-
-    Raises:
-        RingConfigError: there is no such model.
-    """
+    """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    from ds_ring.integrations.transformers.small_config import read_config
+    from ds_ring_launcher.small_config import read_config
 
     read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
-    import ds_ring.integrations.transformers.model_check  # noqa: F401
+    import ds_ring_launcher.model_check  # noqa: F401
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the report, as JSON values. On a rank."""
-    from ds_ring.integrations.transformers.model_check import CheckRequest, check_model
+    from ds_ring_launcher.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
         return check_model(CheckRequest(**asked)).as_json()

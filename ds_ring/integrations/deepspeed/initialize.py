@@ -128,9 +128,10 @@ def _wrap_methods(
 
 
 def _configurations(
-    source: Source, model: torch.nn.Module, optimizer: object, scheduler: object
+    source: Source, model: torch.nn.Module | None, optimizer: object, scheduler: object
 ) -> tuple[RingConfig, dict[str, Any]]:
     """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
+    assert model is not None
     ring_config = RingConfig.from_deepspeed(source)
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)
