@@ -80,7 +80,6 @@ def initialize(
     ring_config, deepspeed_config, fault = None, dict[str, Any](), None
     try:
         _refuse_arguments(model, mpu, mesh_param, training_data)
-        assert model is not None
         source = _config_source(args, config, config_params)
         ring_config, deepspeed_config = _configurations(source, model, optimizer, lr_scheduler)
     except RingError as error:
