@@ -78,7 +78,7 @@ def _top_level_problems(whole: Json) -> list[Problem]:
 
 
 def _crowded(section: Json) -> list[Problem]:
-    """Objects of so many keys that nobody wrote them: to say of each that it is unknown takes a while."""
+    """Find objects of so many keys that nobody wrote them: to name each as unknown takes a while."""
     objects = {SECTION: section} | {f"{SECTION}.{key!s:.80}": value for key, value in section.items()}
     advice = "is this the right text? Leave out what the section does not know"
     return [

@@ -1,1 +1,1 @@
-"""Floor 6: where ds_ring meets other packages. Only files in here import deepspeed or transformers."""
+"""Connect ds_ring to other packages. Only files in here import deepspeed or transformers."""

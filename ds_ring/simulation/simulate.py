@@ -19,7 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_ring.checked_numbers import true_or_false, whole_number
-from ds_ring.errors import RingConfigError, RingLayoutError, RingPatternError, RingShapeError, shown
+from ds_ring.errors import (
+    RingConfigError,
+    RingError,
+    RingLayoutError,
+    RingPatternError,
+    RingShapeError,
+    shown,
+)
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
 from ds_ring.runtime.context import Options
@@ -183,14 +190,13 @@ def _checked_source(
     q: Tensor | Source, k: Any, v: Any, grad_out: Any, pattern: Pattern, layout: Layout
 ) -> Source:
     """Return the one source of all tensors, which pattern and layout fit."""
-    if not isinstance(pattern, Pattern):
-        raise RingPatternError(
-            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
-        )
-    if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
-        )
+    given: tuple[tuple[str, object, type, type[RingError], str], ...] = (
+        ("pattern", pattern, Pattern, RingPatternError, "use ds_ring.Causal() or ds_ring.Full()"),
+        ("layout", layout, Layout, RingLayoutError, "use make_layout(name, tokens=T, ring_size=P)"),
+    )
+    for name, value, kind, error, advice in given:
+        if not isinstance(value, kind):
+            raise error(f"{name}: expected a {name}, got {shown(value)}; {advice}")
     source = _source_of(q, k, v, grad_out)
     sizes = source.geometry
     if sizes.tokens != layout.tokens:

@@ -13,6 +13,12 @@ from typing import Any
 
 from .parsers import Commands, add_command, add_json, refuse_extra, require_deadline, require_sizes
 
+_HELP = "compare a few layers of a transformers model on a ring with one process"
+_DESCRIPTION = (
+    "Make a small model of a transformers configuration (at least one layer of each type, random "
+    "weights; nothing is downloaded), run it on one process and on ranks of this machine through "
+    "ds_ring.initialize, and compare logits, loss and every gradient by itself."
+)
 _EXAMPLE = """\
 examples:
   ds-ring check-model llama                                 a model type of transformers
@@ -32,15 +38,7 @@ _SHOWN = 12
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    check = add_command(
-        commands,
-        "check-model",
-        help="compare a few layers of a transformers model on a ring with one process",
-        description="Make a small model of a transformers configuration (at least one layer of each type,"
-        " random weights; nothing is downloaded), run it on one process and on ranks of this machine through"
-        " ds_ring.initialize, and compare logits, loss and every gradient by itself.",
-        epilog=_EXAMPLE,
-    )
+    check = add_command(commands, "check-model", run, _HELP, _DESCRIPTION, _EXAMPLE)
     check.add_argument(
         "model", metavar="CONFIG|NAME", help="a config.json, its folder, or a model type: llama"
     )
@@ -56,7 +54,6 @@ def add(commands: Commands) -> None:
         "--deadline-seconds", type=float, default=120, help="all ranks are ended then (default 120)"
     )
     add_json(check)
-    check.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
@@ -107,22 +104,18 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
 
 
 def _import(model: str) -> None:
-    """Import what takes most of the command's seconds, once and not on every rank.
-
-    Raises:
-        RingConfigError: there is no such model.
-    """
+    """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    from ds_ring.integrations.transformers.small_config import read_config
+    from ds_ring_launcher.small_config import read_config
 
     read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
-    import ds_ring.integrations.transformers.model_check  # noqa: F401
+    import ds_ring_launcher.model_check  # noqa: F401
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the report, as JSON values. On a rank."""
-    from ds_ring.integrations.transformers.model_check import CheckRequest, check_model
+    from ds_ring_launcher.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
         return check_model(CheckRequest(**asked)).as_json()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ds_ring_launcher.invocation import Invocation
     from ds_ring_launcher.job import Job
 
+_HELP = "start the script that a cluster YAML names, on the hosts that it names"
+_DESCRIPTION = "Start a script on one or more hosts with an engine that exists already."
+_USAGE = "ds-ring launch [-h] [--dry-run] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]"
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
@@ -26,20 +29,12 @@ examples:
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    launch = add_command(
-        commands,
-        "launch",
-        help="start the script that a cluster YAML names, on the hosts that it names",
-        description="Start a script on one or more hosts with an engine that exists already.",
-        usage="ds-ring launch [-h] [--dry-run] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]",
-        epilog=_EXAMPLE,
-    )
+    launch = add_command(commands, "launch", run, _HELP, _DESCRIPTION, _EXAMPLE, usage=_USAGE)
     launch.add_argument("config", metavar="CONFIG.yaml", type=Path, help="the cluster YAML")
     launch.add_argument("--dry-run", action="store_true", help="print the command as a script, start nothing")
     launch.add_argument(
         "--node-rank", type=int, metavar="N", help="with ssh: false: which host this is, from 0"
     )
-    launch.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

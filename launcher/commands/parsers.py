@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,11 +79,15 @@ def _number(text: str) -> float:
     return value
 
 
-def add_command(commands: Commands, name: str, **texts: str) -> argparse.ArgumentParser:
+def add_command(
+    commands: Commands, name: str, run: Callable[..., int], help: str, description: str, examples: str,
+    **more: str,
+) -> argparse.ArgumentParser:  # fmt: skip
     """Add a subcommand whose help keeps the line breaks of its examples."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    texts = {"help": help, "description": description, "epilog": examples} | more
+    parser: argparse.ArgumentParser = commands.add_parser(name, formatter_class=form, **texts)
+    parser.set_defaults(run=run)
     return parser
 
 

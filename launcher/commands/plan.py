@@ -8,6 +8,8 @@ import time
 
 from .parsers import Commands, add_command, add_json, refuse_extra
 
+_HELP = "memory, traffic and time of a run that is not started yet"
+_DESCRIPTION = "Memory by component, FLOPs, bytes and time of one training step on given hardware."
 _EXAMPLE = """\
 examples:
   ds-ring plan --hf-config config.json --tokens 1048576 --devices 32 --hardware h100
@@ -32,13 +34,7 @@ _SIZES = {
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    plan = add_command(
-        commands,
-        "plan",
-        help="memory, traffic and time of a run that is not started yet",
-        description="Memory by component, FLOPs, bytes and time of one training step on given hardware.",
-        epilog=_EXAMPLE,
-    )
+    plan = add_command(commands, "plan", run, _HELP, _DESCRIPTION, _EXAMPLE)
     plan.add_argument("--tokens", type=int, metavar="T", help="of one sequence; default: the most that fits")
     plan.add_argument("--devices", type=int, metavar="N", help="default: the fewest that fit")
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
@@ -58,7 +54,6 @@ def add(commands: Commands) -> None:
     how.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again")
     how.add_argument("--loss-chunk", type=int, metavar="N", help="tokens whose logits are there at once")
     add_json(plan)
-    plan.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from ds_ring.profiling.measure import RingRun
     from ds_ring.profiling.timeline import Timeline
 
+_HELP = "draw what each rank of a ring needs and does, with real ranks of this machine or virtual ones"
+_DESCRIPTION = (
+    "Memory of a rank against ring size and hop by hop, and a timeline of computing, sending and "
+    "waiting, of virtual ranks (one at a time, transfers modelled) or of real gloo ranks here."
+)
 _EXAMPLE = """\
 examples:
   ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8                      virtual ranks, a link of 10 Gbit/s
@@ -37,16 +42,7 @@ PROGRESS_AFTER_S = 2.0
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(
-        commands,
-        "profile",
-        help="draw what each rank of a ring needs and does, with real ranks of this machine or virtual ones",
-        description=(
-            "Memory of a rank against ring size and hop by hop, and a timeline of computing, sending and"
-            " waiting, of virtual ranks (one at a time, transfers modelled) or of real gloo ranks here."
-        ),
-        epilog=_EXAMPLE,
-    )
+    parser = add_command(commands, "profile", run, _HELP, _DESCRIPTION, _EXAMPLE)
     add_shapes(parser, [1, 2, 4, 8])
     parser.add_argument("--forward-only", action="store_true", help="without the backward pass")
     parser.add_argument("--simulated", action="store_true", help="virtual ranks (if neither is given)")
@@ -67,7 +63,6 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--no-pictures", action="store_true", help="write trace.json alone")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

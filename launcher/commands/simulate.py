@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
     from ds_ring.simulation.simulate import GeneratedSource, SimulationResult
 
+_HELP = "run all ranks of a ring here, one after the other; print what each needs and sends"
+_DESCRIPTION = (
+    "Run all ranks of a ring on this machine, one at a time, by the code that real ranks run, on "
+    "generated numbers. Tensor memory is measured, bytes are counted, results can be checked."
+)
 _EXAMPLE = """\
 examples:
   ds-ring simulate --tokens 8192 --heads 8 --layout zigzag      causal, rings of 1 to 16
@@ -25,16 +30,7 @@ examples:
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    parser = add_command(
-        commands,
-        "simulate",
-        help="run all ranks of a ring here, one after the other; print what each needs and sends",
-        description=(
-            "Run all ranks of a ring on this machine, one at a time, by the code that real ranks run, on"
-            " generated numbers. Tensor memory is measured, bytes are counted, results can be checked."
-        ),
-        epilog=_EXAMPLE,
-    )
+    parser = add_command(commands, "simulate", run, _HELP, _DESCRIPTION, _EXAMPLE)
     add_shapes(parser, [1, 2, 4, 8, 16])
     parser.add_argument("--backward", action="store_true", help="the backward pass as well")
     parser.add_argument(
@@ -46,7 +42,6 @@ def add(commands: Commands) -> None:
         help="compare with float64, so many rows (64); all rows, and dk and dv, where ROWS is at least T",
     )
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

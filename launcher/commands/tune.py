@@ -20,6 +20,11 @@ _MOST = {
     "threads": 1024,
 }
 
+_HELP = "measure this machine, choose sizes, layout, overlap and kernel options for given shapes"
+_DESCRIPTION = (
+    "Measure kernels, links and a few real passes on ranks of this machine, and write the section of "
+    "the DeepSpeed JSON that is fastest here. Prints what it expected and what it measured."
+)
 _EXAMPLE = """\
 examples:
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4
@@ -35,14 +40,7 @@ on several hosts, every rank of a launch calls the same search:
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    tune = add_command(
-        commands,
-        "tune",
-        help="measure this machine, choose sizes, layout, overlap and kernel options for given shapes",
-        description="Measure kernels, links and a few real passes on ranks of this machine, and write the"
-        " section of the DeepSpeed JSON that is fastest here. Prints what it expected and what it measured.",
-        epilog=_EXAMPLE,
-    )
+    tune = add_command(commands, "tune", run, _HELP, _DESCRIPTION, _EXAMPLE)
     spec = importlib.util.find_spec("ds_ring")  # finds, does not import
     assert spec is not None and spec.submodule_search_locations
     arguments = Path(spec.submodule_search_locations[0], "estimator", "tuning", "arguments.py")
@@ -53,7 +51,6 @@ def add(commands: Commands) -> None:
     ranks.add_argument(
         "--deadline-seconds", type=float, default=3600, help="all ranks are ended then (default 3600)"
     )
-    tune.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

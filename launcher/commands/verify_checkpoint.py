@@ -11,6 +11,8 @@ from .parsers import Commands, add_command, add_json, print_json, readable, refu
 
 DAMAGED, MISSING = 1, 3
 
+_HELP = "compare a checkpoint with its manifest"
+_DESCRIPTION = "Read every file of a checkpoint and compare sizes and sha256 with its manifest."
 _EXAMPLE = """\
 examples:
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
@@ -22,13 +24,7 @@ exit status: 0 whole, 1 not whole (damaged, or never finished), 2 wrong input, 3
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    verify = add_command(
-        commands,
-        "verify-checkpoint",
-        help="compare a checkpoint with its manifest",
-        description="Read every file of a checkpoint and compare sizes and sha256 with its manifest.",
-        epilog=_EXAMPLE,
-    )
+    verify = add_command(commands, "verify-checkpoint", run, _HELP, _DESCRIPTION, _EXAMPLE)
     verify.add_argument("folder", metavar="DIR", type=Path, help="what save_checkpoint was given")
     verify.add_argument("--tag", help="which checkpoint; by default the one that DIR/latest names")
     verify.add_argument(
@@ -37,7 +33,6 @@ def add(commands: Commands) -> None:
         help="write the manifest of a checkpoint that has none and that you know to be whole; needs --tag",
     )
     add_json(verify)
-    verify.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_ring.integrations.transformers.model_check import ModelReport, CheckRequest
+from ds_ring_launcher.model_check import CheckRequest, ModelReport
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
@@ -77,7 +77,7 @@ def name_of(row: tuple[str, dict[str, Any], str]) -> str:
 
 def checked(rank: int, world_size: int, request: CheckRequest) -> ModelReport:
     start_deepspeed()
-    from ds_ring.integrations.transformers.model_check import check_model
+    from ds_ring_launcher.model_check import check_model
 
     return check_model(request)
 

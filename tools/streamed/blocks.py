@@ -1,4 +1,4 @@
-"""One virtual rank in blocks of queries: for shards that are larger than the memory at hand.
+"""Plan one virtual rank in blocks of queries, for shards that are larger than memory.
 
 Owns the cut of a rank's work into what a block of its queries reads of its own shard (hop 0, once per block)
 and what any of its queries reads of other shards (all later hops, once per rank, over the queries concerned,
@@ -25,7 +25,7 @@ KEPT_TABLES = 64
 
 
 class Block(NamedTuple):
-    """Queries first .. first + length - 1 of a shard, against the shard's own keys."""
+    """Hold queries first .. first + length - 1 of a shard, against the shard's own keys."""
 
     # first, length: slots of the queries
     first: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """What a rank reads of other shards."""
+    """Hold what a rank reads of other shards."""
 
     queries: SlotRanges  # slots of the queries that read any of it, packed in this order
     plan: RankPlan  # a hop for each shard that is read; hop 0 has no tiles
@@ -62,7 +62,7 @@ class BlockPlanner:
             )
 
     def block(self, ring_rank: int, first: int, count: int) -> Block:
-        """The work of a block of queries at hop 0."""
+        """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
         shape = self.pattern.stretch(start, length)
@@ -77,7 +77,7 @@ class BlockPlanner:
         return Block(first, end - first, held, self._rank_plan(ring_rank, [hop_plan]))
 
     def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
-        """What queries first .. end - 1 read of their own shard, and the tiles over it packed."""
+        """Return what queries first .. end - 1 read of their own shard, and the tiles over it packed."""
         runs = np.array([[start + first, 1, end - first]])
         low, high = _reach(self.pattern, first, end, length)
         tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
@@ -86,7 +86,7 @@ class BlockPlanner:
         return held, tiles_of_payload(tiles, held, self.pattern.distance) if len(tiles) else tiles
 
     def remote(self, ring_rank: int) -> Remote:
-        """The work of all later hops."""
+        """Return the work of all later hops."""
         size = self.layout.ring_size
         own = self.layout.runs(ring_rank)
         others = [o for o in range(size) if o != ring_rank and _may_read(self.pattern, self.layout, own, o)]
@@ -122,7 +122,7 @@ class BlockPlanner:
     # derived once; those of blocks are not even made again where the pattern says that they would be
     # (`Pattern.stretch`).
     def _hop_plan(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> HopPlan:
-        """[Note: straight from the origin]."""
+        """Return a hop that relays nothing; [Note: straight from the origin]."""
         return HopPlan(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
 
     def _rank_plan(self, ring_rank: int, hops: list[HopPlan | None] | list[HopPlan]) -> RankPlan:
@@ -130,7 +130,7 @@ class BlockPlanner:
         return RankPlan(ring_rank, (HeadClassPlan(slice(0, 1, 1), (direction,), 0),), 1, 1)
 
     def _shared(self, tiles: Tiles) -> Tiles:
-        """An equal table that was seen before; positions count only as far as weights vary with them."""
+        """Return an equal table that was seen before; positions count only as far as weights vary."""
         if tiles.mask is not None:
             return tiles
         key = _signature(tiles)
@@ -144,7 +144,7 @@ class BlockPlanner:
 
 
 def _signature(tiles: Tiles) -> bytes:
-    """All that a kernel goes by."""
+    """Return all that a kernel goes by, as bytes."""
     columns = [getattr(axis, name) for axis in (tiles.q, tiles.k) for name in ("slot", "slot_step", "length")]
     columns += [tiles.kind, tiles.member, tiles.multiplicity, tiles.weight]
     for axis in (tiles.q, tiles.k):
@@ -159,7 +159,7 @@ def _signature(tiles: Tiles) -> bytes:
 
 
 def _reach(pattern: Pattern, first: int, end: int, length: int) -> tuple[int, int]:
-    """The keys of the shard that queries first .. end - 1 may read, by the band of distances alone."""
+    """Return the keys that queries first .. end - 1 may read, by the band of distances alone."""
     least, most = pattern.distance
     return max(first - most, 0) if most < length else 0, min(
         end - least, length
@@ -173,14 +173,14 @@ def _may_read(pattern: Pattern, layout: Layout, own: IntArray, origin: int) -> b
 
 
 def _slots_of(axis: Axis) -> SlotRanges:
-    """The slots of one side of a table."""
+    """Return the slots of one side of a table."""
     if not len(axis.slot):
         return no_slots()
     return ranges_of_progressions(np.stack([axis.slot, axis.slot_step, axis.length], axis=1))
 
 
 def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tiles:
-    """The same tiles with query slots that index the packed queries.
+    """Return the same tiles with query slots that index the packed queries.
 
     `tiles_of_payload` does it, if queries and keys change places, and with them the band of distances.
 
@@ -198,5 +198,5 @@ def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tile
 
 
 def _turned(tiles: Tiles) -> Tiles:
-    """Queries as keys and keys as queries."""
+    """Swap queries and keys."""
     return replace(tiles, q=tiles.k, k=tiles.q)

@@ -1,4 +1,4 @@
-"""What is kept of results that are too large to keep: checksums of every rank, and some rows whole.
+"""Keep checksums of results that are too large to keep, and some rows whole.
 
 Owns the state file of a long run, written by an atomic rename, so that a run that was killed goes on.
 """
@@ -27,7 +27,7 @@ SUMS = ("plain", "weighted", "absolute")
 
 @dataclass
 class Ledger:
-    """Checksums and sampled rows of the ranks that were walked.
+    """Sum up the ranks that were walked: checksums and sampled rows.
 
     A checksum has three float64 sums: of the values, of the values weighted by a generated number between
     1/2 and 3/2 for each token (so that a permutation is seen), and of the magnitudes, which differences
@@ -48,7 +48,7 @@ class Ledger:
         self.values = {n: np.zeros((len(self.rows), 1 if n == "lse" else width)) for n in TENSORS}
 
     def note_all(self, ring_rank: int, parts: Iterable[Part]) -> None:
-        """All that a rank found; nothing of it lives on."""
+        """Take all that a rank found; keep nothing of it."""
         for part in parts:
             self.note(ring_rank, part)
         self.done[ring_rank] = True
@@ -84,7 +84,7 @@ class Ledger:
             self.note(rank, Part(runs[mine], dk=dk, dv=dv))
 
     def add(self, other: Ledger) -> None:
-        """The ranks that another process walked."""
+        """Add the ranks that another process walked."""
         self.done |= other.done
         self.sums += other.sums
         for name, values in self.values.items():
@@ -92,7 +92,7 @@ class Ledger:
 
     @property
     def totals(self) -> dict[str, dict[str, float]]:
-        """The checksums over all ranks, by tensor; those that there are."""
+        """Return the checksums over all ranks, by tensor."""
         total = self.sums.sum(axis=0)
         found = {name: dict(zip(SUMS, total[i].tolist(), strict=True)) for i, name in enumerate(TENSORS)}
         return {name: sums for name, sums in found.items() if sums["absolute"]}
@@ -100,7 +100,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class StateFile:
-    """Where a long run is kept between processes."""
+    """Store a long run between processes."""
 
     path: Path  # of the file
     settings: Mapping[str, object]  # what the run was started with; a file of other settings is refused
@@ -118,7 +118,7 @@ class StateFile:
         partial.replace(self.path)
 
     def load(self, ledger: Ledger, pending: PendingGradients, local_tokens: int) -> None:
-        """Go on where `save` was; nothing where there is no file.
+        """Read what `save` wrote; change nothing where there is no file.
 
         Raises:
             RingConfigError: the file is of a run with other settings.

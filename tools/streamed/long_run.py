@@ -1,4 +1,4 @@
-"""A run over more tokens than memory holds, by several processes, that can be killed and goes on.
+"""Run more tokens than memory holds in several processes, so that a run that is killed goes on.
 
 Owns what a run is, its worker processes and the comparison with float64; `ledger.py` owns what is kept. Each
 worker walks its share of the ranks from the last to the first: with causal attention over contiguous shards
@@ -32,7 +32,7 @@ CLUSTER = 64  # neighbours that are checked together
 
 @dataclass(frozen=True)
 class LongRun:
-    """Causal LongNet of one head on generated numbers; segments w * g^i, dilation rates g^i, i = 0, 1, ...
+    """Describe causal LongNet of one head on generated numbers: segments w * g^i, dilation rates g^i.
 
     Raises:
         RingConfigError: sizes that do not divide.
@@ -67,7 +67,7 @@ class LongRun:
 
     @property
     def pattern(self) -> Dilated:
-        """All branches whose segments fit."""
+        """Return all branches whose segments fit."""
         count = 1
         while self.first_segment * self.growth**count <= self.tokens:
             count += 1
@@ -76,17 +76,17 @@ class LongRun:
 
     @property
     def source(self) -> GeneratedSource:
-        """The numbers."""
+        """Return the numbers."""
         return GeneratedSource(self.tokens, head_dim=self.head_dim, seed=self.seed)
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a rank."""
+        """Return the tokens of a rank."""
         return self.tokens // self.ring_size
 
     @property
     def checked_rows(self) -> IntArray:
-        """Clusters drawn by the seed, the last tokens, and the ones that see farthest; ascending."""
+        """Return clusters drawn by the seed, the last tokens, and those that see farthest; ascending."""
         farthest = np.arange(0, self.tokens, self.pattern.dilation_rates[-1])[-256:]
         last = np.arange(max(self.tokens - CLUSTER, 0), self.tokens)
         starts = np.random.default_rng(self.seed).integers(0, self.tokens, -(-self.rows // CLUSTER))
@@ -94,34 +94,34 @@ class LongRun:
         return np.unique(np.concatenate([farthest, last, drawn[drawn < self.tokens]]))
 
     def ranks_of(self, worker: int) -> list[int]:
-        """Whom a worker walks, in order."""
+        """Return the ranks that a worker walks, in order."""
         bounds = [self.ring_size * w // self.workers for w in (worker, worker + 1)]
         return list(range(*bounds))[::-1]
 
     def state_file(self, folder: Path, worker: int) -> StateFile:
-        """Of a worker."""
+        """Return the state file of a worker."""
         return StateFile(folder / f"worker_{worker}.npz", asdict(self) | {"worker": worker})
 
     def restored(self, folder: Path, worker: int) -> tuple[Ledger, PendingGradients]:
-        """What a worker has so far."""
+        """Return what a worker has so far."""
         ledger = Ledger(self.source, self.checked_rows, self.ring_size)
         pending = PendingGradients(self.head_dim)
         self.state_file(folder, worker).load(ledger, pending, self.local_tokens)
         return ledger, pending
 
     def ranks(self) -> StreamedRanks:
-        """The walk."""
+        """Return the ranks, ready to be walked."""
         layout = make_layout("contiguous", tokens=self.tokens, ring_size=self.ring_size)
         kernel, scale = get_kernel("auto", "cpu"), self.head_dim**-0.5
         return StreamedRanks(self.source, self.pattern, layout, kernel, scale, self.query_block)
 
     def parts(self, ranks: StreamedRanks, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
-        """What a rank finds."""
+        """Yield what a rank finds."""
         return ranks.forward_and_backward(ring_rank, pending) if self.backward else ranks.forward(ring_rank)
 
 
 class Progress(NamedTuple):
-    """A worker's word: another rank is done, or (rank -1) that it ends."""
+    """Report that another rank is done, or (rank -1) that the worker ends."""
 
     worker: int
     ring_rank: int
@@ -166,7 +166,7 @@ def run(job: LongRun, folder: Path, save_every: int = 8) -> Iterator[Progress]:
 
 
 def _work(job: LongRun, folder: Path, worker: int, save_every: int, parent: Connection) -> None:
-    """One worker process; ends by itself (broken pipe) where its parent is gone."""
+    """Run one worker process; it ends by itself (broken pipe) where its parent is gone."""
     torch.set_num_threads(1)
     ranks, (ledger, pending) = job.ranks(), job.restored(folder, worker)
     state = job.state_file(folder, worker)
@@ -180,12 +180,12 @@ def _work(job: LongRun, folder: Path, worker: int, save_every: int, parent: Conn
 
 
 def peak_rss_mib() -> float:
-    """Most resident memory of this process so far, MiB."""
+    """Return the most resident memory of this process so far, MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
 
 
 def collect(job: LongRun, folder: Path) -> Ledger:
-    """The ledgers of all workers as one, gradients between them settled."""
+    """Return the ledgers of all workers as one, gradients between them added."""
     whole, pending = job.restored(folder, 0)
     whole.settle(pending, job.local_tokens)
     for worker in range(1, job.workers):
@@ -196,7 +196,7 @@ def collect(job: LongRun, folder: Path) -> Ledger:
 
 
 def errors(job: LongRun, ledger: Ledger, keys: int = 16) -> dict[str, float]:
-    """Largest differences of the checked rows from float64, over the largest magnitude.
+    """Return the largest differences of the checked rows from float64, over the largest magnitude.
 
     Args:
         job, ledger: what was run, and its result.

@@ -1,4 +1,4 @@
-"""Virtual ranks whose shards are larger than memory: attended block by block, nothing of a shard kept whole.
+"""Run virtual ranks whose shards are larger than memory, block by block.
 
 Owns the order of work of one such rank and the gradients that wait for other ranks. Ranks are walked by the
 production `RingPass`: once for what is read of other shards, and once for each block of queries
@@ -30,7 +30,7 @@ from streamed.blocks import Block, BlockPlanner
 
 
 class Part(NamedTuple):
-    """Some of a rank's results, of the tokens at `runs`; [1, 1, n, D], the lse [1, 1, n].
+    """Hold some of a rank's results, of the tokens at `runs`; [1, 1, n, D], the lse [1, 1, n].
 
     A tensor that is None is not in this part. Parts of dq add up: what other shards contribute comes last.
     """
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The queries that read other shards, packed: q, then their global results and gradient."""
+    """Hold the queries that read other shards, packed: q, then their global results and gradient."""
 
     slots: IntArray
     q: Tensor
@@ -54,14 +54,14 @@ class _Rows(NamedTuple):
 
 
 class PendingGradients:
-    """dK and dV owed to shards that were not walked yet: few tokens each, by origin and position."""
+    """Keep dK and dV of shards that were not walked yet: few tokens each, by origin and position."""
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim
         self._of: dict[int, dict[int, np.ndarray]] = {}
 
     def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
-        """See `Sums.add`."""
+        """Add gradients; see `Sums.add`."""
         rows = self._of.setdefault(tokens.origin, {})
         side = 0 if what == "dK" else 1
         values = part[0, 0].numpy()
@@ -71,15 +71,15 @@ class PendingGradients:
             rows[position][side] += value
 
     def take(self, origin: int) -> tuple[IntArray, np.ndarray]:
-        """What is owed to a shard, and forget it: positions [m], values [m, 2, D]."""
+        """Return and drop what is kept for a shard: positions [m], values [m, 2, D]."""
         return _table(self._of.pop(origin, {}), self.head_dim)
 
     def table(self) -> tuple[IntArray, np.ndarray]:
-        """All that is owed."""
+        """Return all that is kept."""
         return _table({p: v for rows in self._of.values() for p, v in rows.items()}, self.head_dim)
 
     def restore(self, positions: IntArray, values: np.ndarray, local_tokens: int) -> None:
-        """The opposite of `table`, for shards of so many tokens."""
+        """Restore what `table` returned, for shards of so many tokens."""
         for position, value in zip(positions.tolist(), values, strict=True):
             self._of.setdefault(position // local_tokens, {})[position] = value.copy()
 
@@ -92,7 +92,7 @@ def _table(rows: dict[int, np.ndarray], head_dim: int) -> tuple[IntArray, np.nda
 
 @dataclass
 class StreamedRanks:
-    """What all ranks of one simulation share.
+    """Run ranks one at a time; the attributes are what all of them share.
 
     Raises:
         RingShapeError: more than one head or batch entry, or a dtype below float32.
@@ -123,12 +123,12 @@ class StreamedRanks:
 
     @torch.no_grad()
     def forward(self, ring_rank: int) -> Iterator[Part]:
-        """A rank's out and lse, block by block."""
+        """Yield a rank's out and lse, block by block."""
         yield from self._parts(ring_rank, None)
 
     @torch.no_grad()
     def forward_and_backward(self, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
-        """A rank's results and gradients; with what `pending` has for it, and has for others afterwards."""
+        """Yield a rank's results and gradients, with what `pending` has for it."""
         yield from self._parts(ring_rank, pending)
 
     def _parts(self, ring_rank: int, pending: PendingGradients | None) -> Iterator[Part]:
@@ -158,7 +158,7 @@ class StreamedRanks:
                 yield Part(here, dk=dk[:, :, part], dv=dv[:, :, part])
 
     def _block(self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None) -> Part:
-        """One block of queries; `rows` of it get their global results, dk and dv what it contributes."""
+        """Attend one block of queries; add to `rows`, dk and dv what it contributes."""
         block: Block = self.planner.block(ring_rank, first, self.query_block)
         own = self.layout.runs(ring_rank)
         runs = progressions_at(own, np.array([[first, first + block.length]]))
@@ -186,7 +186,7 @@ class StreamedRanks:
         return RingPass(plan, self.kernel, exchange, self.scale)
 
     def _filled(self, name: str, runs: IntArray) -> Tensor:
-        """Tokens of a tensor at some positions, [1, 1, n, D]."""
+        """Return tokens of a tensor at some positions, [1, 1, n, D]."""
         sizes = self.source.geometry
         x = torch.empty(1, 1, int(runs[:, 2].sum()), sizes.head_dim, dtype=sizes.dtype)
         self.source.fill(name, slice(None), runs, x)

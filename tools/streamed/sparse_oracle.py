@@ -1,4 +1,4 @@
-"""Rows of dilated attention in float64 by the definition, for sequences that no dense row fits.
+"""Compute rows of dilated attention in float64 by the definition, for sequences that no dense row fits.
 
 Owns an enumeration of the keys of a query (and the queries of a key) straight from the words of the
 definition: branch i holds the positions p with (p mod w_i) mod r_i = o_i, segment by segment. No tiles, no
@@ -21,7 +21,7 @@ from ds_ring.simulation.source import Source
 
 
 class ExactRow(NamedTuple):
-    """Attention of one query, float64: out [D], lse, its keys [n] and their weights [n]."""
+    """Hold attention of one query, float64: out [D], lse, its keys [n] and their weights [n]."""
 
     out: Tensor
     lse: float
@@ -31,14 +31,14 @@ class ExactRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseOracle:
-    """Float64 results of single positions; one head."""
+    """Compute float64 results of single positions; one head."""
 
     source: Source  # q, k, v, grad_out
     pattern: Dilated  # dilated, causal
     scale: float  # of the scores
 
     def row(self, position: int) -> ExactRow:
-        """A query's result; out 0 and lse -inf if it sees no key."""
+        """Return a query's result; out 0 and lse -inf if it sees no key."""
         keys, times = self._partners(position, after=False)
         if not len(keys):
             return ExactRow(
@@ -51,13 +51,13 @@ class SparseOracle:
         return ExactRow(weights @ v, float(lse), keys, weights)
 
     def query_gradient(self, position: int) -> Tensor:
-        """dq of one position, [D]."""
+        """Return dq of one position, [D]."""
         row, grad = self.row(position), self._read("grad_out", np.array([position]))[0]
         ds = row.weights * (self._read("v", row.keys) @ grad - grad @ row.out)
         return ds @ self._read("k", row.keys) * self.scale
 
     def key_gradients(self, position: int) -> tuple[Tensor, Tensor]:
-        """dk and dv of one position, [D] each: over all queries that see it, each with all of its keys."""
+        """Return dk and dv of one position, [D] each, over all queries that see it."""
         queries, _ = self._partners(position, after=True)
         value = self._read("v", np.array([position]))[0]
         dk, dv = torch.zeros_like(value), torch.zeros_like(value)
@@ -71,7 +71,7 @@ class SparseOracle:
         return dk, dv
 
     def _partners(self, position: int, after: bool) -> tuple[IntArray, IntArray]:
-        """Keys of a query, or (`after`) queries of a key, ascending, and in how many branches they meet."""
+        """Return keys of a query, or (`after`) queries of a key, and in how many branches they meet."""
         tokens, found = self.source.geometry.tokens, []
         branches = zip(
             self.pattern.segment_lengths,

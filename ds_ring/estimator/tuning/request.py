@@ -49,7 +49,7 @@ class Request:
 
     @property
     def has_hops(self) -> bool:
-        """Whether K/V go round: all_gather has nothing to overlap, and its messages no size to choose."""
+        """Return whether K/V go round: all_gather has nothing to overlap, no message size to choose."""
         return self.base.transport == "ring"
 
     @property

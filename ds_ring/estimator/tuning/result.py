@@ -118,7 +118,7 @@ class Result:
 
 
 def require_writable(path: Path, option: str) -> None:
-    """RingConfigError, before anything is measured, unless a file can be written at `path`."""
+    """Raise RingConfigError, before anything is measured, unless a file can be written at `path`."""
     try:
         folder = path.resolve().parent
         path.exists()

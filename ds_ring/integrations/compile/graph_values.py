@@ -1,4 +1,4 @@
-"""Which values a float mask in a Dynamo graph can have: hidden or seen, or a bias that scores would lose.
+"""Read which values a float mask in a Dynamo graph can have: hidden or seen, or a bias.
 
 Owns the reading of the nodes that make the tensor. A mask of zeros and of large negative numbers hides
 tokens, so a pattern may stand for it; any other number added to the scores (ALiBi, a learned bias) is
@@ -44,7 +44,7 @@ def _may_be_a_bias(how: str) -> RingPatternError:
 
 
 def _values(value: Any, scope: Scope) -> Values:
-    """Every number that may stand in a tensor."""
+    """Return every number that may stand in a tensor."""
     value, scope = resolve(value, scope)
     if isinstance(value, (bool, int, float)):
         return frozenset({float(value)})
@@ -95,7 +95,7 @@ def _filled(node: Node, scope: Scope) -> Values:
 
 
 def _joined(combine: Callable[[float, float], float]) -> Callable[[Node, Scope], Values]:
-    """A reader of an operation on two operands, element by element."""
+    """Return a reader of an operation on two operands, element by element."""
 
     def read(node: Node, scope: Scope) -> Values:
         left, right = (_values(arg, scope) for arg in node.args[:2])

@@ -80,7 +80,6 @@ def initialize(
     ring_config, deepspeed_config, fault = None, dict[str, Any](), None
     try:
         _refuse_arguments(model, mpu, mesh_param, training_data)
-        assert model is not None
         source = _config_source(args, config, config_params)
         ring_config, deepspeed_config = _configurations(source, model, optimizer, lr_scheduler)
     except RingError as error:
@@ -128,9 +127,10 @@ def _wrap_methods(
 
 
 def _configurations(
-    source: Source, model: torch.nn.Module, optimizer: object, scheduler: object
+    source: Source, model: torch.nn.Module | None, optimizer: object, scheduler: object
 ) -> tuple[RingConfig, dict[str, Any]]:
     """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
+    assert model is not None
     ring_config = RingConfig.from_deepspeed(source)
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)

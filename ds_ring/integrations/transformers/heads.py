@@ -109,13 +109,13 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
 
 
 def _is_pooled(model: nn.Module, logits: Tensor, local_tokens: int) -> bool:
-    """One result for each sample, however many tokens there are."""
+    """Return whether an output is one result for each sample, however many tokens there are."""
     classifies = type(model).__name__.endswith("ForSequenceClassification")
     return logits.ndim == 2 and (classifies or logits.shape[1] != local_tokens)
 
 
 def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
-    """What to do instead of BERT's way, which reads the first token, or a mean of all."""
+    """Return what to do instead of BERT's way, which reads the first token, or a mean of all."""
     base = type(model.base_model)
     pooler = "add_pooling_layer" in inspect.signature(base.__init__).parameters
     return (

@@ -1,7 +1,7 @@
 """Build a small model of a transformers family, a batch for it, and the section that suits it.
 
 Owns the heads that a model can have, weights that make every term of the mathematics matter, and which
-pattern the model's own attention is. Its configuration is small_section.py's.
+pattern the model's own attention is. Its configuration is small_config.py's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.small_config import VOCABULARY, special_tokens
 from ds_ring.integrations.transformers.windows import makes_such_masks
+
+from .small_config import VOCABULARY, special_tokens
 
 SAMPLES = 2
 MOST_PARAMETERS = 20_000_000

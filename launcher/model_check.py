@@ -30,8 +30,9 @@ from ds_ring.integrations.deepspeed.comparison import (
     recording,
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
-from ds_ring.integrations.transformers.small_config import read_config, shrink
-from ds_ring.integrations.transformers.small_model import (
+
+from .small_config import read_config, shrink
+from .small_model import (
     HAVE_A_LOSS,
     SAMPLES,
     build,
