@@ -11,8 +11,9 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import expand_ranges
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import build_plan, query_heads_of
+from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.rank_plan import Visit
 from tests.reference import Dense
 

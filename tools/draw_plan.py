@@ -21,8 +21,10 @@ from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan,
 from ds_ring.masks.blocks import blocks_of_tiles
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import Visit
+from ds_ring.schedule.table import format_schedule
 
 matplotlib.use("Agg")
 from matplotlib import colormaps
@@ -160,12 +162,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--segment-lengths", type=int, nargs="+")
     parser.add_argument("--dilation-rates", type=int, nargs="+")
     parser.add_argument("--out", default="plan.png")
+    parser.add_argument("--schedule", type=int, metavar="RANK", help="print this rank's steps, draw nothing")
     options = parser.parse_args(arguments)
     if options.documents:
         options.tokens = sum(options.documents)
     pattern = pattern_of(options)
     layout = make_layout(options.layout, tokens=options.tokens, ring_size=options.ring_size, pattern=pattern)
     plan = build_plan(pattern, layout)
+    if options.schedule is not None:
+        classes = plan.rank(options.schedule).walks
+        for backward in (False, True):
+            schedule = lower_pass(classes, plan.group, backward=backward)
+            print(format_schedule(schedule))
+        return 0
     print(plan.summary())
     heads = f"; K/V heads {plan.walks[0].kv_heads}" if len(plan.walks) > 1 else ""
     shape = f"{layout.name} layout of {layout.tokens:,} tokens over {layout.ring_size} ranks"

@@ -17,7 +17,8 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import Plan, query_heads_of
+from ds_ring.schedule.head_chunks import query_heads_of
+from ds_ring.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,6 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
     return [(part, bound) for bound, heads in classes.items() for part in _slices(heads, group)]
 
 
-def query_heads_of(kv_heads: slice, group: int) -> slice:
-    """The query heads that share the K/V heads of a slice."""
-    if group == 1:
-        return kv_heads
-    return slice(kv_heads.start * group, kv_heads.stop * group)
-
-
 def _slices(heads: list[int], group: int) -> list[slice]:
     """A list of K/V heads as slices, such that the query heads that share them are a slice as well."""
     steps = set(np.diff(heads).tolist()) or {1}

@@ -5,9 +5,9 @@ Owns the vocabulary that a ring pass walks; `walk.py` fills it in, [Note: relays
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -141,11 +141,20 @@ class WalkPlan:
         kv_heads: the K/V heads of the class, a slice of all of them.
         lanes: one or two; only the first computes the own shard (hop 0).
         limit: hops after the first that a lane has at most on any rank; the same on all.
+        lowered: its steps forward (False) and backward (True), once `lowering.py` has made them.
     """
 
     kv_heads: slice
     lanes: tuple[LanePlan, ...]
     limit: int
+    lowered: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def ring_rank(self) -> int:
+        """Return whose part this is."""
+        own = self.lanes[0].visits[0]
+        assert own is not None, "hop 0 is the own shard"
+        return own.origin
 
     @property
     def visits(self) -> list[Visit]:

@@ -14,8 +14,9 @@ import numpy as np
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Full, Pattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.plan import head_classes, query_heads_of
+from ds_ring.schedule.plan import head_classes
 
 
 class HeadTiles(NamedTuple):

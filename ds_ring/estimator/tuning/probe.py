@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.estimator.cost import BACKWARD_FLOPS, FORWARD_FLOPS
+from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.candidates import KernelChoice
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.request import Request
