@@ -25,10 +25,11 @@ if TYPE_CHECKING:  # the same as the table below, for whoever reads without runn
         RingVerifyError,
     )
     from ds_ring.integrations.deepspeed.initialize import initialize
+    from ds_ring.masks.dense import Causal, Full
     from ds_ring.masks.dilated import Dilated
     from ds_ring.masks.documents import Documents
     from ds_ring.masks.mask_mod import MaskMod
-    from ds_ring.masks.pattern import Causal, Full, SlidingWindow
+    from ds_ring.masks.windows import SlidingWindow
     from ds_ring.module import RingAttention, ring_attention
     from ds_ring.runtime.mesh import RingMesh
     from ds_ring.runtime.shard import gather_sequence, shard_sequence
@@ -82,7 +83,8 @@ _MODULES = {
     "masks.dilated": ("Dilated",),
     "masks.documents": ("Documents",),
     "schedule.layout": ("make_layout",),
-    "masks.pattern": ("Causal", "Full", "SlidingWindow"),
+    "masks.dense": ("Causal", "Full"),
+    "masks.windows": ("SlidingWindow",),
     "schedule.plan": ("build_plan",),
     "simulation.simulate": ("simulate",),
 }
