@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,21 +157,33 @@ def _backward(
     block: int,
     scale: float,
     options: dict[str, Any],
+    joint_graph: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
     blocks = _block_mask(mask, block).as_tuple()
-    joint_graph: Any = None  # derived from the score_mod; [Note: the backward operator]
+    # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
         q, k, v, out, lse, grad_out, None, _score_mod(mask), joint_graph, blocks, scale, options, (), ()
     )
     return dq, dk, dv
 
 
+def _gradient_of_score(
+    score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
+) -> list[Tensor | None]:
+    """The joint graph of both score_mods: what they add to a score does not depend on it.
+
+    Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
+    find no gradient.
+    """
+    return [grad, None, None, None, None]
+
+
 @lru_cache(maxsize=8)
 def compiled_calls(backend: str | None) -> Calls:
     """The two functions, compiled by a backend of torch.compile; None leaves them as they are."""
     if backend is None:
-        return Calls(_forward, _backward)
+        return Calls(_forward, partial(_backward, joint_graph=_gradient_of_score))
     return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
 
 
