@@ -18,10 +18,11 @@ from ds_ring.errors import (
     RingShapeError,
     RingVerifyError,
 )
+from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.mask_mod import MaskMod
-from ds_ring.masks.pattern import Causal, Full, SlidingWindow
+from ds_ring.masks.windows import SlidingWindow
 from ds_ring.module import RingAttention, ring_attention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence, shard_sequence

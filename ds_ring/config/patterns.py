@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.pattern import Causal, Full, Pattern, SlidingWindow
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.windows import SlidingWindow
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
