@@ -18,11 +18,15 @@ from ds_ring.errors import (
     RingShapeError,
     RingVerifyError,
 )
+from ds_ring.masks.chunked import Chunked
 from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.mask_mod import MaskMod
-from ds_ring.masks.windows import SlidingWindow
+from ds_ring.masks.prefix import PrefixLM
+from ds_ring.masks.sinks import Sinks
+from ds_ring.masks.slices import Slices
+from ds_ring.masks.windows import DilatedWindow, SlidingWindow
 from ds_ring.module import RingAttention, ring_attention
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence, shard_sequence
@@ -37,10 +41,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Causal",
+    "Chunked",
     "Dilated",
+    "DilatedWindow",
     "Documents",
     "Full",
     "MaskMod",
+    "PrefixLM",
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
@@ -57,6 +64,8 @@ __all__ = [
     "RingPeerError",
     "RingShapeError",
     "RingVerifyError",
+    "Sinks",
+    "Slices",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",
