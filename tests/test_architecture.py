@@ -78,10 +78,13 @@ NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 
 PUBLIC_NAMES = {
     "Causal",
+    "Chunked",
     "Dilated",
+    "DilatedWindow",
     "Documents",
     "Full",
     "MaskMod",
+    "PrefixLM",
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
@@ -98,6 +101,8 @@ PUBLIC_NAMES = {
     "RingPeerError",
     "RingShapeError",
     "RingVerifyError",
+    "Sinks",
+    "Slices",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",

@@ -48,7 +48,7 @@ def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArra
     first = np.maximum(-((q.slot[row] - q_block * block) // q.slot_step[row]), 0)
     last = np.minimum(((q_block + 1) * block - 1 - q.slot[row]) // q.slot_step[row], q.length[row] - 1)
     k_last = np.where(tiles.kind[row] == Kind.CAUSAL, last, tiles.k.length[row] - 1)
-    is_band = tiles.kind[row] == Kind.BAND
+    is_band = tiles.kind[row] == Kind.BI_CAUSAL
     k_last = np.where(is_band, last + (tiles.k.length - q.length)[row], k_last)
-    k_first = np.where(is_band | (tiles.kind[row] == Kind.ANTICAUSAL), first, 0)
+    k_first = np.where(is_band | (tiles.kind[row] == Kind.INVERSE_CAUSAL), first, 0)
     return row, q_block, k_first, k_last

@@ -32,7 +32,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.mask_rule import MaskFunction
+from ds_ring.masks.pair_mask import MaskFunction
 
 # Operators that take shape and dtype of their first argument, but none of its values.
 _SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like")

@@ -8,16 +8,18 @@ in the sequence; both are arithmetic progressions. Empty tiles do not exist.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_ring.masks.key_multiplicity import Weights
-from ds_ring.masks.mask_rule import Rule
 from ds_ring.masks.slot_ranges import IntArray
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_mask import MaskInside
+    from ds_ring.masks.pattern import BoundPattern
 
 
 class Kind(IntEnum):
@@ -25,9 +27,9 @@ class Kind(IntEnum):
 
     FULL = 0
     CAUSAL = 1  # square, j <= i
-    ANTICAUSAL = 2  # square, j >= i: the lower edge of a sliding window
+    INVERSE_CAUSAL = 2  # square, j >= i: the lower edge of a sliding window
     PARTIAL = 3  # the pattern's mask, evaluated inside
-    BAND = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
+    BI_CAUSAL = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Axis:
         end = np.clip(-((self.position - high) // self.position_step), first, self.length)
         return self.take(first, end - first)
 
-    def residue(self, residue: int, modulus: int) -> Axis:
+    def residue(self, residue: IntArray | int, modulus: int) -> Axis:
         """Of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
         if modulus == 1:
             return self
@@ -76,7 +78,7 @@ class Axis:
             rows = self.position_step == position_step
             common = math.gcd(position_step, modulus)
             reduced = modulus // common
-            gap = residue - self.position[rows]
+            gap = (residue if isinstance(residue, int) else residue[rows]) - self.position[rows]
             exists[rows] = gap % common == 0
             inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
             first[rows], step[rows] = gap // common * inverse % reduced, reduced
@@ -106,9 +108,9 @@ class Tiles:
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
-        mask: what is attended inside PARTIAL tiles, a function of the size of the batch, query and key
-            positions; None without.
-        rule: what the tiles were cut from; the same pairs, with the same m. None where nobody said.
+        mask: which of `masks` says what is attended inside a PARTIAL tile; -1 for the other kinds.
+        masks: functions of the size of the batch, query and key positions.
+        rule: the pattern that the tiles were cut from: the same pairs, with the same m; None if unknown.
     """
 
     q: Axis
@@ -117,9 +119,10 @@ class Tiles:
     member: IntArray
     multiplicity: IntArray
     weight: IntArray
+    mask: IntArray
     weights: tuple[Weights, ...] = ()
-    mask: Callable[[int, Any, Any], Any] | None = None
-    rule: Rule | None = None
+    masks: tuple[MaskInside, ...] = ()
+    rule: BoundPattern | None = None
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -129,14 +132,15 @@ class Tiles:
         """Attended (query, key) pairs per tile; of a PARTIAL tile the whole rectangle is counted."""
         rectangle = self.q.length * self.k.length
         triangle = self.q.length * (self.q.length + 1) // 2
-        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.ANTICAUSAL)
+        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.INVERSE_CAUSAL)
         band = self.q.length * (self.k.length - self.q.length + 1)
-        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BAND, band, rectangle))
+        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BI_CAUSAL, band, rectangle))
 
     def rows(self, index: IntArray) -> Tiles:
         """A selection of rows (indices or a boolean mask)."""
-        columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask, self.rule)
+        columns = (self.kind, self.member, self.multiplicity, self.weight, self.mask)
+        selected = [column[index] for column in columns]
+        return Tiles(self.q.rows(index), self.k.rows(index), *selected, self.weights, self.masks, self.rule)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """The same rows with other sides; rows that became empty are dropped."""
@@ -157,6 +161,10 @@ class Tiles:
     def of_kind(self, kind: Kind) -> Tiles:
         """The same rectangles, declared to be of one kind."""
         return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
+
+    def masked(self, mask: MaskInside) -> Tiles:
+        """The same rectangles, of which a mask says what is attended."""
+        return replace(self.of_kind(Kind.PARTIAL), mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
 
     def for_member(self, member: int) -> Tiles:
         """What of the tiles concerns one query head of each group (-1: as they are)."""
@@ -182,17 +190,20 @@ class Tiles:
     def concat(parts: list[Tiles]) -> Tiles:
         """The rows of several tables, one after the other."""
         weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
+        masks = tuple(dict.fromkeys(m for p in parts for m in p.masks))
         # the last entry is what -1 finds
-        places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
+        weight_places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
+        mask_places = [np.array([*map(masks.index, p.masks), -1]) for p in parts]
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
             np.concatenate([p.kind for p in parts]),
             np.concatenate([p.member for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
-            np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
+            np.concatenate([place[p.weight] for p, place in zip(parts, weight_places, strict=True)]),
+            np.concatenate([place[p.mask] for p, place in zip(parts, mask_places, strict=True)]),
             weights,
-            next((p.mask for p in parts if p.mask is not None), None),
+            masks,
             next((p.rule for p in parts if p.rule is not None), None),
         )
 
@@ -212,7 +223,7 @@ class Tiles:
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
-        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
