@@ -17,7 +17,7 @@ from ds_ring.estimator.pass_time import Rates, time_line, work_of
 from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.schedule.head_chunks import count_heads
-from ds_ring.schedule.rank_plan import WalkPlan
+from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import Payload, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT, TRIANGLE
 
@@ -28,16 +28,16 @@ class Part(NamedTuple):
     """Hold one of a rank's classes of K/V heads, which may stand for several.
 
     Attributes:
-        walk: the rank's part of the plan for the class.
+        head_class: the rank's part of the plan for the class.
         times: how many classes it stands for.
     """
 
-    walk: WalkPlan
+    head_class: HeadClassPlan
     times: int
 
 
-def _classes(parts: list[Part]) -> list[WalkPlan]:
-    return [part.walk for part in parts for _ in range(part.times)]
+def _classes(parts: list[Part]) -> list[HeadClassPlan]:
+    return [part.head_class for part in parts for _ in range(part.times)]
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ def pass_cost(
     )
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
-    seconds = (line.seconds(overlap) for line in lines)
-    return PassCost(pairs, executed, *bytes_sent(parts, shape), *seconds, float(compute.sum()), *hops)
+    forward_s, backward_s = (line.seconds(overlap) for line in lines)
+    sent = bytes_sent(parts, shape)
+    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
 
 
 def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:

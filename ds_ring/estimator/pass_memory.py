@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.schedule.head_chunks import count_heads
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.rank_plan import WalkPlan
+from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -62,7 +62,7 @@ class PassShape:
         """Return the bytes of local K of one head."""
         return self.batch * self.local_tokens * self.head_dim * self.element_bytes
 
-    def schedule(self, classes: Iterable[WalkPlan], backward: bool) -> Schedule:
+    def schedule(self, classes: Iterable[HeadClassPlan], backward: bool) -> Schedule:
         """Return a rank's schedule, its heads in chunks as tensors of this shape are sent."""
         classes = tuple(classes)
         head_bytes = self.head_bytes if classes[0].limit else 0  # a ring of one sends nothing
@@ -89,7 +89,7 @@ class PassMemory(NamedTuple):
         return sum(self)
 
 
-def pass_memory(classes: tuple[WalkPlan, ...], shape: PassShape, *, backward: bool = True) -> PassMemory:
+def pass_memory(classes: tuple[HeadClassPlan, ...], shape: PassShape, *, backward: bool = True) -> PassMemory:
     """Return what a forward pass and, unless told otherwise, the backward pass need at most, bytes.
 
     Args:
@@ -142,8 +142,8 @@ class _Meter:
                 for step in (*steps.arrived, *steps.posted):
                     self._do(index, chunk, step)
             for index, steps in batch.rounds:
-                for step in steps.computed:
-                    self._do(index, schedule.chunks[index], step)
+                for compute in steps.computed:
+                    self._do(index, schedule.chunks[index], compute)
 
     def _do(self, index: int, chunk: HeadChunk, step: Step) -> None:
         if isinstance(step, Free):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots, expand_ranges
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Cargo, Message
+from ds_ring.runtime.exchange import Message, TokenRange
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, HeadChunk, Payload, Recv, Send
 
 FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
@@ -47,10 +47,10 @@ class RingBuffers:
     def messages(self, step: Send | Recv) -> list[Message]:
         """Return the two messages of a step, with what the schedule and the agreement say of them."""
         pair = self._pack(step) if isinstance(step, Send) else self._take(step.buffer)
-        cargo = Cargo(step.origin, step.slots, self.chunk.kv_heads)
+        tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         slots, agreed = count_slots(step.slots), self._like(step.payload)
         parts = zip(pair, step.payload.value, agreed, strict=True)
-        return [Message(tensor, step.peer, name, slots, like.dtype, cargo) for tensor, name, like in parts]
+        return [Message(tensor, step.peer, name, slots, like.dtype, tokens) for tensor, name, like in parts]
 
     def zeros(self, buffer: int) -> Pair:
         """Return accumulators for a hop: fresh ones, or those of the own shard as they are."""
@@ -69,7 +69,8 @@ class RingBuffers:
 
     def free(self, buffer: int) -> None:
         """Give a buffer back; a copy that no send needed was never taken."""
-        for tensor in self._pairs.pop(buffer, None) or self._packed.pop(buffer, ()):
+        tensors = self._pairs.pop(buffer) if buffer in self._pairs else self._packed.pop(buffer, [])
+        for tensor in tensors:
             self.pool.give(tensor)
 
     def _take(self, buffer: int) -> Pair:

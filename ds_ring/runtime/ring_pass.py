@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Carrier, InFlight, Message
+from ds_ring.runtime.exchange import InFlight, Message, Transport
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
-from ds_ring.runtime.trace import Batch, Parcel, Trace
+from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Accumulate, Compute, HeadChunk, Round, Schedule, Send
@@ -39,20 +39,20 @@ class RingPass:
         chunk_bytes: heads go round in chunks whose K and V are each at least this large.
         buffers: memory for what travels.
         check: called with the hop and, by name, what was computed up to it; None if nobody wants to look.
-        settle: called with the K/V heads of a chunk and the own shard's dK and dV, with what other ranks have
-            returned and before they are rounded; None if nobody wants to look.
+        on_gradients_final: called with the K/V heads of a chunk and the own shard's dK and dV, with what
+            other ranks have returned and before they are rounded; None if nobody wants to look.
         trace: notes what happened when; None for no trace, which costs nothing.
     """
 
     plan: RankPlan
     kernel: Kernel
-    exchange: Carrier | None
+    exchange: Transport | None
     scale: float
     overlap: bool = True
     chunk_bytes: int = 1 << 20
     buffers: Buffers = field(default_factory=Buffers)
     check: Callable[..., None] | None = None
-    settle: Callable[[slice, Tensor, Tensor], None] | None = None
+    on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     trace: Trace | None = None
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class RingPass:
             self.trace.phase = "backward" if backward else "forward"
         head_bytes = k.nbytes // k.shape[1] if self.exchange is not None else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
-        return lower_pass(self.plan.walks, self.plan.group, backward=backward, **sizes)
+        return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
 
     def _run(self, schedule: Schedule, begin: Callable[[HeadChunk], _Chunk]) -> None:
         """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""
@@ -136,7 +136,7 @@ class RingPass:
 
     def _post(self, batch: _Messages, hop: int) -> InFlight | None:
         if self.trace is not None:
-            self.trace.batch = Batch(*(tuple(map(_parcel_of, messages)) for messages in batch))
+            self.trace.batch = PostedBatch(*(tuple(map(_size_of, messages)) for messages in batch))
         if not (batch.sends or batch.receives):
             return None
         assert self.exchange is not None, "a plan with messages on a ring of one"
@@ -153,8 +153,8 @@ class _Messages(NamedTuple):
     receives: list[Message]
 
 
-def _parcel_of(message: Message) -> Parcel:
-    return Parcel(message.peer, message.tensor.nbytes)
+def _size_of(message: Message) -> MessageSize:
+    return MessageSize(message.peer, message.tensor.nbytes)
 
 
 def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
@@ -267,6 +267,6 @@ class _BackwardChunk:
 
     def finish(self) -> None:
         """Hand over the own shard's gradients, then round all of them."""
-        if self.ring.settle is not None:
-            self.ring.settle(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
+        if self.ring.on_gradients_final is not None:
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
         self.totals.round()

@@ -33,7 +33,11 @@ class Coverage:
         self.backward = schedules[0].backward
         chunks = schedules[0].chunks
         classes = [
-            next(i for i, walk in enumerate(plan.walks) if chunk.kv_heads.start in _heads(walk.kv_heads))
+            next(
+                i
+                for i, head_class in enumerate(plan.classes)
+                if chunk.kv_heads.start in _heads(head_class.kv_heads)
+            )
             for chunk in chunks
         ]
         due = {
@@ -87,16 +91,16 @@ class Coverage:
                 owner = int(np.flatnonzero(left)[0])
                 expected = f"head chunk {index} to compute every pair with keys of ring rank {owner}"
                 raise RingScheduleError(rank, None, "", expected, f"{left[owner]} pairs left")
-        for rank in ranks if self.backward else ():
-            for index, home in rank.homes.items():
+        for one in ranks if self.backward else ():
+            for index, home in one.homes.items():
                 assert home.added is not None
-                missing = self.readers[index, rank.rank] & ~home.added
+                missing = self.readers[index, one.rank] & ~home.added
                 if missing.any():
                     row, word = np.argwhere(missing)[0].tolist()
                     reader = 64 * word + int(missing[row, word]).bit_length() - 1
                     expected = f"gradients of all readers of head chunk {index} to return"
                     got = f"none of ring rank {reader} for {int((missing[:, word] != 0).sum())} tokens"
-                    raise RingScheduleError(rank.rank, None, "", expected, got)
+                    raise RingScheduleError(one.rank, None, "", expected, got)
 
 
 def _heads(heads: slice) -> range:
@@ -111,7 +115,7 @@ def _pairs(tiles: Tiles, group: int) -> IntArray:
 def _pairs_due(plan: Plan, rank: int, which: int) -> IntArray:
     """Return the pairs of a rank's queries with the keys of every rank; int64 [ring_size]."""
     runs = [plan.layout.runs(owner) for owner in range(plan.ring_size)]
-    tiles = plan.walks[which].pattern.tiles(runs[rank], np.concatenate(runs))
+    tiles = plan.classes[which].pattern.tiles(runs[rank], np.concatenate(runs))
     ends = np.cumsum([int(run[:, 2].sum()) for run in runs])
     owners = np.searchsorted(ends, tiles.k.slot, side="right")
     due = np.zeros(plan.ring_size, dtype=np.int64)

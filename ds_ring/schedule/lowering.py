@@ -31,7 +31,7 @@ from collections.abc import Iterable
 
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots
 from ds_ring.schedule.head_chunks import MANY_CHUNKS, head_chunks, query_heads_of
-from ds_ring.schedule.rank_plan import LanePlan, Visit, WalkPlan
+from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -50,7 +50,7 @@ from ds_ring.schedule.steps import (
 
 
 def lower_pass(
-    classes: Iterable[WalkPlan], group: int, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1
+    classes: Iterable[HeadClassPlan], group: int, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1
 ) -> Schedule:
     """Return the schedule of one rank.
 
@@ -75,21 +75,27 @@ def lower_pass(
     )
 
 
-def lower_class(plan: WalkPlan, backward: bool) -> ChunkSteps:
+def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     """Return the steps of any head chunk of a class; made once for each pass and kept with the plan."""
     if backward not in plan.lowered:
         plan.lowered[backward] = _lowered(plan, backward)
     return plan.lowered[backward]
 
 
-def _lowered(plan: WalkPlan, backward: bool) -> ChunkSteps:
-    own = plan.lanes[0].visit(0)
+def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
+    own = plan.directions[0].at(0)
     assert own is not None, "a rank always has its own shard"
     valid = count_slots(own.held)
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
-    directions = [_Direction(lane, buffers, backward) for lane in plan.lanes]
-    rounds, arrived = [], []
-    for hop in range(max(lane.backward_batches if backward else lane.hops for lane in plan.lanes)):
+    directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
+    rounds: list[Round] = []
+    arrived: list[Accumulate | Free] = []
+    for hop in range(
+        max(
+            direction.backward_batches if backward else direction.forward_batches
+            for direction in plan.directions
+        )
+    ):
         posted = [step for direction in directions for step in direction.post(hop)]
         # the own shard is computed once, whichever way it leaves
         computing = directions if hop else directions[:1]
@@ -110,7 +116,7 @@ class _Direction:
         backward: gradients follow the keys.
     """
 
-    def __init__(self, plan: LanePlan, buffers: list[Buffer], backward: bool) -> None:
+    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward
         self.keys = SHARD  # the buffer of the present keys
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that what is in it depends on
@@ -126,12 +132,12 @@ class _Direction:
         The order (keys handed on, keys sent directly, gradients to the next rank, gradients returned) is
         the same on both sides of every connection.
         """
-        here, coming = self.plan.visit(hop), self.plan.visit(hop + 1)
+        here, coming = self.plan.at(hop), self.plan.at(hop + 1)
         steps: list[Send | Recv] = []
         if here is not None and len(here.forward):
             steps.append(self._send(self.keys, here, here.goes_to, here.forward))
-        own = self.plan.visit(0)
-        for direct in self.plan.departures:
+        own = self.plan.at(0)
+        for direct in self.plan.direct_sends:
             if direct.hop == hop + 1 and own is not None:
                 steps.append(self._send(SHARD, own, direct.receiver, direct.slots))
         if coming is not None:
@@ -144,7 +150,7 @@ class _Direction:
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
         """Return the messages of what the hop before found, and of what belongs to this hop's keys."""
-        done, here = self.plan.visit(hop - 1), self.plan.visit(hop)
+        done, here = self.plan.at(hop - 1), self.plan.at(hop)
         steps: list[Send | Recv] = []
         leaving = done if done is not None and done.hop > 0 else None
         if leaving is not None and len(leaving.forward):
@@ -159,7 +165,7 @@ class _Direction:
             if len(leaving.ends_here):
                 steps.append(self._send(found, leaving, leaving.origin, leaving.ends_here))
             self.leaving.append(found)
-        for back in self.plan.homecomings:
+        for back in self.plan.gradient_returns:
             if back.hop == hop - 1:
                 buffer = self._new(Payload.GRADIENTS, back.slots)
                 self.returns.append((buffer, back.slots))
@@ -168,7 +174,7 @@ class _Direction:
 
     def compute(self, hop: int) -> list[Compute]:
         """Return what is computed at a hop: nothing, or one step."""
-        here = self.plan.visit(hop)
+        here = self.plan.at(hop)
         if here is None:
             return []
         gradients = None
@@ -211,13 +217,13 @@ class _Direction:
         """Return what frees the present keys; the own shard is the caller's."""
         return [] if self.keys == SHARD else [Free(self.keys)]
 
-    def _send(self, buffer: int, visit: Visit, peer: int, slots: SlotRanges) -> Send:
-        """Return the step that sends some slots of a visit's shard; at hop 0 they lie in place."""
-        part = slots if visit.hop == 0 else visit.in_payload(slots)
+    def _send(self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges) -> Send:
+        """Return the step that sends some slots of a hop's shard; at hop 0 they lie in place."""
+        part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
         payload = self.buffers[buffer].payload
         packed = self._new(payload, slots)
         self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, visit.origin, slots, packed, self.came[buffer])
+        return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer])
 
     def _new(self, payload: Payload, slots: SlotRanges) -> int:
         self.buffers.append(Buffer(payload, count_slots(slots)))
@@ -225,6 +231,6 @@ class _Direction:
 
     @property
     def _ring_rank(self) -> int:
-        own = self.plan.visit(0)
+        own = self.plan.at(0)
         assert own is not None
         return own.origin

@@ -1,7 +1,7 @@
 """Replicated queries: what one rank computes when every rank has all queries and keys stay where they are.
 
 Owns the positions of such queries, as runs, and the tiles between them and one rank's own shard. There are no
-hops and no payloads, so there is no plan to walk: one table of tiles for each class of heads is all.
+hops and no payloads, so there is no plan to head_class: one table of tiles for each class of heads is all.
 """
 
 from __future__ import annotations

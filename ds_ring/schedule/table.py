@@ -31,7 +31,7 @@ def format_schedule(schedule: Schedule) -> str:
     K2[512] are 512 keys and values of rank 2's shard, G2[512] their gradients, b3 is a buffer of the head
     chunk. Copies that a send makes where its tokens do not lie side by side are left out.
     """
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for batch in schedule.batches():
         for index, steps in batch.rounds:
             chunk = schedule.chunks[index]

@@ -28,7 +28,7 @@ class _End(NamedTuple):
 
     rank: int
     batch: int
-    index: int
+    chunk_number: int
     chunk: HeadChunk
     step: Send | Recv
 
@@ -50,7 +50,7 @@ def validate_plan(plan: Plan, *, head_bytes: int = 0, chunk_bytes: int = 1) -> N
     ranks = [plan.rank(rank) for rank in range(plan.ring_size)]
     for backward in (False, True):
         sizes = {"head_bytes": head_bytes, "chunk_bytes": chunk_bytes}
-        schedules = [lower_pass(rank.walks, plan.group, backward=backward, **sizes) for rank in ranks]
+        schedules = [lower_pass(rank.classes, plan.group, backward=backward, **sizes) for rank in ranks]
         validate_schedules(schedules, plan)
 
 
@@ -188,10 +188,10 @@ class _Ring:
         else:
             queue.append(message := _Flying())
         if isinstance(step, Send):
-            message.send, message.content = end, rank.send(end.index, step)
+            message.send, message.content = end, rank.send(end.chunk_number, step)
         else:
             message.receive = end
-            rank.receive(end.index, step)
+            rank.receive(end.chunk_number, step)
         self.posted[end.rank].append(message)
         return message.is_complete
 
@@ -201,7 +201,7 @@ class _Ring:
             end = message.receive
             if end is not None and end.rank == rank.rank:
                 assert isinstance(end.step, Recv) and message.content is not None
-                rank.arrived(end.index, end.step, message.content)
+                rank.arrived(end.chunk_number, end.step, message.content)
         self.posted[rank.rank] = []
 
     def _refuse_circle(self, rank: int) -> NoReturn:

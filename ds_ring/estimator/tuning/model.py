@@ -88,7 +88,7 @@ class Model:
         bytes_per_s = links.bytes_per_s if links is not None else math.inf
         lines = []
         for backward in (False, True):
-            schedule = shape.schedule(plan.rank(rank).walks, backward)
+            schedule = shape.schedule(plan.rank(rank).classes, backward)
 
             def executed(tiles: Tiles, backward: bool = backward) -> int:
                 return _executed_pairs(tiles, choice, request, backward)

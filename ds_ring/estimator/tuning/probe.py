@@ -134,7 +134,7 @@ class Probe:
             lambda: ring_attention_backward_op(grad, q, k, v, out, lse, context.handle), rounds
         )
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
-        tiles = build_plan(Causal(), layout).rank(0).walks[0].visits[0].tiles
+        tiles = build_plan(Causal(), layout).rank(0).classes[0].hops[0].tiles
         kernel, unit = kernel_of(choice, self.request), self.heads * self.request.head_dim
         forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
         backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)

@@ -14,7 +14,7 @@ DESIGN = Path(__file__).resolve().parents[3] / "ds_ring" / "DESIGN.md"
 def printed(backward: bool, chunk: bool = False) -> str:
     """Rank 1 of a causal ring of four."""
     plan = build_plan(Causal(), make_layout("zigzag", tokens=4096, ring_size=4), query_heads=2, kv_heads=2)
-    return format_schedule(lower_pass(plan.rank(1).walks, 1, backward=backward, head_bytes=int(chunk)))
+    return format_schedule(lower_pass(plan.rank(1).classes, 1, backward=backward, head_bytes=int(chunk)))
 
 
 def test_the_design_shows_what_is_printed() -> None:
@@ -34,5 +34,5 @@ def test_parts_that_are_put_together_are_shown() -> None:
     """Where a rank reads more than its neighbour does, the rest comes from the owner itself."""
     pattern = Dilated((64, 256), (1, 4), causal=True)
     plan = build_plan(pattern, make_layout("zigzag", tokens=256, ring_size=8))
-    texts = [format_schedule(lower_pass(plan.rank(rank).walks, 1, backward=False)) for rank in range(8)]
+    texts = [format_schedule(lower_pass(plan.rank(rank).classes, 1, backward=False)) for rank in range(8)]
     assert any("b7 = b5" in text or " = b" in text for text in texts)

@@ -12,8 +12,9 @@ import pytest
 
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
+from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.rank_plan import Lane
+from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Compute, Free, Payload, Recv, Round, Send, Step
 from ds_ring.schedule.validate import validate_plan, validate_schedules
 from tests.cases import LAYOUTS, PATTERNS, layout_for
@@ -26,7 +27,7 @@ ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable, ring_size: int) -> None:
+def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable[[int], Pattern], ring_size: int) -> None:
     tokens = 8 * ring_size + 5
     pattern = pattern_of(tokens)
     for name in LAYOUTS:
@@ -40,8 +41,8 @@ def test_head_chunks_and_two_directions_are_accepted(pattern_name: str, layout_n
     pattern = PATTERNS[pattern_name](83)
     layout = layout_for(layout_name, pattern, tokens=83, ring_size=4)
     for prune in (True, False):
-        for lanes in (None, (Lane(-1, 3),), (Lane(1, 2), Lane(-1, 1))):
-            plan = build_plan(pattern, layout, query_heads=8, kv_heads=4, prune=prune, lanes=lanes)
+        for directions in (None, (Direction(-1, 3),), (Direction(1, 2), Direction(-1, 1))):
+            plan = build_plan(pattern, layout, query_heads=8, kv_heads=4, prune=prune, directions=directions)
             validate_plan(plan, **ALL_APART)
 
 
@@ -80,9 +81,9 @@ class Seeded:
 
     def __init__(self, backward: bool, ring_size: int = 4) -> None:
         layout = make_layout("contiguous", tokens=64, ring_size=ring_size)
-        self.plan = build_plan(Full(), layout, lanes=(Lane(1, ring_size - 1),))
+        self.plan = build_plan(Full(), layout, directions=(Direction(1, ring_size - 1),))
         ranks = [self.plan.rank(rank) for rank in range(ring_size)]
-        self.schedules = [lower_pass(rank.walks, 1, backward=backward) for rank in ranks]
+        self.schedules = [lower_pass(rank.classes, 1, backward=backward) for rank in ranks]
 
     def rounds(self, rank: int) -> tuple[Round, ...]:
         return self.schedules[rank].chunks[0].steps.rounds
@@ -91,10 +92,10 @@ class Seeded:
         """The first step of a kind in a batch."""
         return next(step for step in self.rounds(rank)[batch].steps if isinstance(step, kind))
 
-    def edit(self, rank: int, batch: int, change: Callable[[list], Iterable]) -> None:
+    def edit(self, rank: int, batch: int, change: Callable[[list[Any]], Iterable[Any]]) -> None:
         """Change the steps of one batch; each goes to its place by its kind."""
         steps = list(change(list(self.rounds(rank)[batch].steps)))
-        sorted_ = [tuple(s for s in steps if isinstance(s, kinds)) for kinds in PLACES]
+        sorted_: list[Any] = [tuple(s for s in steps if isinstance(s, kinds)) for kinds in PLACES]
         rounds = list(self.rounds(rank))
         rounds[batch] = Round(*sorted_)
         chunk = self.schedules[rank].chunks[0]
@@ -193,7 +194,8 @@ def deadlock() -> Seeded:
     for rank in (0, 1):
         receive = seeded.find(Recv, rank, 0)
         seeded.drop(receive, rank, 0)
-        seeded.edit(rank, 1, lambda steps, late=receive: [late, *(s for s in steps if isinstance(s, Free))])
+        seeded.drop(seeded.find(Compute, rank, 1), rank, 1)
+        seeded.insert(receive, rank, 1)
     return seeded
 
 
