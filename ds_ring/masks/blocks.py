@@ -13,7 +13,7 @@ from ds_ring.masks.tiles import Kind, Tiles, repeat_rows
 
 
 def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
-    """The non-empty blocks of a table of tiles, each once.
+    """Return the non-empty blocks of a table of tiles, each once.
 
     Args:
         tiles: of one hop and one member.
@@ -36,7 +36,7 @@ def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
 
 
 def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Every tile cut along its queries at block borders: tile, query block, first and last key index seen."""
+    """Cut every tile along its queries at block borders: tile, query block, first and last key index seen."""
     q = tiles.q
     last_slot = q.slot + (q.length - 1) * q.slot_step
     dense = q.slot_step <= block

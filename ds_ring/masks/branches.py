@@ -49,12 +49,12 @@ class Branch:
 
     @property
     def labels_of(self) -> tuple[tuple[Primitive, Primitive], ...]:
-        """The primitives of both sides that are compared."""
+        """Return the primitives of both sides that are compared."""
         return tuple(zip(self.queries.primitives, self.keys.primitives, strict=True))
 
     @property
     def distance(self) -> tuple[int, int]:
-        """Least and most distance that the band and the ranges leave."""
+        """Return least and most distance that the band and the ranges leave."""
         least, most = self.least, self.most
         if self.keys.end < UNBOUNDED:
             least = max(least, self.queries.first - self.keys.end + 1)
@@ -64,13 +64,13 @@ class Branch:
 
     @property
     def is_empty(self) -> bool:
-        """True if ranges and band leave no pair."""
+        """Return whether ranges and band leave no pair."""
         least, most = self.distance
         return least > most or self.queries.first >= self.queries.end or self.keys.first >= self.keys.end
 
     @property
     def is_causal(self) -> bool:
-        """True if no query sees a key after itself."""
+        """Return whether no query sees a key after itself."""
         return self.distance[0] >= 0 or any(mask.is_causal for mask in self.masks)
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
@@ -125,7 +125,7 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
 
 
 def _bounds(branches: tuple[Branch, ...]) -> IntArray:
-    """First and end of queries and keys, least and most, of every branch; int64 [6, n]."""
+    """Return first and end of queries and keys, least and most, of every branch; int64 [6, n]."""
     rows = [(b.queries.first, b.queries.end, b.keys.first, b.keys.end, b.least, b.most) for b in branches]
     return np.array(rows, dtype=np.int64).reshape(len(branches), 6).T
 
@@ -163,7 +163,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
 
 
 def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
-    """True if ranges and band alone say which pairs of `whole` are in `taken`."""
+    """Return whether ranges and band alone say which pairs of `whole` are in `taken`."""
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
 
 

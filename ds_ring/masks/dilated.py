@@ -70,7 +70,7 @@ class Dilated(Pattern):
         return tuple(alike(Residue(w, r, o), least) for w, r, o in numbers)
 
     def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
-        """o(h, i) of every branch."""
+        """Return o(h, i) of every branch."""
         if self.head_offsets == "zero":
             return (0,) * len(self.dilation_rates)
         if self.head_offsets == "torchscale":
@@ -80,7 +80,7 @@ class Dilated(Pattern):
 
 
 def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
-    """The numbers of a list.
+    """Return the numbers of a list.
 
     Raises:
         RingPatternError: no list, an empty one, or one of anything but positive integers.

@@ -54,7 +54,7 @@ class Documents(Pattern):
 
     @cached_property
     def _table(self) -> Table:
-        """Kept, since what it derives from the ids is kept with it."""
+        """Keep the table, since what it derives from the ids is kept with it."""
         return Table(self.starts, self.ids, self.tokens)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:

@@ -75,7 +75,7 @@ def _by_band(branches: Iterable[Branch]) -> dict[Band, list[Branch]]:
 
 
 def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> list[Tiles]:
-    """The rectangles of branches with one band, which is not yet cut."""
+    """Return the rectangles of branches with one band, which is not yet cut."""
     alternatives: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
     for branch in branches:
         ranges = tuple(Partition(side.first, side.end) for side in (branch.queries, branch.keys))
@@ -93,7 +93,7 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
 
 
 def _within(tiles: Tiles, queries: Partition, keys: Partition) -> Tiles:
-    """The part of every rectangle in a range of positions on either side."""
+    """Return the part of every rectangle in a range of positions on either side."""
     if queries == ALL and keys == ALL:
         return tiles
     q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
@@ -111,7 +111,7 @@ def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
 
 
 def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
-    """The rectangles of a sum of alternatives."""
+    """Return the rectangles of a sum of alternatives."""
     residues = [queries for queries, keys in factor if isinstance(queries, Residue) and queries == keys]
     if len(residues) == len(factor) and not plain:
         return Tiles.concat(
@@ -138,7 +138,7 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
 
 
 def _matches(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray]:
-    """Indices of all pairs of equal numbers, in the order of `ours`."""
+    """Return indices of all pairs of equal numbers, in the order of `ours`."""
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
     first = np.searchsorted(ordered, ours, side="left")

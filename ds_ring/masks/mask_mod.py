@@ -15,15 +15,8 @@ from torch import Tensor
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.branches import Branch
-from ds_ring.masks.mask_trace import (
-    MaskFacts,
-    captured_values,
-    evaluate,
-    evaluate_pairs,
-    name_of,
-    refusal,
-    trace_mask,
-)
+from ds_ring.masks.mask_graph import name_of, refusal
+from ds_ring.masks.mask_trace import MaskFacts, captured_values, evaluate, evaluate_pairs, trace_mask
 from ds_ring.masks.pair_mask import MaskFunction
 from ds_ring.masks.pattern import Head, Pattern
 from ds_ring.masks.slot_ranges import IntArray
@@ -77,7 +70,7 @@ class MaskMod(Pattern):
 
     @cached_property
     def facts(self) -> MaskFacts:
-        """What a trace says of the function; made when first asked for.
+        """Return what a trace says of the function; made when first asked for.
 
         Raises:
             RingPatternError: it is no mask.
@@ -89,7 +82,7 @@ class MaskMod(Pattern):
         return (Branch(masks=(AskedMask(self, (head.number,)),)),)
 
     def __str__(self) -> str:
-        """The function by name, with a digest of its code and of what it captured."""
+        """Return the function by name, with a digest of its code and of what it captured."""
         try:
             contents = f", contents {self.facts.contents}"
         except RingPatternError:

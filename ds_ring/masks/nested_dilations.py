@@ -78,7 +78,7 @@ def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> lis
 
 
 def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
-    """Nested branches; see [Note: smallest segment]."""
+    """Refine by nested branches; see [Note: smallest segment]."""
     classes, parts = tuple((r.offset, r.rate) for r in residues), []
     for index, length in enumerate(r.length for r in residues):
         inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
@@ -94,7 +94,7 @@ def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Til
 
 
 def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
-    """Pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
+    """Return pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
     parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
     for index, (small, large) in enumerate(itertools.pairwise(lengths)):
         for part in _between_segments(tiles, small, large, causal):
@@ -103,7 +103,7 @@ def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
 
 
 def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
-    """One branch by itself, segment by segment: the general case."""
+    """Refine by one branch alone, segment by segment: the general case."""
     if branch.offset >= branch.length:
         return []
     inside = _same_segment(tiles, branch.length)
@@ -112,7 +112,7 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
 
 
 def _on(tiles: Tiles, share: Share) -> Tiles:
-    """The rectangles restricted to the queries and keys of a share."""
+    """Return the rectangles restricted to the queries and keys of a share."""
     parts = [
         tiles.sides(tiles.q.residue(*queries), tiles.k.residue(*keys))
         for queries in share.queries
@@ -122,7 +122,7 @@ def _on(tiles: Tiles, share: Share) -> Tiles:
 
 
 def _same_segment(tiles: Tiles, length: int) -> Tiles:
-    """The part of every rectangle whose two sides lie in one segment."""
+    """Return the part of every rectangle whose two sides lie in one segment."""
     first = np.maximum(tiles.q.position, tiles.k.position) // length
     last = np.minimum(tiles.q.last_position, tiles.k.last_position) // length
     row, which = repeat_rows(np.maximum(last - first + 1, 0))
@@ -132,7 +132,7 @@ def _same_segment(tiles: Tiles, length: int) -> Tiles:
 
 
 def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> list[Tiles]:
-    """The pairs that share a segment of length `large` but not of `small`, which divides it."""
+    """Return the pairs that share a segment of length `large` but not of `small`, which divides it."""
     low = np.maximum(tiles.q.position, tiles.k.position // large * large)
     high = np.minimum(tiles.q.last_position, (tiles.k.last_position // large + 1) * large - 1)
     first, last = low // small, high // small
@@ -148,7 +148,7 @@ def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> lis
 
 
 def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[int]]:
-    """The branches in groups, as few as a greedy walk finds, in which every length divides the next."""
+    """Group branches greedily so that in each group every length divides the next."""
     chains: list[list[int]] = []
     for branch in branches:
         for chain in chains:
@@ -161,7 +161,7 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
 
 
 def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...]) -> bool:
-    """Every branch's segments are unions of those of the one before it, and its tokens a subset."""
+    """Return whether each branch has segments that are unions, and tokens a subset, of the one before."""
     return all(b % a == 0 for a, b in itertools.pairwise(lengths)) and all(
         b % a == 0 and y % a == x for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
     )
@@ -169,7 +169,7 @@ def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int
 
 @lru_cache(maxsize=256)
 def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...]:
-    """Which positions have which branches in common; see [Note: levels]."""
+    """Return which positions have which branches in common; see [Note: levels]."""
     if math.lcm(*rates) <= MOST_RESIDUES:
         return tuple(_residue_shares(rates, offsets))
     classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
@@ -198,7 +198,7 @@ def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Sh
 
 
 def _progressions(residues: list[int], period: int) -> tuple[Progression, ...]:
-    """A set of residues modulo `period` as few progressions, the coarsest first."""
+    """Return a set of residues modulo `period` as few progressions, the coarsest first."""
     left, found = set(residues), []
     for modulus in (d for d in range(1, period + 1) if period % d == 0):
         for residue in range(modulus):

@@ -63,7 +63,7 @@ class Primitive(ABC):
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """The length of sequence that it was made from; empty where it goes with any."""
+        """Return the length of sequence that it was made from; empty where it goes with any."""
         return ()
 
 
@@ -111,7 +111,7 @@ class Residue(Primitive):
         return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Where its segments begin; inside one segment, where its first token is."""
+        """Return where its segments begin; inside one segment, where its first token is."""
         if start // self.length != (start + length - 1) // self.length:
             return (start % self.length,)
         first = (self.offset - start % self.length) % self.rate
@@ -157,7 +157,7 @@ class Table(Primitive):
 
     @cached_property
     def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
-        """Start, end and label of every stretch; True if the label is the stretch's number for all."""
+        """Return start, end and label of every stretch; True if the label is the stretch's number for all."""
         starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
         # An id is named after its first stretch, so that labels ascend wherever no id comes back.
         _, first, number = np.unique(ids, return_index=True, return_inverse=True)
@@ -209,7 +209,7 @@ class Partition:
 
     @property
     def is_everywhere(self) -> bool:
-        """True if no position is out of range."""
+        """Return whether no position is out of range."""
         return self.first <= 0 and self.end >= UNBOUNDED
 
     def __and__(self, other: Partition) -> Partition:

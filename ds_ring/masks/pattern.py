@@ -44,33 +44,33 @@ class Pattern(ABC):
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
-        """The patterns that `&` put together; itself where there is nothing to take apart."""
+        """Return the patterns that `&` put together; itself where there is nothing to take apart."""
         return (self,)
 
     @cached_property
     def _of_one_head(self) -> tuple[Branch, ...]:
-        """The branches of head 0: for what is the same for all heads."""
+        """Return the branches of head 0: for what is the same for all heads."""
         return self.branches(Head())
 
     @cached_property
     def distance(self) -> tuple[int, int]:
-        """Least and most of (query position - key position) that may attend; +-UNBOUNDED where open."""
+        """Return least and most of (query position - key position) that attend; +-UNBOUNDED where open."""
         bounds = [branch.distance for branch in self._of_one_head]
         return min(least for least, _ in bounds), max(most for _, most in bounds)
 
     @cached_property
     def is_causal(self) -> bool:
-        """True if no query sees a key after itself."""
+        """Return whether no query sees a key after itself."""
         return all(branch.is_causal for branch in self._of_one_head)
 
     @property
     def masks(self) -> tuple[PairMask, ...]:
-        """The predicates of single pairs, which only a kernel can evaluate."""
+        """Return the predicates of single pairs, which only a kernel can evaluate."""
         return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """The lengths of sequence that it was made from; empty where it goes with any."""
+        """Return the lengths of sequence that it was made from; empty where it goes with any."""
         sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
         primitives = dict.fromkeys(primitive for side in sides for primitive in side.primitives)
         return tuple(tokens for primitive in primitives for tokens in primitive.known_tokens)
@@ -150,7 +150,7 @@ def _checked(other: object, operator: str) -> Pattern:
 
 
 def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
-    """Branches whose predicates are asked for the heads of all of `each`, in one go."""
+    """Return branches whose predicates are asked for the heads of all of `each`, in one go."""
     asked = list(branches)
     for index, branch in enumerate(branches):
         masks = (
@@ -179,7 +179,7 @@ class BoundPattern(Pattern):
 
     @cached_property
     def counts_twice(self) -> bool:
-        """True if some pair may have m > 1."""
+        """Return whether some pair may have m > 1."""
         return any(counts_twice(branches) for branches in self.members)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:

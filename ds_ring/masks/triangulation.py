@@ -98,7 +98,7 @@ def _drop_empty(
 
 
 def _cut_causal(tiles: Tiles, low: IntArray) -> list[Tiles]:
-    """j <= i - low with low <= 0 and no empty rows or columns."""
+    """Cut by j <= i - low with low <= 0 and no empty rows or columns."""
     nq, nk, left = tiles.q.length, tiles.k.length, -low
     side = nk - left
     return [
@@ -109,7 +109,7 @@ def _cut_causal(tiles: Tiles, low: IntArray) -> list[Tiles]:
 
 
 def _cut_inverse_causal(tiles: Tiles, high: IntArray) -> list[Tiles]:
-    """j >= i - high with high >= 0 and no empty rows or columns: `_cut_causal` turned by 180 degrees."""
+    """Cut by j >= i - high with high >= 0 and no empty rows or columns: `_cut_causal` turned around."""
     nq, nk = tiles.q.length, tiles.k.length
     side = nq - high
     return [
@@ -122,7 +122,7 @@ def _cut_inverse_causal(tiles: Tiles, high: IntArray) -> list[Tiles]:
 def _cut_bi_causal(
     tiles: Tiles, least: IntArray, most: IntArray, low: IntArray, high: IntArray
 ) -> list[Tiles]:
-    """Both bounds cut: parallelograms of the rows whose keys are all there, and what is left around them."""
+    """Cut by both bounds: parallelograms of rows whose keys are all there, and what is around them."""
     whole_first, whole_end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
     is_long = whole_end - whole_first > high - low
     parts = []
@@ -150,13 +150,13 @@ def _sub_rectangles(
     k_first: IntArray | int,
     k_length: IntArray | int,
 ) -> tuple[Tiles, IntArray]:
-    """`Tiles.take`, and which rows are left."""
+    """Return `Tiles.take`, and which rows are left."""
     q, k = tiles.q.take(q_first, q_length), tiles.k.take(k_first, k_length)
     return tiles.sides(q, k), (q.length > 0) & (k.length > 0)
 
 
 def _cut_strips(tiles: Tiles, least: IntArray, most: IntArray, low: IntArray, high: IntArray) -> list[Tiles]:
-    """Strips of rows as high as the band is wide, where one bound cuts each column block.
+    """Cut strips of rows as high as the band is wide, where one bound cuts each column block.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
     and columns from r - low on by the lower bound alone.

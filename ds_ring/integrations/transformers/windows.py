@@ -1,8 +1,8 @@
 """Compare windows and chunks of a model's configuration with the one pattern of a ring.
 
 Owns that rule and its one error, which names every way out. transformers' causal window counts the token
-itself, as "window" in the JSON does; its two-sided one does not. A chunk is no window: no pattern stands for
-it.
+itself, as "window" in the JSON does; its two-sided one does not. A chunk is no window. Models with
+chunks (Llama 4) have them in some layers only: no pattern of all layers stands for them, `Chunked` neither.
 """
 
 from __future__ import annotations
