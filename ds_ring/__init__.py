@@ -25,10 +25,15 @@ if TYPE_CHECKING:  # the same as the table below, for whoever reads without runn
         RingVerifyError,
     )
     from ds_ring.integrations.deepspeed.initialize import initialize
+    from ds_ring.masks.chunked import Chunked
+    from ds_ring.masks.dense import Causal, Full
     from ds_ring.masks.dilated import Dilated
     from ds_ring.masks.documents import Documents
     from ds_ring.masks.mask_mod import MaskMod
-    from ds_ring.masks.pattern import Causal, Full, SlidingWindow
+    from ds_ring.masks.prefix import PrefixLM
+    from ds_ring.masks.sinks import Sinks
+    from ds_ring.masks.slices import Slices
+    from ds_ring.masks.windows import DilatedWindow, SlidingWindow
     from ds_ring.module import RingAttention, ring_attention
     from ds_ring.runtime.mesh import RingMesh
     from ds_ring.runtime.shard import gather_sequence, shard_sequence
@@ -40,10 +45,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Causal",
+    "Chunked",
     "Dilated",
+    "DilatedWindow",
     "Documents",
     "Full",
     "MaskMod",
+    "PrefixLM",
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
@@ -60,6 +68,8 @@ __all__ = [
     "RingPeerError",
     "RingShapeError",
     "RingVerifyError",
+    "Sinks",
+    "Slices",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",
@@ -82,7 +92,12 @@ _MODULES = {
     "masks.dilated": ("Dilated",),
     "masks.documents": ("Documents",),
     "schedule.layout": ("make_layout",),
-    "masks.pattern": ("Causal", "Full", "SlidingWindow"),
+    "masks.chunked": ("Chunked",),
+    "masks.dense": ("Causal", "Full"),
+    "masks.prefix": ("PrefixLM",),
+    "masks.sinks": ("Sinks",),
+    "masks.slices": ("Slices",),
+    "masks.windows": ("DilatedWindow", "SlidingWindow"),
     "schedule.plan": ("build_plan",),
     "simulation.simulate": ("simulate",),
 }

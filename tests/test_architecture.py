@@ -73,15 +73,22 @@ MAY_IMPORT_A_WALK = {
 OUTSIDE = {"deepspeed": "integrations", "transformers": "integrations"}
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
-EVALUATES_MASK_FUNCTIONS = {"masks.mask_mod", "masks.mask_trace"}  # as FlexAttention does, with torch
+EVALUATES_MASK_FUNCTIONS = {
+    "masks.mask_graph",
+    "masks.mask_mod",
+    "masks.mask_trace",
+}  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 
 PUBLIC_NAMES = {
     "Causal",
+    "Chunked",
     "Dilated",
+    "DilatedWindow",
     "Documents",
     "Full",
     "MaskMod",
+    "PrefixLM",
     "RingAttention",
     "RingBufferError",
     "RingCheckpointError",
@@ -98,6 +105,8 @@ PUBLIC_NAMES = {
     "RingPeerError",
     "RingShapeError",
     "RingVerifyError",
+    "Sinks",
+    "Slices",
     "SlidingWindow",
     "build_plan",
     "gather_sequence",

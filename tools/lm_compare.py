@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ds_ring.integrations.deepspeed import comparison
 from ds_ring.integrations.deepspeed.comparison import Numbers
+from ds_ring.masks.dense import Causal
 from ds_ring.masks.documents import Documents
-from ds_ring.masks.pattern import Causal, Pattern
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.trace import MemoryPeak, measure_cpu_memory
 
 MIB = 2**20

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
+from ds_ring.errors import RingPatternError
 
 ONE_UP = "a whole number of at least 1"
 WORD = Takes("a word", "write one of these in double quotes")
@@ -16,6 +17,14 @@ MOST = 2**53  # positions are numbers of 64 bits, and their products must be
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 Flag = Annotated[bool, Takes("true or false", "write true or false, without quotes")]
 Window = Annotated[AtLeastOne | None, Takes(f"{ONE_UP}, or null", "use null for no window")]
+Beside = Annotated[AtLeastOne | None, Takes(f"{ONE_UP}, or null", "use null for none")]
+Step = Annotated[AtLeastOne, Takes(ONE_UP, "use 1 for every token")]
+_SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal" or "bi-causal"]'
+SliceList = Annotated[
+    tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
+    BeforeValidator(lambda value: None if value is None else _checked_slices(value)),
+    Takes(f"a list, each item {_SLICE}", "use null for no slices"),
+]
 Branches = Annotated[
     tuple[AtLeastOne, ...] | None,
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
@@ -30,6 +39,24 @@ class PatternConfig(Section):
     causal: Flag = Field(default=True, description="a query sees no later key")
     window: Window = Field(
         default=None, description="sliding window in tokens; two-sided where causal is false"
+    )
+    window_dilation: Step = Field(
+        default=1, description="the window keeps every n-th token only, and reaches n times as far"
+    )
+    sinks: Beside = Field(
+        default=None, description="the first n tokens are seen by all after them, beside the window"
+    )
+    chunk: Beside = Field(
+        default=None, description="tokens see their own chunk of n tokens only, as in Llama 4"
+    )
+    prefix: Beside = Field(
+        default=None, description="the first n tokens see one another both ways; all others are causal"
+    )
+    slices: SliceList = Field(
+        default=None,
+        description="MagiAttention's slices, ends excluded, none overlapping: of queries x keys all (full),"
+        " up to the lower right corner's diagonal (causal), from the upper left corner's on (inverse-causal),"
+        " or between the two (bi-causal)",
     )
     segment_lengths: Branches = Field(
         default=None, description="LongNet's w_i in tokens, one for each dilated branch; null: not dilated"
@@ -57,6 +84,36 @@ class PatternConfig(Section):
                 got = f"{before} followed by {after} in {shown(values)}"
                 raise Refused(sentence(BRANCHES.what, got, "sort the branches, none twice"))
         return values
+
+    @field_validator("window_dilation", "sinks")
+    @classmethod
+    def _of_a_window(cls, value: int | None, info: ValidationInfo) -> int | None:
+        default = cls.model_fields[str(info.field_name)].default
+        if value != default and info.data.get("window", ()) is None:
+            raise Refused(without_effect(shown(value), "window null", "sees all tokens already"))
+        return value
+
+    @field_validator("prefix")
+    @classmethod
+    def _of_a_causal_whole(cls, prefix: int | None, info: ValidationInfo) -> int | None:
+        if prefix is None:
+            return None
+        if info.data.get("causal") is False:
+            raise Refused(without_effect(shown(prefix), "causal false", "hides no later token"))
+        for other in ("window", "chunk"):
+            if info.data.get(other) is not None:
+                raise Refused(without_effect(shown(prefix), other, "hides later tokens all the same"))
+        return prefix
+
+    @field_validator("segment_lengths")
+    @classmethod
+    def _not_beside_a_prefix(
+        cls, segments: tuple[int, ...] | None, info: ValidationInfo
+    ) -> tuple[int, ...] | None:
+        if segments is not None and info.data.get("prefix") is not None:
+            advice = "set one of the two to null: dilated attention hides later tokens in the prefix, too"
+            raise Refused(sentence("null beside prefix", shown(segments), advice))
+        return segments
 
     @field_validator("head_offsets")
     @classmethod
@@ -86,3 +143,13 @@ class PatternConfig(Section):
 def without_effect(got: str, beside: str, why: str) -> str:
     """Format the sentence for a value that nothing would read."""
     return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
+
+
+def _checked_slices(value: Any) -> Any:
+    """Return the slices as nested tuples; Refused with what the pattern says of them."""
+    from ds_ring.masks.slices import Slices  # numpy: only where there are some
+
+    try:
+        return Slices(value).slices
+    except RingPatternError as error:
+        raise Refused(str(error).removeprefix("Slices: ")) from None

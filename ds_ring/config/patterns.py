@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING
 
+from ds_ring.masks.chunked import Chunked
+from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.pattern import Causal, Full, Pattern, SlidingWindow
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.prefix import PrefixLM
+from ds_ring.masks.sinks import Sinks
+from ds_ring.masks.slices import Slices
+from ds_ring.masks.windows import DilatedWindow, SlidingWindow
 
 if TYPE_CHECKING:
+    from ds_ring.config.pattern_section import PatternConfig
     from ds_ring.config.section import RingConfig
 
 
@@ -21,10 +30,20 @@ def pattern_from_config(config: RingConfig) -> Pattern:
         lengths, rates = tuple(section.segment_lengths), tuple(section.dilation_rates)
         parts.append(Dilated(lengths, rates, section.causal, section.head_offsets))
     if section.window is not None:
-        parts.append(SlidingWindow(section.window, section.causal))
-    if not parts:
-        return Causal() if section.causal else Full()
-    pattern = parts[0]
-    for part in parts[1:]:
-        pattern = pattern & part
-    return pattern
+        parts.append(_window(section, section.window))
+    if section.chunk is not None:
+        parts.append(Chunked(section.chunk, section.causal))
+    if section.prefix is not None:
+        parts.append(PrefixLM(section.prefix))
+    if section.slices is not None:
+        # the kinds of slices say what is causal; beside "causal": true they may only hide more
+        parts += [Slices(section.slices), *([Causal()] if section.causal and not parts else [])]
+    return reduce(and_, parts) if parts else Causal() if section.causal else Full()
+
+
+def _window(section: PatternConfig, window: int) -> Pattern:
+    """The sliding window, dilated or not, with the sinks that are seen beside it."""
+    near: Pattern = SlidingWindow(window, section.causal)
+    if section.window_dilation > 1:
+        near = DilatedWindow(window, section.window_dilation, section.causal)
+    return near if section.sinks is None else near | Sinks(section.sinks, section.causal)

@@ -81,7 +81,7 @@ def executed_pairs(tiles: Tiles) -> int:
     q, k = tiles.q.length, tiles.k.length
     corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
     edged = (tiles.kind != Kind.FULL) & (tiles.kind != Kind.PARTIAL)
-    whole = tiles.pairs + np.where(edged, corner * np.where(tiles.kind == Kind.BAND, 2, 1), 0)
+    whole = tiles.pairs + np.where(edged, corner * np.where(tiles.kind == Kind.BI_CAUSAL, 2, 1), 0)
     return int(np.minimum(whole, q * k).sum())
 
 

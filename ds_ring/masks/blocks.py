@@ -13,7 +13,7 @@ from ds_ring.masks.tiles import Kind, Tiles, repeat_rows
 
 
 def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
-    """The non-empty blocks of a table of tiles, each once.
+    """Return the non-empty blocks of a table of tiles, each once.
 
     Args:
         tiles: of one hop and one member.
@@ -36,7 +36,7 @@ def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
 
 
 def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Every tile cut along its queries at block borders: tile, query block, first and last key index seen."""
+    """Cut every tile along its queries at block borders: tile, query block, first and last key index seen."""
     q = tiles.q
     last_slot = q.slot + (q.length - 1) * q.slot_step
     dense = q.slot_step <= block
@@ -48,7 +48,7 @@ def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArra
     first = np.maximum(-((q.slot[row] - q_block * block) // q.slot_step[row]), 0)
     last = np.minimum(((q_block + 1) * block - 1 - q.slot[row]) // q.slot_step[row], q.length[row] - 1)
     k_last = np.where(tiles.kind[row] == Kind.CAUSAL, last, tiles.k.length[row] - 1)
-    is_band = tiles.kind[row] == Kind.BAND
+    is_band = tiles.kind[row] == Kind.BI_CAUSAL
     k_last = np.where(is_band, last + (tiles.k.length - q.length)[row], k_last)
-    k_first = np.where(is_band | (tiles.kind[row] == Kind.ANTICAUSAL), first, 0)
+    k_first = np.where(is_band | (tiles.kind[row] == Kind.INVERSE_CAUSAL), first, 0)
     return row, q_block, k_first, k_last

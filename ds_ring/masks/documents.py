@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown
-from ds_ring.masks.mask_rule import NO_CLASS
-from ds_ring.masks.pattern import IntArray, Pattern
-from ds_ring.masks.tiles import Tiles, repeat_rows
+from ds_ring.masks.branches import Branch, alike
+from ds_ring.masks.partitions import Table
+from ds_ring.masks.pattern import Head, IntArray, Pattern
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,16 @@ class Documents(Pattern):
         object.__setattr__(self, "tokens", len(values))
 
     @cached_property
-    def _stretches(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Start, end, first row in the join and number of rows in it, of every stretch."""
-        starts = np.array(self.starts, dtype=np.int64)
-        ids = np.array(self.ids, dtype=np.int64)
-        order = np.argsort(ids, kind="stable")
-        first = np.searchsorted(ids[order], ids, side="left")
-        count = np.where(ids < 0, 0, np.searchsorted(ids[order], ids, side="right") - first)
-        return starts, order, first, count
+    def _table(self) -> Table:
+        """Keep the table, since what it derives from the ids is kept with it."""
+        return Table(self.starts, self.ids, self.tokens)
 
-    @property
-    def known_tokens(self) -> tuple[int, ...]:
-        return (self.tokens,)
-
-    def refine(self, tiles: Tiles) -> Tiles:
-        starts, order, first, count = self._stretches
-        ends = np.append(starts[1:], self.tokens)
-        low = np.searchsorted(starts, tiles.q.position, side="right") - 1
-        high = np.searchsorted(starts, tiles.q.last_position, side="right") - 1
-        row, which = repeat_rows(high - low + 1)
-        stretch = low[row] + which
-        tiles = tiles.rows(row)
-        tiles, stretch = _keep(tiles, tiles.q.between(starts[stretch], ends[stretch]), stretch)
-        row, which = repeat_rows(count[stretch])
-        partner = order[first[stretch[row]] + which]
-        tiles = tiles.rows(row)
-        return tiles.sides(tiles.q, tiles.k.between(starts[partner], ends[partner]))
-
-    def labels(self, positions: IntArray) -> IntArray:
-        ids = np.array(self.ids, dtype=np.int64)
-        numbers = np.where(ids < 0, NO_CLASS, np.unique(ids, return_inverse=True)[1])
-        return numbers[np.searchsorted(self.starts, positions, side="right") - 1][None, None]
-
-    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        per_token = np.repeat(self.ids, np.diff(np.append(self.starts, self.tokens)))
-        q_id, k_id = (per_token[np.maximum(x, 0)] for x in (q, k))
-        return ((q_id == k_id) & (q_id >= 0)).astype(np.int64)
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (alike(self._table),)
 
     def __str__(self) -> str:
         digest = hash((self.starts, self.ids))
         return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
-
-
-def _keep(tiles: Tiles, q: Any, stretch: IntArray) -> tuple[Tiles, IntArray]:
-    keep = q.length > 0
-    return tiles.sides(q, tiles.k), stretch[keep]
 
 
 def _one_sequence(values: Any) -> IntArray:

@@ -20,14 +20,14 @@ class Weights:
 
     @property
     def period(self) -> int:
-        """Positions that differ by this are alike."""
+        """Return the distance at which positions are alike."""
         return self.classes[-1][1]
 
     def __call__(self, q: Any, k: Any) -> Any:
-        """m, broadcast over query and key positions (arrays or tensors of int64)."""
+        """Return m, broadcast over query and key positions (arrays or tensors of int64)."""
         return sum(((q % m == r) & (k % m == r)) * 1 for r, m in self.classes)
 
     def varies(self, position_step: IntArray, length: IntArray) -> IntArray:
-        """True where a progression of positions has members of different classes (or might have)."""
+        """Return where a progression of positions has members of different classes (or might have)."""
         varies: IntArray = (position_step % self.period != 0) & (length > 1)
         return varies

@@ -1,13 +1,12 @@
 """`MaskMod`: a FlexAttention mask function as a pattern. Owns its checks, and nothing of tiles or blocks.
 
-Not in `schedule/`, where all other patterns are: what a function shows is evaluated with tensors.
+The other patterns are labels and bands, in numpy; what a function shows is evaluated with tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +14,12 @@ from torch import Tensor
 
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError, shown
-from ds_ring.masks.mask_rule import MaskFunction, PairMask
-from ds_ring.masks.mask_trace import (
-    MaskFacts,
-    captured_values,
-    evaluate,
-    evaluate_pairs,
-    name_of,
-    refusal,
-    trace_mask,
-)
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.mask_graph import name_of, refusal
+from ds_ring.masks.mask_trace import MaskFacts, captured_values, evaluate, evaluate_pairs, trace_mask
+from ds_ring.masks.pair_mask import MaskFunction
+from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.slot_ranges import IntArray
 
 _SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
 
@@ -76,7 +70,7 @@ class MaskMod(Pattern):
 
     @cached_property
     def facts(self) -> MaskFacts:
-        """What a trace says of the function; made when first asked for.
+        """Return what a trace says of the function; made when first asked for.
 
         Raises:
             RingPatternError: it is no mask.
@@ -84,42 +78,11 @@ class MaskMod(Pattern):
         self.__dict__["_captured"] = list(captured_values(self.function))
         return trace_mask(self.function)
 
-    @property
-    def is_causal(self) -> bool:
-        return self.is_known_causal
-
-    @property
-    def masks(self) -> tuple[PairMask, ...]:
-        assert not self.facts.by_head, "a mask that depends on heads: bind it first"
-        return (AskedMask(self),)
-
-    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
-        return BoundMaskMod(self, heads) if self.facts.by_head else self
-
-    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        facts = self.facts
-        if facts.tensors_changed() or self.__dict__["_captured"] != list(captured_values(self.function)):
-            raise RingPatternError(
-                f"MaskMod {name_of(self.function)}: expected what it captured to stay as it was at its first"
-                " use, got other values; make a new MaskMod for a new mask"
-            )
-        key = (tokens, samples, query_heads, device)
-        if key not in self._tried:
-            some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
-            evaluate(self.function, facts, samples, tuple(range(query_heads)), some, some)
-            self._tried.add(key)
-
-    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        if self.facts.by_batch:
-            raise refusal(self.function, "a mask that is the same for all samples here", "one that is not")
-        shape = np.broadcast_shapes(q.shape, k.shape)
-        flat = [torch.from_numpy(np.maximum(np.broadcast_to(x, shape), 0).reshape(-1)) for x in (q, k)]
-        if not flat[0].numel():
-            return np.zeros(shape, dtype=np.int64)
-        return evaluate_pairs(self.function, head, *flat).numpy().reshape(shape).astype(np.int64)
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(masks=(AskedMask(self, (head.number,)),)),)
 
     def __str__(self) -> str:
-        """The function by name, with a digest of its code and of what it captured."""
+        """Return the function by name, with a digest of its code and of what it captured."""
         try:
             contents = f", contents {self.facts.contents}"
         except RingPatternError:
@@ -128,32 +91,8 @@ class MaskMod(Pattern):
 
 
 @dataclass(frozen=True)
-class BoundMaskMod(Pattern):
-    """A mask that depends on heads, for those that share a K/V head.
-
-    Attributes:
-        whole: the pattern of all heads.
-        heads: their numbers among all query heads.
-    """
-
-    whole: MaskMod
-    heads: tuple[int, ...]
-
-    @property
-    def is_causal(self) -> bool:
-        return self.whole.is_causal
-
-    @property
-    def masks(self) -> tuple[PairMask, ...]:
-        return (AskedMask(self.whole, self.heads),)
-
-    def __str__(self) -> str:
-        return f"{self.whole} of heads {list(self.heads)}"
-
-
-@dataclass(frozen=True)
 class AskedMask:
-    """The `PairMask` of a function: see `masks/mask_rule.py`.
+    """The `PairMask` of a function: see `masks/pair_mask.py`.
 
     Attributes:
         whole: the pattern.
@@ -169,3 +108,40 @@ class AskedMask:
 
     def __call__(self, samples: int, q: Tensor, k: Tensor) -> Tensor:
         return evaluate(self.whole.function, self.whole.facts, samples, self.heads, q, k)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.whole.is_known_causal
+
+    def for_heads(self, heads: tuple[int, ...]) -> AskedMask:
+        """Ask for other heads; for none in particular where the function does not depend on them."""
+        return AskedMask(self.whole, heads if self.whole.facts.by_head else ())
+
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        """Try the function at some positions, once for each kind of call; see `Pattern.check`."""
+        whole, facts, function = self.whole, self.whole.facts, self.whole.function
+        if facts.tensors_changed() or whole.__dict__["_captured"] != list(captured_values(function)):
+            raise RingPatternError(
+                f"MaskMod {name_of(function)}: expected what it captured to stay as it was at its first"
+                " use, got other values; make a new MaskMod for a new mask"
+            )
+        key = (tokens, samples, query_heads, device)
+        if key not in whole._tried:
+            some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
+            evaluate(function, facts, samples, tuple(range(query_heads)), some, some)
+            whole._tried.add(key)
+
+    def pairs(self, q: IntArray, k: IntArray) -> IntArray:
+        """Return bool of pairs of positions, for the first of the heads.
+
+        Raises:
+            RingPatternError: a function that differs from sample to sample.
+        """
+        function = self.whole.function
+        if self.whole.facts.by_batch:
+            raise refusal(function, "a mask that is the same for all samples here", "one that is not")
+        if not q.size:
+            return np.zeros(q.shape, dtype=bool)
+        ours, theirs = (torch.from_numpy(np.ascontiguousarray(x).reshape(-1)) for x in (q, k))
+        found: IntArray = evaluate_pairs(function, self.heads[0], ours, theirs).numpy().reshape(q.shape)
+        return found

@@ -1,76 +1,87 @@
 """Patterns: which query position attends to which key position. Declarative, in global positions.
 
-A pattern answers these questions and nothing else: the tiles of two shards (for the plan), how often a
-pair is attended (for masks and references), and which heads share an answer. All are tested against each
-other.
-A pattern knows no layout, no rank and no tensor library. Dilated and documents have rooms of their own, and
-`MaskMod`, which needs tensors, is in `masks/mask_mod.py`.
+Owns what all patterns have in common: composition, and everything that is derived from their branches. A
+pattern says what its branches are (`Pattern.branches`, see `branches.py`) and nothing else; it knows no
+layout, no rank and no tensor library. Each pattern has its own file beside this one.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.mask_rule import PairMask, meet, one_class
-from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
-from ds_ring.masks.triangulation import cut_by_distance
+from ds_ring.masks.branches import Branch, counts_twice, product, union
+from ds_ring.masks.joins import tiles_of_members
+from ds_ring.masks.pair_mask import PairMask
+from ds_ring.masks.tiles import Tiles
 
 IntArray = np.ndarray
-MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
+
+
+class Head(NamedTuple):
+    """A query head by its number, among how many query and K/V heads of the model."""
+
+    number: int = 0
+    query_heads: int = 1
+    kv_heads: int = 1
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Base of all patterns; instances are frozen values and hash by their contents. Compose with `&`.
+class Pattern(ABC):
+    """Base of all patterns; instances are frozen values and hash by their contents.
 
-    A pattern is the intersection of a band of distances and of a refinement of rectangles, so that every
-    composition stays one table of tiles.
+    Compose with `&` (attend where both do) and `|` (attend where either does).
     """
 
-    @property
-    def distance(self) -> tuple[int, int]:
-        """Least and most of (query position - key position) that may attend; +-UNBOUNDED where open."""
-        return -UNBOUNDED, UNBOUNDED
+    @abstractmethod
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        """Return what a query head attends to, as a sum of branches: one or more, as many for every head."""
 
     @property
+    def conjuncts(self) -> tuple[Pattern, ...]:
+        """Return the patterns that `&` put together; itself where there is nothing to take apart."""
+        return (self,)
+
+    @cached_property
+    def _of_one_head(self) -> tuple[Branch, ...]:
+        """Return the branches of head 0: for what is the same for all heads."""
+        return self.branches(Head())
+
+    @cached_property
+    def distance(self) -> tuple[int, int]:
+        """Return least and most of (query position - key position) that attend; +-UNBOUNDED where open."""
+        bounds = [branch.distance for branch in self._of_one_head]
+        return min(least for least, _ in bounds), max(most for _, most in bounds)
+
+    @cached_property
     def is_causal(self) -> bool:
-        """True if no query sees a key after itself."""
-        return self.distance[0] >= 0
+        """Return whether no query sees a key after itself."""
+        return all(branch.is_causal for branch in self._of_one_head)
 
     @property
     def masks(self) -> tuple[PairMask, ...]:
-        """Functions of single pairs, which only a kernel can evaluate."""
-        return ()
+        """Return the predicates of single pairs, which only a kernel can evaluate."""
+        return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """The lengths of sequence that it was made from; empty where it goes with any."""
-        return ()
+        """Return the lengths of sequence that it was made from; empty where it goes with any."""
+        sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
+        primitives = dict.fromkeys(primitive for side in sides for primitive in side.primitives)
+        return tuple(tokens for primitive in primitives for tokens in primitive.known_tokens)
 
-    def refine(self, tiles: Tiles) -> Tiles:
-        """What is left of (FULL) rectangles, the band of distances not yet cut."""
-        return tiles
-
-    def labels(self, positions: IntArray) -> IntArray:
-        """The classes that attend to one another; see masks/mask_rule.py, [Note: bands and labels]."""
-        return one_class(positions)
-
-    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """What attention among positions start .. start + length - 1 owes to where they begin.
-
-        Two stretches of one length with equal values are attended alike, position by position; None: nobody
-        knows. It saves making the same tiles again and again.
-        """
-        return None
-
-    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
-        """The pattern of the query heads that share one K/V head; equal patterns mean equal needs."""
-        return self
+    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
+        """Return the pattern of the query heads that share one K/V head; equal ones mean equal needs."""
+        each = [self.branches(Head(head, query_heads, kv_heads)) for head in heads]
+        together = [_asked_together(each, branches) for branches in each]
+        if all(branches == together[0] for branches in together):
+            return BoundPattern((together[0],))
+        return BoundPattern(tuple(_asked_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Refuse a pattern that cannot be evaluated for such a call, before anything is sent.
@@ -84,24 +95,22 @@ class Pattern:
         Raises:
             RingPatternError: a mask function that fails there, or is no longer what it was.
         """
+        for mask in self.masks:
+            mask.check(tokens, samples, query_heads, device)
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        """How often query position q attends to key position k (0: not); int arrays, broadcast."""
-        least, most = self.distance
+        """Return how often query position q attends to key position k (0: not); int arrays, broadcast."""
+        total: Any = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        ours, theirs = (np.maximum(x, 0).reshape(-1) for x in (q, k))
         gap = q - k
-        return ((gap >= least) & (gap <= most)).astype(np.int64)
-
-    def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """The non-empty tiles between two shards given by their runs (start, step, length), slot order."""
-        return self.cut(Tiles.rectangles(q_runs, k_runs))
-
-    def cut(self, rectangles: Tiles) -> Tiles:
-        """The non-empty tiles of some rectangles."""
-        near = replace(_may_touch(rectangles, *self.distance), rule=self)
-        if not self.masks:
-            return cut_by_distance(self.refine(near), *self.distance)
-        blocks = self.refine(near).in_blocks(MASK_BLOCK).of_kind(Kind.PARTIAL)
-        return replace(_may_touch(blocks, *self.distance), mask=MaskInside(self.masks, self.distance))
+        for branch in self.branches(Head(head, query_heads, kv_heads)):
+            q_label, k_label = branch.labels(ours, theirs)
+            q_label, k_label = q_label.reshape(q.shape), k_label.reshape(k.shape)
+            found = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
+            for mask in branch.masks:
+                found = found & mask.pairs(*(np.broadcast_to(np.maximum(x, 0), found.shape) for x in (q, k)))
+            total += found
+        return total
 
     def mask(
         self,
@@ -111,140 +120,140 @@ class Pattern:
         query_heads: int = 1,
         kv_heads: int = 1,
     ) -> np.ndarray:
-        """The dense boolean mask of two lists of positions, bool [len(q), len(k)]; -1 attends to nothing."""
+        """Return the dense mask of two lists of positions, bool [len(q), len(k)]; -1 attends to nothing."""
         q, k = q_positions[:, None], k_positions[None, :]
         return (self.multiplicity(head, query_heads, kv_heads, q, k) > 0) & (q >= 0) & (k >= 0)
 
+    def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
+        """Return the tiles of the only head of a model; `bind` says for which heads in general."""
+        return self.bind((0,), 1, 1).tiles(q_runs, k_runs)
+
     def __and__(self, other: Pattern) -> Pattern:
         """Attend where both do."""
-        if not isinstance(other, Pattern):
-            raise RingPatternError(f"&: expected a pattern on both sides, got {type(other).__name__}")
-        return Both(self, other)
+        return Intersection(self, _checked(other, "&"))
 
+    def __or__(self, other: Pattern) -> Pattern:
+        """Attend where either does.
 
-def _may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
-    """Drop rectangles that lie outside the band as a whole, before they are refined."""
-    farthest = tiles.q.last_position - tiles.k.position
-    nearest = tiles.q.position - tiles.k.last_position
-    keep = (farthest >= least) & (nearest <= most)
-    return tiles if keep.all() else tiles.rows(keep)
-
-
-@dataclass(frozen=True)
-class MaskInside:
-    """The mask of PARTIAL tiles: masks of single pairs, within a band of distances."""
-
-    masks: tuple[PairMask, ...]
-    distance: tuple[int, int]
-
-    def __call__(self, samples: int, q: Any, k: Any) -> Any:
-        """Bool [len(q), len(k)], with batch and heads before it where they differ; see `PairMask`.
-
-        Args:
-            samples: size of the batch.
-            q, k: int64 tensors of one dimension, positions.
+        Raises:
+            RingPatternError: the pairs of both can be told apart by no band and no range of positions.
         """
-        least, most = self.distance
-        gap = q[:, None] - k[None, :]
-        visible = (gap >= least) & (gap <= most)
-        for mask in self.masks:
-            visible = visible & mask(samples, q, k)
-        return visible
+        either = Union(self, _checked(other, "|"))
+        either.branches(Head())
+        return either
+
+
+def _checked(other: object, operator: str) -> Pattern:
+    if not isinstance(other, Pattern):
+        raise RingPatternError(f"{operator}: expected a pattern on both sides, got {type(other).__name__}")
+    return other
+
+
+def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+    """Return branches whose predicates are asked for the heads of all of `each`, in one go."""
+    asked = list(branches)
+    for index, branch in enumerate(branches):
+        masks = (
+            mask.for_heads(tuple(head for one in each for head in one[index].masks[number].heads))
+            for number, mask in enumerate(branch.masks)
+        )
+        asked[index] = replace(branch, masks=tuple(masks)) if branch.masks else branch
+    return tuple(asked)
 
 
 @dataclass(frozen=True)
-class Full(Pattern):
-    """Every query attends to every key."""
-
-    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
-        return ()
-
-
-@dataclass(frozen=True)
-class Causal(Pattern):
-    """A query attends to itself and to what came before."""
-
-    @property
-    def distance(self) -> tuple[int, int]:
-        return 0, UNBOUNDED
-
-    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
-        return ()
-
-
-@dataclass(frozen=True)
-class SlidingWindow(Pattern):
-    """A query attends to the `window` positions that end with itself (Beltagy et al. 2020, Longformer).
+class BoundPattern(Pattern):
+    """A pattern for the query heads of one K/V head: what plans and kernels work with.
 
     Attributes:
-        window: number of positions seen, itself included, as in Mistral and FlashAttention's
-            window_size = (window - 1, 0).
-        causal: False sees window - 1 positions on either side as well.
-
-    Raises:
-        RingPatternError: the window is not a positive integer.
+        members: the branches of every query head of the group, as many for each; one entry if all are equal.
     """
 
-    window: int
-    causal: bool = True
+    members: tuple[tuple[Branch, ...], ...]
 
-    def __post_init__(self) -> None:
-        window = whole_number(self.window, "SlidingWindow: window", RingPatternError)
-        object.__setattr__(self, "window", window)
-        true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return self.members[min(head.number, len(self.members) - 1)]
 
-    @property
-    def distance(self) -> tuple[int, int]:
-        return (0 if self.causal else 1 - self.window), self.window - 1
+    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
+        return self
 
-    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
-        return ()
+    @cached_property
+    def counts_twice(self) -> bool:
+        """Return whether some pair may have m > 1."""
+        return any(counts_twice(branches) for branches in self.members)
+
+    def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
+        """Return the non-empty tiles of two shards given by their runs (start, step, length), slot order."""
+        return self.cut(Tiles.rectangles(q_runs, k_runs))
+
+    def cut(self, rectangles: Tiles) -> Tiles:
+        """Return the non-empty tiles of some rectangles."""
+        return tiles_of_members(self.members, replace(rectangles, rule=self))
+
+    def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
+        """Label query and key positions, int64 [members, branches, n] and [members, branches, m]."""
+        found = [[branch.labels(q, k) for branch in branches] for branches in self.members]
+        return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
+
+    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+        """Return what attention among positions start .. start + length - 1 owes to where they begin.
+
+        Two stretches of one length with equal phases are attended alike, position by position; None: nobody
+        knows. It saves making the same tiles again and again.
+        """
+        found: list[Any] = []
+        for branch in (branch for member in self.members for branch in member):
+            if branch.masks:
+                return None
+            for side in (branch.queries, branch.keys):
+                if not side.is_everywhere:
+                    found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
+            for ours, theirs in branch.labels_of:
+                phase = ours.phase(start, length) if ours == theirs else None
+                if phase is None:
+                    return None
+                found.append(phase)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
-class Both(Pattern):
+class Intersection(Pattern):
     """Two patterns at once: `a & b`."""
 
     first: Pattern
     second: Pattern
 
-    @property
-    def distance(self) -> tuple[int, int]:
-        (least, most), (other_least, other_most) = self.first.distance, self.second.distance
-        return max(least, other_least), min(most, other_most)
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return product(self.first.branches(head), self.second.branches(head))
 
     @property
-    def is_causal(self) -> bool:
-        return self.first.is_causal or self.second.is_causal
-
-    @property
-    def masks(self) -> tuple[PairMask, ...]:
-        return self.first.masks + self.second.masks
-
-    @property
-    def known_tokens(self) -> tuple[int, ...]:
-        return self.first.known_tokens + self.second.known_tokens
-
-    def refine(self, tiles: Tiles) -> Tiles:
-        return self.second.refine(self.first.refine(tiles))
-
-    def stretch(self, start: int, length: int) -> tuple[Any, ...] | None:
-        first, second = self.first.stretch(start, length), self.second.stretch(start, length)
-        return None if first is None or second is None else (first, second)
-
-    def labels(self, positions: IntArray) -> IntArray:
-        return meet(self.first.labels(positions), self.second.labels(positions))
-
-    def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> Pattern:
-        return Both(*(part.bind(heads, query_heads, kv_heads) for part in (self.first, self.second)))
-
-    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        for part in (self.first, self.second):
-            part.check(tokens, samples, query_heads, device)
-
-    def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        first, second = (p.multiplicity(head, query_heads, kv_heads, q, k) for p in (self.first, self.second))
-        return first * second
+    def conjuncts(self) -> tuple[Pattern, ...]:
+        return self.first.conjuncts + self.second.conjuncts
 
     def __str__(self) -> str:
         return f"{self.first} & {self.second}"
+
+
+@dataclass(frozen=True)
+class Union(Pattern):
+    """One pattern or the other, each pair counted once: `a | b`.
+
+    Raises:
+        RingPatternError: when asked for its branches, if the pairs of both cannot be told apart.
+    """
+
+    first: Pattern
+    second: Pattern
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        found = union(self.first.branches(head), self.second.branches(head))
+        if found is None:
+            raise RingPatternError(
+                f"{self.first} | {self.second}: expected two patterns of which one is told by a band of"
+                " distances and ranges of positions alone, so that what both attend to counts once; got pairs"
+                " of both that no band and no range tells apart. Write the whole as MaskMod"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return f"({self.first} | {self.second})"

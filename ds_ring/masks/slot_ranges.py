@@ -9,24 +9,24 @@ SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, no
 
 
 def no_slots() -> SlotRanges:
-    """The empty set."""
+    """Return the empty set."""
     return np.empty((0, 2), dtype=np.int64)
 
 
 def count_slots(ranges: SlotRanges) -> int:
-    """Number of slots in a set of ranges."""
+    """Return number of slots in a set of ranges."""
     return int((ranges[:, 1] - ranges[:, 0]).sum())
 
 
 def expand_ranges(ranges: SlotRanges) -> IntArray:
-    """Every slot of a set, ascending; int64 [count]."""
+    """Return every slot of a set, ascending; int64 [count]."""
     lengths = ranges[:, 1] - ranges[:, 0]
     first = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(first - ranges[:, 0], lengths)
 
 
 def ranges_of_progressions(rows: IntArray) -> SlotRanges:
-    """The union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
+    """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
     slot, step, length = rows.T
     if ((step == 1) | (length == 1)).all():
         return _merge_ranges(slot, slot + length)
@@ -38,7 +38,7 @@ def ranges_of_progressions(rows: IntArray) -> SlotRanges:
 
 
 def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
-    """The union of ranges that may overlap or touch."""
+    """Return the union of ranges that may overlap or touch."""
     order = np.argsort(start, kind="stable")
     start, farthest = start[order], np.maximum.accumulate(end[order])
     first = np.ones(len(start), dtype=bool)
@@ -48,7 +48,7 @@ def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
 
 
 def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
-    """The slots that are in both sets."""
+    """Return the slots that are in both sets."""
     if not len(one) or not len(other):
         return no_slots()
     if np.array_equal(one, other):
@@ -63,7 +63,7 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
 
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
-    """The slots of `whole` that are not in its subset `part`."""
+    """Return the slots of `whole` that are not in its subset `part`."""
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
     keep = end > start
@@ -71,7 +71,7 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
 
 
 def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
-    """Where slots lie once the ranges `within` are packed one after the other."""
+    """Return where slots lie once the ranges `within` are packed one after the other."""
     lengths = within[:, 1] - within[:, 0]
     offset = np.cumsum(lengths) - lengths
     row = np.searchsorted(within[:, 0], slots, side="right") - 1
@@ -79,13 +79,13 @@ def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
 
 
 def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
-    """`locate_slots` for whole ranges, each of which lies inside one range of `within`."""
+    """Do `locate_slots` for whole ranges, each of which lies inside one range of `within`."""
     start = locate_slots(ranges[:, 0], within)
     return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
 
 
 def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
-    """What lies in some slots of a shard, as progressions of positions in slot order.
+    """Return what lies in some slots of a shard, as progressions of positions in slot order.
 
     Args:
         runs: of the shard, int64 [n, 3] of (start, step, length), one after the other in its slots.

@@ -8,16 +8,18 @@ in the sequence; both are arithmetic progressions. Empty tiles do not exist.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_ring.masks.key_multiplicity import Weights
-from ds_ring.masks.mask_rule import Rule
 from ds_ring.masks.slot_ranges import IntArray
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pair_mask import MaskInside
+    from ds_ring.masks.pattern import BoundPattern
 
 
 class Kind(IntEnum):
@@ -25,9 +27,9 @@ class Kind(IntEnum):
 
     FULL = 0
     CAUSAL = 1  # square, j <= i
-    ANTICAUSAL = 2  # square, j >= i: the lower edge of a sliding window
+    INVERSE_CAUSAL = 2  # square, j >= i: the lower edge of a sliding window
     PARTIAL = 3  # the pattern's mask, evaluated inside
-    BAND = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
+    BI_CAUSAL = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +44,11 @@ class Axis:
 
     @property
     def last_position(self) -> IntArray:
-        """Position of the last token of every row."""
+        """Return position of the last token of every row."""
         return self.position + (self.length - 1) * self.position_step
 
     def take(self, first: IntArray | int, length: IntArray | int, step: IntArray | int = 1) -> Axis:
-        """Of every row, `length` tokens from index `first` on, each `step`-th."""
+        """Take `length` tokens of every row from index `first` on, each `step`-th."""
         return replace(
             self,
             slot=self.slot + first * self.slot_step,
@@ -57,17 +59,17 @@ class Axis:
         )
 
     def rows(self, index: IntArray) -> Axis:
-        """A selection of rows."""
+        """Return a selection of rows."""
         return Axis(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
-        """Of every row the tokens at positions low <= p < high; the length may become 0."""
+        """Take of every row the tokens at positions low <= p < high; the length may become 0."""
         first = np.clip(-((self.position - low) // self.position_step), 0, self.length)
         end = np.clip(-((self.position - high) // self.position_step), first, self.length)
         return self.take(first, end - first)
 
-    def residue(self, residue: int, modulus: int) -> Axis:
-        """Of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
+    def residue(self, residue: IntArray | int, modulus: int) -> Axis:
+        """Take of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
         if modulus == 1:
             return self
         first, step = np.zeros_like(self.slot), np.ones_like(self.slot)
@@ -76,7 +78,7 @@ class Axis:
             rows = self.position_step == position_step
             common = math.gcd(position_step, modulus)
             reduced = modulus // common
-            gap = residue - self.position[rows]
+            gap = (residue if isinstance(residue, int) else residue[rows]) - self.position[rows]
             exists[rows] = gap % common == 0
             inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
             first[rows], step[rows] = gap // common * inverse % reduced, reduced
@@ -85,12 +87,12 @@ class Axis:
 
     @staticmethod
     def concat(parts: list[Axis]) -> Axis:
-        """The rows of several axes, one after the other."""
+        """Return the rows of several axes, one after the other."""
         return Axis(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Axis)))
 
     @staticmethod
     def from_runs(runs: IntArray) -> Axis:
-        """The runs (start, step, length) of a shard, laid out in its slots one after the other."""
+        """Return the runs (start, step, length) of a shard, laid out in its slots one after the other."""
         start, step, length = runs[:, 0], runs[:, 1], runs[:, 2]
         return Axis(np.cumsum(length) - length, np.ones_like(start), start, step, length)
 
@@ -106,9 +108,9 @@ class Tiles:
         multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
-        mask: what is attended inside PARTIAL tiles, a function of the size of the batch, query and key
-            positions; None without.
-        rule: what the tiles were cut from; the same pairs, with the same m. None where nobody said.
+        mask: which of `masks` says what is attended inside a PARTIAL tile; -1 for the other kinds.
+        masks: functions of the size of the batch, query and key positions.
+        rule: the pattern that the tiles were cut from: the same pairs, with the same m; None if unknown.
     """
 
     q: Axis
@@ -117,29 +119,31 @@ class Tiles:
     member: IntArray
     multiplicity: IntArray
     weight: IntArray
+    mask: IntArray
     weights: tuple[Weights, ...] = ()
-    mask: Callable[[int, Any, Any], Any] | None = None
-    rule: Rule | None = None
+    masks: tuple[MaskInside, ...] = ()
+    rule: BoundPattern | None = None
 
     def __len__(self) -> int:
         return len(self.kind)
 
     @property
     def pairs(self) -> IntArray:
-        """Attended (query, key) pairs per tile; of a PARTIAL tile the whole rectangle is counted."""
+        """Return attended (query, key) pairs per tile; of a PARTIAL tile the whole rectangle is counted."""
         rectangle = self.q.length * self.k.length
         triangle = self.q.length * (self.q.length + 1) // 2
-        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.ANTICAUSAL)
+        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.INVERSE_CAUSAL)
         band = self.q.length * (self.k.length - self.q.length + 1)
-        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BAND, band, rectangle))
+        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BI_CAUSAL, band, rectangle))
 
     def rows(self, index: IntArray) -> Tiles:
-        """A selection of rows (indices or a boolean mask)."""
-        columns = (self.kind[index], self.member[index], self.multiplicity[index], self.weight[index])
-        return Tiles(self.q.rows(index), self.k.rows(index), *columns, self.weights, self.mask, self.rule)
+        """Return a selection of rows (indices or a boolean mask)."""
+        columns = (self.kind, self.member, self.multiplicity, self.weight, self.mask)
+        selected = [column[index] for column in columns]
+        return Tiles(self.q.rows(index), self.k.rows(index), *selected, self.weights, self.masks, self.rule)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
-        """The same rows with other sides; rows that became empty are dropped."""
+        """Return the same rows with other sides; rows that became empty are dropped."""
         part = replace(self, q=q, k=k)
         keep = (q.length > 0) & (k.length > 0)
         return part if keep.all() else part.rows(keep)
@@ -151,15 +155,19 @@ class Tiles:
         k_first: IntArray | int,
         k_length: IntArray | int,
     ) -> Tiles:
-        """The sub-rectangle of every row; rows that become empty are dropped."""
+        """Return the sub-rectangle of every row; rows that become empty are dropped."""
         return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
 
     def of_kind(self, kind: Kind) -> Tiles:
-        """The same rectangles, declared to be of one kind."""
+        """Return the same rectangles, declared to be of one kind."""
         return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
 
+    def masked(self, mask: MaskInside) -> Tiles:
+        """Return the same rectangles, of which a mask says what is attended."""
+        return replace(self.of_kind(Kind.PARTIAL), mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
+
     def for_member(self, member: int) -> Tiles:
-        """What of the tiles concerns one query head of each group (-1: as they are)."""
+        """Return what of the tiles concerns one query head of each group (-1: as they are)."""
         if member < 0:
             return self
         concerned = (self.member < 0) | (self.member == member)
@@ -167,11 +175,11 @@ class Tiles:
         return replace(part, member=np.full(len(part), member, dtype=np.int64))
 
     def times(self, multiplicity: IntArray | int) -> Tiles:
-        """The same tiles, every pair counted so many times as often."""
+        """Return the same tiles, every pair counted so many times as often."""
         return replace(self, multiplicity=self.multiplicity * multiplicity)
 
     def weighted(self, weights: Weights) -> Tiles:
-        """The same tiles, every pair counted so many times as often as `weights` says of it."""
+        """Return the same tiles, every pair counted so many times as often as `weights` says of it."""
         assert (self.weight < 0).all(), "weights of weights"
         q, k = self.q, self.k
         varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
@@ -180,24 +188,27 @@ class Tiles:
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:
-        """The rows of several tables, one after the other."""
+        """Return the rows of several tables, one after the other."""
         weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
+        masks = tuple(dict.fromkeys(m for p in parts for m in p.masks))
         # the last entry is what -1 finds
-        places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
+        weight_places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
+        mask_places = [np.array([*map(masks.index, p.masks), -1]) for p in parts]
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
             np.concatenate([p.kind for p in parts]),
             np.concatenate([p.member for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
-            np.concatenate([place[p.weight] for p, place in zip(parts, places, strict=True)]),
+            np.concatenate([place[p.weight] for p, place in zip(parts, weight_places, strict=True)]),
+            np.concatenate([place[p.mask] for p, place in zip(parts, mask_places, strict=True)]),
             weights,
-            next((p.mask for p in parts if p.mask is not None), None),
+            masks,
             next((p.rule for p in parts if p.rule is not None), None),
         )
 
     def in_blocks(self, side: int) -> Tiles:
-        """Every rectangle cut into pieces of at most side x side."""
+        """Cut every rectangle into pieces of at most side x side."""
         q_parts, k_parts = -(-self.q.length // side), -(-self.k.length // side)
         row, which = repeat_rows(q_parts * k_parts)
         q_first, k_first = which // k_parts[row] * side, which % k_parts[row] * side
@@ -207,18 +218,18 @@ class Tiles:
 
     @staticmethod
     def rectangles(q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """Every (query run x key run) rectangle of two shards, all FULL."""
+        """Return every (query run x key run) rectangle of two shards, all FULL."""
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
-        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1)
+        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
 
 
 def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Row index and number within the row, for rows that are repeated `counts` times."""
+    """Return row index and number within the row, for rows that are repeated `counts` times."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

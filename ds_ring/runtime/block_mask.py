@@ -1,7 +1,7 @@
 """Tiles of a hop -> what FlexAttention reads: blocks to visit, and labels of tokens for what is inside.
 
 Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
-that the tiles were cut from (`masks/mask_rule.py`). Tokens that no tile covers have no class and are not
+that the tiles were cut from (`masks/branches.py`). Tokens that no tile covers have no label and are not
 seen.
 
 [Note: tables of blocks]
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.blocks import blocks_of_tiles
-from ds_ring.masks.mask_rule import NO_CLASS, MaskFunction
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.pair_mask import MaskFunction
+from ds_ring.masks.partitions import NO_LABEL
+from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slot_ranges import IntArray
 from ds_ring.masks.tiles import Axis, Tiles
 
@@ -41,11 +44,24 @@ class Tokens(NamedTuple):
 
     Attributes:
         position: int32 [n]; 0 where no tile covers the slot.
-        labels: int32 [members, n] for each branch; -1 for no class.
+        labels: int32 [members, n] for each branch; -1 for no label.
     """
 
     position: Tensor
     labels: tuple[Tensor, ...]
+
+
+class BandTensors(NamedTuple):
+    """What limits a branch beside its labels.
+
+    Attributes:
+        least, most: of query position - key position; int32, 0-d.
+        functions: masks of single pairs; Python, the same objects for every hop.
+    """
+
+    least: Tensor
+    most: Tensor
+    functions: tuple[MaskFunction, ...]
 
 
 class HopTensors(NamedTuple):
@@ -53,23 +69,22 @@ class HopTensors(NamedTuple):
 
     Attributes:
         q, k: its tokens.
-        least, most: of query position - key position; int32, 0-d.
+        bands: one for all branches where they have the same, else one for each.
         partial_rows, full_rows: key blocks of each query block, with a mask inside and without.
         partial_columns, full_columns: query blocks of each key block.
         head_numbers: of the query heads of a group, for masks that differ by head; int64 [members], else [0].
-        functions: masks of single pairs; Python, the same object for every hop.
+        counts_twice: some pair may have m > 1; Python, the same for every hop.
     """
 
     q: Tokens
     k: Tokens
-    least: Tensor
-    most: Tensor
+    bands: tuple[BandTensors, ...]
     partial_rows: Table
     full_rows: Table
     partial_columns: Table
     full_columns: Table
     head_numbers: Tensor
-    functions: tuple[MaskFunction, ...]
+    counts_twice: bool
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +133,7 @@ _kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = Ordered
 
 @dataclass(frozen=True)
 class _Side:
-    """`Tokens` in numpy, padded to whole blocks with tokens of no class; labels [members, branches, n]."""
+    """`Tokens` in numpy, padded to whole blocks with tokens of no label; labels [members, branches, n]."""
 
     first: int
     length: int
@@ -130,7 +145,7 @@ class _Side:
         position = self.position.reshape(-1, block)
         labels = self.labels.reshape(*self.labels.shape[:2], -1, block)
         least = labels.min(-1)
-        return position.min(-1), position.max(-1), np.where(labels.max(-1) == least, least, NO_CLASS)
+        return position.min(-1), position.max(-1), np.where(labels.max(-1) == least, least, NO_LABEL)
 
     def on(self, device: torch.device) -> Tokens:
         labels = torch.from_numpy(self.labels[..., : self.length].astype(np.int32)).to(device)
@@ -142,13 +157,11 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _sides(tiles, block, shortest, slots)
-    least, most = (max(-FARTHEST, min(bound, FARTHEST)) for bound in rule.distance)
     partial, full = [], []
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
     for member in range(q.labels.shape[0]):
         found = blocks_of_tiles(shifted.for_member(member), block)
-        is_full = _are_full(found, member, q.blocks(block), k.blocks(block), (least, most))
-        is_full &= not rule.masks
+        is_full = _are_full(found, member, q.blocks(block), k.blocks(block), rule.members[0])
         of_member = np.concatenate([np.full((len(found), 1), member), found], axis=1)
         partial.append(of_member[~is_full])
         full.append(of_member[is_full])
@@ -158,15 +171,9 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
         for by_key in (False, True)
         for blocks in (partial, full)
     )
-    at_least, at_most = (torch.tensor(x, dtype=torch.int32, device=device) for x in (least, most))
-    rows, full_rows, columns, full_columns = tables
-    numbers = next((mask.heads for mask in rule.masks if mask.heads), (0,))
-    head_numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
-    tables_of_blocks = (rows, full_rows, columns, full_columns)
-    functions = tuple(mask.function for mask in rule.masks)
-    tensors = HopTensors(
-        q.on(device), k.on(device), at_least, at_most, *tables_of_blocks, head_numbers, functions
-    )
+    head_numbers = torch.tensor(_heads_of(rule), dtype=torch.int64, device=device)
+    sides, bands = (q.on(device), k.on(device)), _bands(rule, device)
+    tensors = HopTensors(*sides, bands, *tables, head_numbers, rule.counts_twice)
     return HopMask((q.first, q.length), (k.first, k.length), tensors)
 
 
@@ -176,10 +183,9 @@ def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, 
     sides = [_positions(tiles.q, block, shortest, slots), _positions(tiles.k, block)]
     both = np.concatenate([position for _, _, position in sides])
     assert both.max(initial=0) <= FARTHEST, f"position {both.max()} does not fit into 32 bits"
-    labels = np.where(both < 0, NO_CLASS, tiles.rule.labels(np.maximum(both, 0)))
-    parts = np.split(labels, [len(sides[0][2])], axis=-1)
+    parts = tiles.rule.labels(*(np.maximum(position, 0) for _, _, position in sides))
     q, k = (
-        _Side(first, length, np.maximum(position, 0), part)
+        _Side(first, length, np.maximum(position, 0), np.where(position < 0, NO_LABEL, part))
         for (first, length, position), part in zip(sides, parts, strict=True)
     )
     return q, k
@@ -205,19 +211,47 @@ def _from(axis: Axis, first: int) -> Axis:
 
 
 def _are_full(
-    found: IntArray, member: int, q: tuple[IntArray, ...], k: tuple[IntArray, ...], bounds: tuple[int, int]
+    found: IntArray,
+    member: int,
+    q: tuple[IntArray, ...],
+    k: tuple[IntArray, ...],
+    branches: tuple[Branch, ...],
 ) -> IntArray:
     """True for the blocks (query block, key block) of which every pair is attended.
 
-    A block is one if some branch has all its queries and keys in one class, within the band; others that
-    are full cost a mask and are still right.
+    A block is one if some branch without a mask has all its queries and keys under one label, within its
+    band; others that are full cost a mask and are still right.
     """
-    (q_least, q_most, q_class), (k_least, k_most, k_class) = q, k
+    (q_least, q_most, q_label), (k_least, k_most, k_label) = q, k
     i, j = found.T
-    within = (q_least[i] - k_most[j] >= bounds[0]) & (q_most[i] - k_least[j] <= bounds[1])
-    ours, theirs = q_class[member][:, i], k_class[member][:, j]
-    full: IntArray = within & ((ours == theirs) & (ours >= 0)).any(0)
+    nearest, farthest = q_least[i] - k_most[j], q_most[i] - k_least[j]
+    full = np.zeros(len(found), dtype=bool)
+    for number, branch in enumerate(branches):
+        if not branch.masks:
+            ours, theirs = q_label[member][number, i], k_label[member][number, j]
+            within = (nearest >= branch.least) & (farthest <= branch.most)
+            full |= within & (ours == theirs) & (ours >= 0)
     return full
+
+
+def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
+    """What limits the branches beside their labels, once where all are alike; see `BandTensors`."""
+    branches = rule.members[0]
+    bands = [(b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches]
+    if len(set(bands)) == 1:
+        bands = bands[:1]
+    found = []
+    for *bounds, functions in bands:
+        clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in bounds)
+        least, most = (torch.tensor(x, dtype=torch.int32, device=device) for x in clipped)
+        found.append(BandTensors(least, most, functions))
+    return tuple(found)
+
+
+def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
+    """Numbers of the query heads of a group, where a mask depends on them."""
+    heads = [next((m.heads for b in member for m in b.masks if m.heads), ()) for member in rule.members]
+    return sum(heads, ()) or (0,)
 
 
 def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> Table:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingError, RingLayoutError, RingPatternError, shown
+from ds_ring.masks.dense import Causal
 from ds_ring.masks.heads import HeadsOfPart
-from ds_ring.masks.pattern import Causal, Pattern
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange

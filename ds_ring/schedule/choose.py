@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.dilated import BoundDilated, Dilated
-from ds_ring.masks.pattern import Both, Pattern
+from ds_ring.masks.partitions import Residue
+from ds_ring.masks.pattern import Head, Pattern
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
@@ -202,34 +202,35 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern
     Raises:
         RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
     """
-    dilated = _dilated_in(pattern)
-    if dilated is None:
+    dilations = [] if pattern is None else _dilations_in(pattern)
+    if pattern is None or not dilations:
         raise RingLayoutError(
             f'layout "residue" orders tokens by the residues of a dilated pattern, got {pattern};'
             ' give a pattern with Dilated(...), or take "auto"'
         )
-    window = dilated.segment_lengths[0]
-    moduli = [math.lcm(*dilated.dilation_rates[: i + 1]) for i in range(len(dilated.dilation_rates))]
+    window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
+    moduli = [math.lcm(*rates[: i + 1]) for i in range(len(rates))]
     if moduli[-1] > window:
         raise RingLayoutError(
-            f'layout "residue": the rates {dilated.dilation_rates} repeat after {moduli[-1]} tokens, more'
+            f'layout "residue": the rates {rates} repeat after {moduli[-1]} tokens, more'
             f' than the smallest segment {window}; take "auto" or "contiguous"'
         )
     shapes = (
         ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), chunks) for chunks in (1, 2)
     )
-    bound = bound_to_one_head(pattern) if pattern is not None else None
-    if bound is None or ring_size == 1:
+    if ring_size == 1:
         return next(shapes)
+    bound = bound_to_one_head(pattern)
     works = [(work_of_ranks(bound, layout), layout) for layout in shapes]
     even = [layout for work, layout in works if work.max() <= EVEN * work.mean()]
     return even[0] if even else min(works, key=lambda pair: pair[0].max())[1]
 
 
-def _dilated_in(pattern: Pattern | None) -> Dilated | BoundDilated | None:
-    if isinstance(pattern, Both):
-        return _dilated_in(pattern.first) or _dilated_in(pattern.second)
-    return pattern if isinstance(pattern, Dilated | BoundDilated) else None
+def _dilations_in(pattern: Pattern) -> list[Residue]:
+    """Return the dilations of a pattern, shortest segment first; of two dilated patterns, the first one's."""
+    primitives = (branch.queries.primitives for branch in pattern.branches(Head()))
+    residues = ([one for one in some if isinstance(one, Residue)] for some in primitives)
+    return sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
 
 
 BUILDERS: dict[str, Callable[[int, int, int, Pattern | None], Layout]] = {

@@ -178,7 +178,7 @@ class HeadClass:
         forward = self.relayed(origin, direction, hop + 1)
         tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
         if hop and len(tiles):
-            tiles = tiles_of_payload(tiles, held, self.pattern.distance)
+            tiles = tiles_of_payload(tiles, held)
         came_from, goes_to = (ring_rank - step) % size, (ring_rank + step) % size
         return HopPlan(hop, origin, came_from, goes_to, held, relayed, forward, tiles)
 

@@ -13,7 +13,7 @@ import numpy as np
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import IntArray, SlotRanges, locate_slots, ranges_of_progressions
 from ds_ring.masks.tiles import Kind, Tiles
-from ds_ring.masks.triangulation import cut_by_distance
+from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
 
 
 class Reads(NamedTuple):
@@ -47,7 +47,7 @@ def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntAr
     return Reads(rows[:, 1:], rows[:, 0])
 
 
-def tiles_of_payload(tiles: Tiles, held: SlotRanges, distance: tuple[int, int]) -> Tiles:
+def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     """The same tiles with key slots that index the packed payload.
 
     A tile's keys are a progression of the shard's slots; packed, their stride may change where the payload
@@ -60,7 +60,10 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges, distance: tuple[int, int]) 
         ]
         parts = Tiles.concat([piece for group in pieces for piece in group])
         partial = parts.kind == Kind.PARTIAL
-        again = cut_by_distance(parts.rows(~partial).of_kind(Kind.FULL), *distance)
+        # Which pairs a tile shows is a band of distances, too: its pieces are cut by that.
+        row = np.repeat(np.flatnonzero(broken), [len(group) for group in pieces])[~partial]
+        least, most = distances_of_kind(tiles)
+        again = cut_by_distance(parts.rows(~partial).of_kind(Kind.FULL), least[row], most[row])
         tiles = Tiles.concat([tiles.rows(~broken), parts.rows(partial), again])
     first = locate_slots(tiles.k.slot, held)
     last = locate_slots(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)

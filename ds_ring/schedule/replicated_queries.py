@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingShapeError
-from ds_ring.masks.pattern import Full, Pattern
+from ds_ring.masks.dense import Full
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import IntArray, Layout

@@ -76,7 +76,7 @@ def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
     """Most queries and most keys of a backward call."""
     most = BIASED if (tiles.weight >= 0).any() else BLOCK
-    rectangular = tiles.kind != Kind.BAND
+    rectangular = tiles.kind != Kind.BI_CAUSAL
     if rectangular.any():
         queries, keys = (int(side.length[rectangular].max()) for side in (tiles.q, tiles.k))
         return min(most, queries), min(most, keys)
@@ -86,14 +86,14 @@ def _call_sides(tiles: Tiles) -> tuple[int, int]:
 
 def _strip(tiles: Tiles) -> tuple[int, int]:
     """Keys of a backward strip, and the width of the widest band."""
-    band = tiles.kind == Kind.BAND
+    band = tiles.kind == Kind.BI_CAUSAL
     width = int((tiles.k.length - tiles.q.length + 1)[band].max())
     return (2 * TRIANGLE if width >= 8 * TRIANGLE else TRIANGLE), width
 
 
 def _bias(tiles: Tiles, backward: bool) -> int:
     """What hides the corners of a band's strips, kept and once more inside aten."""
-    if not (tiles.kind == Kind.BAND).any():
+    if not (tiles.kind == Kind.BI_CAUSAL).any():
         return 0
     strip, width = _strip(tiles)
     if width + strip > BLOCK:

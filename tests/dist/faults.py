@@ -188,7 +188,7 @@ def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -
 
 def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     """Let this process act at one point of what comes before the first pass."""
-    from ds_ring.integrations.deepspeed.initialize import config_agreement
+    from ds_ring.integrations.deepspeed import config_agreement
     from ds_ring.health import joining, rendezvous
     from ds_ring.health.arrival import Arrival
     from ds_ring.health.monitor import handshake

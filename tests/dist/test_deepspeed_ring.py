@@ -137,7 +137,7 @@ def a_batch_that_is_wrong_on_one_rank(rank: int, world_size: int, what: str) -> 
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.masks.pattern import Causal
+    from ds_ring.masks.dense import Causal
 
     mesh = RingMesh.from_world(2)
     session = RingSession(RingConfig(ring_size=2), mesh, Causal(), torch.device("cpu"), float(world_size))

@@ -30,6 +30,23 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.layout": ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
     "ring_attention.pattern.causal": ({}, {"pattern": {"causal": False}}, "output"),
     "ring_attention.pattern.window": ({}, {"pattern": {"window": 7}}, "output"),
+    "ring_attention.pattern.window_dilation": (
+        {"pattern": {"window": 7}},
+        {"pattern": {"window": 7, "window_dilation": 2}},
+        "output",
+    ),
+    "ring_attention.pattern.sinks": (
+        {"pattern": {"window": 7}},
+        {"pattern": {"window": 7, "sinks": 2}},
+        "output",
+    ),
+    "ring_attention.pattern.chunk": ({}, {"pattern": {"chunk": 16}}, "output"),
+    "ring_attention.pattern.prefix": ({}, {"pattern": {"prefix": 9}}, "output"),
+    "ring_attention.pattern.slices": (
+        {},
+        {"pattern": {"slices": [[[0, 40], [0, 40], "causal"], [[40, 64], [0, 64], "causal"]]}},
+        "output",
+    ),
     "ring_attention.pattern.segment_lengths": (
         {"pattern": DILATED},
         {"pattern": DILATED | {"segment_lengths": [8, 32]}},

@@ -213,6 +213,36 @@ CALLS: dict[str, Call] = {
         {"window": 8},
         {"window": counted(8), "causal": Argument(NO_FLAG, (True,))},
     ),
+    "DilatedWindow": Call(
+        ds_ring.DilatedWindow,
+        {"window": 8, "rate": 2},
+        {"window": counted(8), "rate": counted(2), "causal": Argument(NO_FLAG, (True,))},
+    ),
+    "PrefixLM": Call(ds_ring.PrefixLM, {"prefix": 8}, {"prefix": counted(8)}),
+    "Sinks": Call(ds_ring.Sinks, {"sinks": 8}, {"sinks": counted(8), "causal": Argument(NO_FLAG, (True,))}),
+    "Chunked": Call(
+        ds_ring.Chunked, {"chunk": 8}, {"chunk": counted(8), "causal": Argument(NO_FLAG, (True,))}
+    ),
+    "Slices": Call(
+        ds_ring.Slices,
+        {"slices": [((0, 8), (0, 8), "full")]},
+        {
+            "slices": Argument(
+                (
+                    *NO_LIST,
+                    [((0, 8), (0, 8))],
+                    [((0, 8), (0, 8), "round")],
+                    [((8, 8), (0, 8), "full")],
+                    [((-1, 8), (0, 8), "full")],
+                    [((0, 2.5), (0, 8), "full")],
+                    [((0, 8), Hostile(), "full")],
+                    [((0, 8), (0, 8), Hostile())],
+                    [((0, 8), (0, 8), "full"), ((4, 9), (7, 9), "causal")],
+                ),
+                ([[[0, 8], [0, 8], "full"]],),
+            )
+        },
+    ),
     "Dilated": Call(
         ds_ring.Dilated,
         {"segment_lengths": (4, 8), "dilation_rates": (1, 2)},
@@ -271,6 +301,7 @@ CALLS: dict[str, Call] = {
         },
     ),
     "&": Call(lambda a, b: a & b, {"a": Causal(), "b": Full()}, {"b": Argument(NO_PATTERN)}),
+    "|": Call(lambda a, b: a | b, {"a": Causal(), "b": Full()}, {"b": Argument(NO_PATTERN)}),
     "ring_attention": Call(
         attend,
         ATTENTION,

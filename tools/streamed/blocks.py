@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slot_ranges import SlotRanges, no_slots, ranges_of_progressions
 from ds_ring.masks.tiles import Axis, Kind, Tiles
 from ds_ring.schedule.layout import IntArray, Layout
@@ -49,7 +49,7 @@ class BlockPlanner:
         RingLayoutError: another layout, or ranks without tokens.
     """
 
-    pattern: Pattern  # bound to that head
+    pattern: BoundPattern  # bound to that head
     layout: Layout  # contiguous chunks
     _tables: OrderedDict[bytes, Tiles] = field(default_factory=OrderedDict, repr=False)
     _blocks: OrderedDict[Any, tuple[SlotRanges, Tiles]] = field(default_factory=OrderedDict, repr=False)
@@ -65,7 +65,7 @@ class BlockPlanner:
         """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
-        shape = self.pattern.stretch(start, length)
+        shape = self.pattern.phase(start, length)
         key = (first, end, length, shape)
         if shape is None or key not in self._blocks:
             self._blocks[key] = self._own_tiles(start, first, end, length)
@@ -83,7 +83,7 @@ class BlockPlanner:
         tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot + low))
         held = _slots_of(tiles.k)
-        return held, tiles_of_payload(tiles, held, self.pattern.distance) if len(tiles) else tiles
+        return held, tiles_of_payload(tiles, held) if len(tiles) else tiles
 
     def remote(self, ring_rank: int) -> Remote:
         """Return the work of all later hops."""
@@ -104,9 +104,7 @@ class BlockPlanner:
             begin = int(ends[index] - runs[index][:, 2].sum())
             tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - begin))
             held = _slots_of(tiles.k)
-            tiles = _packed_queries(
-                tiles_of_payload(tiles, held, self.pattern.distance), queries, self.pattern
-            )
+            tiles = _packed_queries(tiles_of_payload(tiles, held), queries, self.pattern)
             hops[hop] = self._hop_plan(ring_rank, hop, origin, self._shared(tiles), held)
         while hops[-1] is None:
             hops.pop()
@@ -131,7 +129,7 @@ class BlockPlanner:
 
     def _shared(self, tiles: Tiles) -> Tiles:
         """Return an equal table that was seen before; positions count only as far as weights vary."""
-        if tiles.mask is not None:
+        if tiles.masks:
             return tiles
         key = _signature(tiles)
         known = self._tables.get(key)
@@ -182,7 +180,7 @@ def _slots_of(axis: Axis) -> SlotRanges:
 def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tiles:
     """Return the same tiles with query slots that index the packed queries.
 
-    `tiles_of_payload` does it, if queries and keys change places, and with them the band of distances.
+    `tiles_of_payload` does it, if queries and keys change places.
 
     Raises:
         RingPatternError: strided tiles that are not whole rectangles: turned, they would be other kinds.
@@ -192,9 +190,7 @@ def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tile
             f"{pattern}: expected dilated tiles that are whole rectangles wherever they reach into another"
             " shard, got a diagonal; use ds_ring.simulate, which holds whole shards"
         )
-    least, most = pattern.distance
-    turned = tiles_of_payload(_turned(tiles), queries, (-most, -least))
-    return _turned(turned)
+    return _turned(tiles_of_payload(_turned(tiles), queries))
 
 
 def _turned(tiles: Tiles) -> Tiles:

@@ -18,7 +18,7 @@ from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.candidates import KernelChoice
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.request import Request
-from ds_ring.masks.pattern import Causal
+from ds_ring.masks.dense import Causal
 from ds_ring.module import options_from_config
 from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
 from ds_ring.runtime.context import RingContext, context_for

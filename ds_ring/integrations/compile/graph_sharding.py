@@ -22,7 +22,8 @@ from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingSha
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.documents import Documents
-from ds_ring.masks.pattern import Both, Pattern
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.windows import applies_window
 from ds_ring.runtime.compiled_attention import Placed
 from ds_ring.runtime.context import Options, RingContext, context_for, refusing_context
 from ds_ring.runtime.mesh import RingMesh
@@ -191,7 +192,7 @@ def check_mask(
         )
     if window is None or (tokens is not None and window >= tokens):
         return
-    if pattern.distance != (0, window - 1):
+    if not applies_window(pattern, 0, window - 1):
         raise RingPatternError(
             f"attention: the model's mask is a sliding window of {window} tokens, and the pattern {pattern}"
             f" lets each of {'the' if tokens is None else tokens} tokens see otherwise; configure the window"
@@ -232,13 +233,13 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
 
 def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarray]:
     """Return this rank's positions counted within documents, if the pattern has some."""
-    if isinstance(pattern, Both):
-        return _positions_in_documents(pattern.first, mine) + _positions_in_documents(pattern.second, mine)
-    if not isinstance(pattern, Documents):
-        return []
-    ids = np.repeat(np.array(pattern.ids), np.diff(pattern.starts, append=pattern.tokens))
-    whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
-    return [whole[np.minimum(mine, pattern.tokens - 1)]]
+    found = []
+    for part in pattern.conjuncts:
+        if isinstance(part, Documents):
+            ids = np.repeat(np.array(part.ids), np.diff(part.starts, append=part.tokens))
+            whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
+            found.append(whole[np.minimum(mine, part.tokens - 1)])
+    return found
 
 
 @torch.library.custom_op("ds_ring::needs_backend", mutates_args=())

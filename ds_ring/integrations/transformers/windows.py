@@ -1,8 +1,8 @@
 """Compare windows and chunks of a model's configuration with the one pattern of a ring.
 
 Owns that rule and its one error, which names every way out. transformers' causal window counts the token
-itself, as "window" in the JSON does; its two-sided one does not. A chunk is no window: no pattern stands for
-it.
+itself, as "window" in the JSON does; its two-sided one does not. A chunk is no window. Models with
+chunks (Llama 4) have them in some layers only: no pattern of all layers stands for them, `Chunked` neither.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.masks.windows import applies_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ def _window(layer_type: str, width: int, sharding: BatchSharding) -> int:
 
 def _is_the_patterns(window: int, sharding: BatchSharding) -> bool:
     first = 0 if sharding.pattern.is_causal else 1 - window
-    return sharding.pattern.distance == (first, window - 1)
+    return applies_window(sharding.pattern, first, window - 1)
 
 
 def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:

@@ -57,7 +57,7 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
         yield tile
     elif tile.kind == Kind.FULL:
         yield from _rectangles(tile, sizes)
-    elif tile.kind == Kind.BAND:
+    elif tile.kind == Kind.BI_CAUSAL:
         yield from _band(tile, sizes)
     else:
         side, triangle = tile.q_rows.length, sizes.triangle
@@ -116,7 +116,7 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
         return
     if edge:
         first, last = tile.part(0, edge, 0, edge), tile.part(queries - edge, edge, queries, edge)
-        yield from _split(first._replace(kind=Kind.ANTICAUSAL), sizes)
+        yield from _split(first._replace(kind=Kind.INVERSE_CAUSAL), sizes)
         yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
     count, rest = divmod(queries - edge, strip)
     apart = -(-(strip + edge) // strip)  # strips whose queries do not overlap
@@ -138,7 +138,7 @@ def _strip(width: int, sizes: Sizes) -> int:
 def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """A band not longer than it is wide: a triangle, what all queries see, and a triangle."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
-    yield from _split(tile.part(0, queries, 0, queries)._replace(kind=Kind.ANTICAUSAL), sizes)
+    yield from _split(tile.part(0, queries, 0, queries)._replace(kind=Kind.INVERSE_CAUSAL), sizes)
     if width > queries:
         yield from _split(tile.part(0, queries, queries, width - queries)._replace(kind=Kind.FULL), sizes)
     if queries > 1:
@@ -174,7 +174,7 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
     alike: dict[tuple[object, ...], list[Tile]] = defaultdict(list)
     for piece in pieces:
         q, k = piece.q_rows, piece.k_rows
-        whole = q.repeats > 1 and (piece.kind == Kind.BAND or 2 * q.repeats * q.length > block)
+        whole = q.repeats > 1 and (piece.kind == Kind.BI_CAUSAL or 2 * q.repeats * q.length > block)
         if whole or q.length > SMALL or piece.kind == Kind.PARTIAL:
             yield piece
         else:

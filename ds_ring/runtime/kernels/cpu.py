@@ -33,9 +33,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 @lru_cache(maxsize=16)
 def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """The additive bias of an anticausal triangle, or of a band's strip: what is not attended is hidden."""
+    """Return the bias that hides what is not attended in an inverse-causal triangle or a band's strip."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
-    shift = keys - queries if kind == Kind.BAND else keys
+    shift = keys - queries if kind == Kind.BI_CAUSAL else keys
     return hidden.tril(min(shift, 0) - 1) + hidden.triu(max(shift, 0) + 1)
 
 
@@ -82,7 +82,7 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
     bias = None
     if inside is not None and inside.weights is not None:
         bias = _log_weights(inside, queries, keys, dtype, mode)
-    if call.kind in (Kind.ANTICAUSAL, Kind.BAND):
+    if call.kind in (Kind.INVERSE_CAUSAL, Kind.BI_CAUSAL):
         hidden = _hidden(queries, keys, call.kind, dtype, mode)
         return hidden if bias is None else bias + hidden
     if call.kind == Kind.PARTIAL:

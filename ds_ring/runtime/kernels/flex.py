@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
+from ds_ring.runtime.block_mask import BandTensors, HopMask, HopTensors, hop_mask
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
 
 ALL_HEADS = slice(None)
@@ -70,35 +70,47 @@ def _at(table: Tensor, *indices: Tensor) -> Tensor:
     return found
 
 
-def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """m of a pair, the band aside: in how many branches both have the same class."""
+def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """m of a pair; what all branches have in common, be it the band or the masks, aside."""
     pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
     members = pairs[0][0].shape[0]
 
-    def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         total = None
-        for q_label, k_label in pairs:
+        for number, (q_label, k_label) in enumerate(pairs):
             member = head % members
             own = _at(q_label, member, query)
-            same = ((own == _at(k_label, member, key)) & (own >= 0)).to(torch.int32)
-            total = same if total is None else total + same
+            same = (own == _at(k_label, member, key)) & (own >= 0)
+            if len(mask.bands) > 1:
+                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
+            total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
         assert total is not None
         return total
 
     return count
 
 
+def _in_band(
+    mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """True if a pair lies within a band of distances and its masks show it."""
+    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
+    gap = q_position - k_position
+    visible = (gap >= band.least) & (gap <= band.most)
+    for function in band.functions:
+        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+        visible = visible & function(batch, number, q_position.long(), k_position.long())
+    return visible
+
+
 def _block_mask(mask: HopTensors, block: int) -> BlockMask:
     """The BlockMask of a hop, its mask a function of captured tensors."""
-    count, (q, k, least, most) = _count(mask), mask[:4]
+    count, q, k = _count(mask), mask.q, mask.k
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        q_position, k_position = q.position[query], k.position[key]
-        gap = q_position - k_position
-        visible = (count(head, query, key) > 0) & (gap >= least) & (gap <= most)
-        for function in mask.functions:
-            number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
-            visible = visible & function(batch, number, q_position.long(), k_position.long())
+        visible = count(batch, head, query, key) > 0
+        if len(mask.bands) == 1:
+            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
         return visible
 
     return BlockMask(
@@ -113,16 +125,16 @@ def _block_mask(mask: HopTensors, block: int) -> BlockMask:
 
 
 def _score_mod(mask: HopTensors) -> Callable[..., Tensor]:
-    """Adds log m where it can be other than 0."""
+    """Add log m where it can be other than 0."""
     count = _count(mask)
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + count(head, query, key).clamp(min=1).to(score.dtype).log()
+        return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
 
     def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score
 
-    return plain if len(mask.q.labels) == 1 else weighted
+    return weighted if mask.counts_twice else plain
 
 
 def _forward(
@@ -145,21 +157,33 @@ def _backward(
     block: int,
     scale: float,
     options: dict[str, Any],
+    joint_graph: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
     blocks = _block_mask(mask, block).as_tuple()
-    joint_graph: Any = None  # derived from the score_mod; [Note: the backward operator]
+    # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
         q, k, v, out, lse, grad_out, None, _score_mod(mask), joint_graph, blocks, scale, options, (), ()
     )
     return dq, dk, dv
 
 
+def _gradient_of_score(
+    score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
+) -> list[Tensor | None]:
+    """The joint graph of both score_mods: what they add to a score does not depend on it.
+
+    Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
+    find no gradient.
+    """
+    return [grad, None, None, None, None]
+
+
 @lru_cache(maxsize=8)
 def compiled_calls(backend: str | None) -> Calls:
     """The two functions, compiled by a backend of torch.compile; None leaves them as they are."""
     if backend is None:
-        return Calls(_forward, _backward)
+        return Calls(_forward, partial(_backward, joint_graph=_gradient_of_score))
     return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
 
 

@@ -144,10 +144,10 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
 
 
 def _inside(tiles: Tiles, row: int) -> Inside:
-    q, k, weight = tiles.q, tiles.k, int(tiles.weight[row])
+    q, k, weight, mask = tiles.q, tiles.k, int(tiles.weight[row]), int(tiles.mask[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
     return Inside(
-        tiles.mask if tiles.kind[row] == Kind.PARTIAL else None,
+        tiles.masks[mask] if mask >= 0 else None,
         tiles.weights[weight] if weight >= 0 else None,
         *(int(place) for place in places),
     ).part(0, 0)

@@ -22,9 +22,9 @@ def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:
     ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if tile.kind == Kind.CAUSAL:
         return ones.tril()
-    if tile.kind == Kind.ANTICAUSAL:
+    if tile.kind == Kind.INVERSE_CAUSAL:
         return ones.triu()
-    if tile.kind == Kind.BAND:
+    if tile.kind == Kind.BI_CAUSAL:
         return ones.triu().tril(keys - queries)
     assert tile.kind == Kind.FULL, f"reference kernel: a tile of kind {tile.kind!r}"
     return ones

@@ -6,10 +6,23 @@ from typing import Any
 
 import pytest
 
-from ds_ring import Causal, Dilated, Full, RingConfig, SlidingWindow
+from ds_ring import (
+    Causal,
+    Chunked,
+    Dilated,
+    DilatedWindow,
+    Full,
+    PrefixLM,
+    RingConfig,
+    RingConfigError,
+    Sinks,
+    Slices,
+    SlidingWindow,
+)
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.masks.pattern import Pattern
 
+SLICES: Any = [[[0, 8], [0, 8], "full"], [[8, 16], [0, 16], "causal"]]
 DILATED: dict[str, Any] = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
 
 
@@ -20,6 +33,15 @@ DILATED: dict[str, Any] = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]
         ({"causal": False}, Full()),
         ({"window": 8}, SlidingWindow(8)),
         ({"window": 8, "causal": False}, SlidingWindow(8, False)),
+        ({"window": 8, "window_dilation": 3}, DilatedWindow(8, 3)),
+        ({"window": 8, "sinks": 2}, SlidingWindow(8) | Sinks(2)),
+        ({"window": 8, "sinks": 2, "causal": False}, SlidingWindow(8, False) | Sinks(2, False)),
+        ({"chunk": 16}, Chunked(16)),
+        ({"chunk": 16, "window": 8}, SlidingWindow(8) & Chunked(16)),
+        ({"prefix": 5}, PrefixLM(5)),
+        ({"slices": SLICES}, Slices(SLICES) & Causal()),
+        ({"slices": SLICES, "causal": False}, Slices(SLICES)),
+        ({"slices": SLICES, "window": 8}, SlidingWindow(8) & Slices(SLICES)),
         (DILATED, Dilated((16, 64), (1, 4))),
         (DILATED | {"head_offsets": "zero", "causal": False}, Dilated((16, 64), (1, 4), False, "zero")),
         (DILATED | {"window": 8}, Dilated((16, 64), (1, 4)) & SlidingWindow(8)),
@@ -29,3 +51,30 @@ DILATED: dict[str, Any] = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]
 def test_sections_and_their_patterns(section: dict[str, Any], pattern: Pattern) -> None:
     config = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {"pattern": section}})
     assert pattern_from_config(config) == pattern
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"sinks": 2}, "pattern.sinks: .*window null, which sees all tokens already; leave it out"),
+        ({"window_dilation": 2}, "pattern.window_dilation: .*it has no effect"),
+        ({"prefix": 2, "causal": False}, "pattern.prefix: .*causal false, which hides no later token"),
+        ({"prefix": 2, "window": 8}, "pattern.prefix: .*beside window, which hides later tokens"),
+        (DILATED | {"prefix": 2}, "pattern.segment_lengths: expected null beside prefix"),
+        ({"slices": []}, "pattern.slices: expected a list"),
+        (
+            {"slices": [[[0, 4], [0, 4], "round"]]},
+            "pattern.slices: slice 0: kind: expected one of full, causal",
+        ),
+        (
+            {"slices": [[[0, 4], [0, 4], "full"], [[3, 9], [3, 9], "causal"]]},
+            "which overlap; cut one of them",
+        ),
+        ({"slices": 3}, "pattern.slices: expected a list"),
+        ({"chunk": 0}, "pattern.chunk: expected a whole number of at least 1, or null, got 0"),
+    ],
+    ids=str,
+)
+def test_sections_that_mean_nothing_are_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(RingConfigError, match=said):
+        RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {"pattern": section}})

@@ -29,12 +29,17 @@ def _paint(tiles: Tiles, queries: int, keys: int, member: int, weight: Weight) -
         q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
         i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
         band = (j >= i) & (j <= i + len(k) - len(q))
-        rules = {Kind.FULL: i >= i - j * 0, Kind.CAUSAL: j <= i, Kind.ANTICAUSAL: j >= i, Kind.BAND: band}
+        rules = {
+            Kind.FULL: i >= i - j * 0,
+            Kind.CAUSAL: j <= i,
+            Kind.INVERSE_CAUSAL: j >= i,
+            Kind.BI_CAUSAL: band,
+        }
         kind = Kind(tiles.kind[row])
         if kind == Kind.PARTIAL:
             rules[kind] = _visible(tiles, row, i, j)
         inside = np.broadcast_to(rules[kind], (len(q), len(k)))
-        assert kind not in (Kind.CAUSAL, Kind.ANTICAUSAL) or len(q) == len(k), "a triangle is square"
+        assert kind not in (Kind.CAUSAL, Kind.INVERSE_CAUSAL) or len(q) == len(k), "a triangle is square"
         assert kind == Kind.PARTIAL or inside.sum() == tiles.pairs[row]
         canvas[np.ix_(q, k)] += inside * weight(tiles, row, i, j)
     return canvas
@@ -48,9 +53,8 @@ def _multiplicity(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.nd
 
 def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
     """What a PARTIAL tile's mask shows of its pairs i, j."""
-    assert tiles.mask is not None
     q, k = (torch.from_numpy(x.reshape(-1)) for x in _positions(tiles, row, i, j))
-    return tiles.mask(1, q, k).numpy()
+    return tiles.masks[tiles.mask[row]](1, q, k).numpy()
 
 
 def _positions(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ds_ring.masks.dense import Causal
 from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.heads import HeadsOfPart
-from ds_ring.masks.pattern import Causal
 
 HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
 
@@ -27,4 +27,4 @@ def test_a_part_of_the_heads_is_a_part_of_the_pattern(parts, offsets):
 
 
 def test_a_pattern_that_knows_no_heads_stays():
-    assert HeadsOfPart(Causal(), 1, 2).bind((0,), 1, 1) == Causal()
+    assert HeadsOfPart(Causal(), 1, 2).bind((0,), 1, 1) == Causal().bind((0,), 1, 1)

@@ -41,15 +41,16 @@ def seen(tensors: HopTensors, member: int) -> np.ndarray:
     q, k = tensors.q, tensors.k
     gap = q.position[:, None] - k.position[None]
     m = torch.zeros_like(gap)
-    for ours, theirs in zip(q.labels, k.labels, strict=True):
+    bands = tensors.bands * (len(q.labels) if len(tensors.bands) == 1 else 1)
+    for ours, theirs, band in zip(q.labels, k.labels, bands, strict=True):
         ours, theirs = (x[member % len(x)] for x in (ours, theirs))
-        m += (ours[:, None] == theirs[None]) & (ours[:, None] >= 0)
-    m *= (gap >= tensors.least) & (gap <= tensors.most)
-    for function in tensors.functions:
-        pairs = torch.vmap(torch.vmap(function, (None, None, None, 0)), (None, None, 0, None))
-        m *= pairs(
-            torch.tensor(0), tensors.head_numbers[member % len(tensors.head_numbers)], q.position, k.position
-        )
+        shown = (ours[:, None] == theirs[None]) & (ours[:, None] >= 0)
+        shown &= (gap >= band.least) & (gap <= band.most)
+        for function in band.functions:
+            pairs = torch.vmap(torch.vmap(function, (None, None, None, 0)), (None, None, 0, None))
+            head = tensors.head_numbers[member % len(tensors.head_numbers)]
+            shown &= pairs(torch.tensor(0), head, q.position, k.position)
+        m += shown
     return m.numpy()
 
 
@@ -112,7 +113,8 @@ def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     tiles = SlidingWindow(1000).tiles(runs, runs)
     tensors = hop_mask(tiles, 128, CPU).tensors
     assert hop_mask(tiles, 128, CPU).tensors is tensors
-    for partial, full in (tensors[4:6], tensors[6:8]):
+    rows, columns = (tensors.partial_rows, tensors.full_rows), (tensors.partial_columns, tensors.full_columns)
+    for partial, full in (rows, columns):
         assert partial.blocks.shape[3] + full.blocks.shape[3] <= 1000 // 128 + 4
     assert tensors.nbytes < 1 << 21
 

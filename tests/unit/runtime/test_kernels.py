@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.pattern import Causal, Pattern
+from ds_ring.masks.dense import Causal
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
 from ds_ring.masks.triangulation import cut_by_distance
 from ds_ring.runtime.kernels import Kernel, get_kernel
@@ -36,7 +37,7 @@ def tiles_of(kind: str, queries: int, keys: int) -> Tiles:
         "full": (-UNBOUNDED, UNBOUNDED),
         "causal": (0, UNBOUNDED),
         "strict": (1, UNBOUNDED),
-        "anticausal": (-UNBOUNDED, 20),
+        "inverse-causal": (-UNBOUNDED, 20),
         "band": (-10, 70),
     }
     return cut_by_distance(whole, *bounds[kind])
@@ -48,7 +49,7 @@ def mask_of(kind: str, queries: int, keys: int) -> torch.Tensor:
         "full": gap == gap,
         "causal": gap >= 0,
         "strict": gap >= 1,
-        "anticausal": gap <= 20,
+        "inverse-causal": gap <= 20,
         "band": (gap >= -10) & (gap <= 70),
     }
     return rules[kind]
@@ -71,7 +72,7 @@ def run_kernel(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu", "cpu-small-blocks"])
-@pytest.mark.parametrize("kind", ["full", "causal", "strict", "anticausal", "band"])
+@pytest.mark.parametrize("kind", ["full", "causal", "strict", "inverse-causal", "band"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (130, 259), (259, 130), (1, 1)])
 def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys: int) -> None:
     torch.manual_seed(0)
@@ -164,8 +165,8 @@ def painted_calls(tiles: Tiles, side: int, sizes: Sizes) -> tuple[np.ndarray, in
         shown = {
             Kind.FULL: gap == gap,
             Kind.CAUSAL: gap >= 0,
-            Kind.ANTICAUSAL: gap <= 0,
-            Kind.BAND: (gap >= min(more, 0)) & (gap <= max(more, 0)),
+            Kind.INVERSE_CAUSAL: gap <= 0,
+            Kind.BI_CAUSAL: (gap >= min(more, 0)) & (gap <= max(more, 0)),
         }[call.kind]
         for q, k in zip(q_slots, k_slots, strict=True):
             covered[np.ix_(q, k)] += shown

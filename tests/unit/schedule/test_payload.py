@@ -50,7 +50,7 @@ def test_packing_changes_no_pair(
         held = set(np.flatnonzero(want.any(0)).tolist()) | {slot for slot in more if slot < keys}
         if not held:
             continue
-        packed = tiles_of_payload(tiles, as_ranges(held), bound.distance)
+        packed = tiles_of_payload(tiles, as_ranges(held))
         np.testing.assert_array_equal(paint(packed, queries, len(held)), want[:, sorted(held)])
 
 

@@ -16,7 +16,7 @@ from ds_ring.integrations.deepspeed.batch import (
     token_shape,
     valid_tokens,
 )
-from ds_ring.masks.pattern import Causal, Full
+from ds_ring.masks.dense import Causal, Full
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout

@@ -8,7 +8,7 @@ import torch
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import REMEMBERED, BatchSharding, RecentBatches
-from ds_ring.masks.pattern import Causal
+from ds_ring.masks.dense import Causal
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout

@@ -18,7 +18,8 @@ from ds_ring.integrations.deepspeed.packing import (
     positions_in_documents,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.pattern import Causal, Full, Pattern
+from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 

@@ -1,0 +1,193 @@
+"""Branches: the data that every pattern is made of, and their algebra. Owns product, difference and union.
+
+[Note: sum of branches]
+A pattern is a sum of branches. Query q and key k take part in a branch if both have the same label in it and
+least <= q - k <= most. The multiplicity m(q, k) is the number of branches in which the pair takes part: log m
+is added to its score, so a pair with m = 0 is not attended. Only patterns that mean it have m > 1 (LongNet).
+
+`a & b` multiplies: a branch for each two of theirs. `a | b` adds up, after what both have was taken from one
+of them; a range or a band has a complement made of ranges and bands, a label has none, so what is taken away
+must be told by range and band alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_ring.masks.pair_mask import PairMask
+from ds_ring.masks.partitions import ALL, NO_LABEL, Partition, Primitive, labelled
+from ds_ring.masks.slot_ranges import IntArray
+from ds_ring.masks.tiles import UNBOUNDED
+
+LARGEST_LABEL = 1 << 31  # labels are int32 on a device
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Pairs of one label within a band of distances; see [Note: sum of branches].
+
+    Attributes:
+        queries, keys: what labels the two sides, with as many primitives each: the n-th of one is compared
+            with the n-th of the other.
+        least, most: of query position - key position; +-UNBOUNDED where open.
+        masks: predicates of single pairs that must all be true.
+    """
+
+    queries: Partition = ALL
+    keys: Partition = ALL
+    least: int = -UNBOUNDED
+    most: int = UNBOUNDED
+    masks: tuple[PairMask, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.queries.primitives) == len(self.keys.primitives), (
+            f"labels that do not pair up: {self}"
+        )
+
+    @property
+    def labels_of(self) -> tuple[tuple[Primitive, Primitive], ...]:
+        """Return the primitives of both sides that are compared."""
+        return tuple(zip(self.queries.primitives, self.keys.primitives, strict=True))
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """Return least and most distance that the band and the ranges leave."""
+        least, most = self.least, self.most
+        if self.keys.end < UNBOUNDED:
+            least = max(least, self.queries.first - self.keys.end + 1)
+        if self.queries.end < UNBOUNDED:
+            most = min(most, self.queries.end - 1 - self.keys.first)
+        return least, most
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether ranges and band leave no pair."""
+        least, most = self.distance
+        return least > most or self.queries.first >= self.queries.end or self.keys.first >= self.keys.end
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether no query sees a key after itself."""
+        return self.distance[0] >= 0 or any(mask.is_causal for mask in self.masks)
+
+    def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
+        """Label query positions q and key positions k, int64 [n] and [m]; labels compare within one call."""
+        split = len(q)
+        both = np.where(np.concatenate([self.queries.holds(q), self.keys.holds(k)]), 0, NO_LABEL)
+        for ours, theirs in self.labels_of:
+            more = np.concatenate([ours.labels(q), theirs.labels(k)])
+            base = int(more.max(initial=0)) + 1
+            both = np.where((both >= 0) & (more >= 0), both * base + more, NO_LABEL)
+            if both.max(initial=0) >= LARGEST_LABEL:
+                numbers = np.unique(both, return_inverse=True)[1].reshape(both.shape)
+                both = np.where(both < 0, NO_LABEL, numbers)
+        return both[:split], both[split:]
+
+
+def alike(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
+    """Return the branch of tokens to which one primitive gives the same label."""
+    return Branch(labelled(primitive), labelled(primitive), least, most)
+
+
+def product(first: Iterable[Branch], second: Iterable[Branch]) -> tuple[Branch, ...]:
+    """Return the branches of `a & b`: what takes part in one of each."""
+    second = tuple(second)
+    both = [
+        Branch(
+            a.queries & b.queries,
+            a.keys & b.keys,
+            max(a.least, b.least),
+            min(a.most, b.most),
+            a.masks + b.masks,
+        )
+        for a in first
+        for b in second
+    ]
+    return tuple(branch for branch in both if not branch.is_empty) or tuple(both[:1])
+
+
+def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArray:
+    """Return where two branches have pairs in common as far as ranges and bands tell; bool [n, m]."""
+    (q0, q1, k0, k1, low, high), (p0, p1, j0, j1, floor, top) = (
+        _bounds(first)[:, :, None],
+        _bounds(second)[:, None],
+    )
+    q_first, q_end = np.maximum(q0, p0), np.minimum(q1, p1)
+    k_first, k_end = np.maximum(k0, j0), np.minimum(k1, j1)
+    # Inside a rectangle of positions every distance between its corners' occurs.
+    nearest = np.maximum(np.maximum(low, floor), q_first - k_end + 1)
+    farthest = np.minimum(np.minimum(high, top), q_end - 1 - k_first)
+    found: IntArray = (q_first < q_end) & (k_first < k_end) & (nearest <= farthest)
+    return found
+
+
+def _bounds(branches: tuple[Branch, ...]) -> IntArray:
+    """Return first and end of queries and keys, least and most, of every branch; int64 [6, n]."""
+    rows = [(b.queries.first, b.queries.end, b.keys.first, b.keys.end, b.least, b.most) for b in branches]
+    return np.array(rows, dtype=np.int64).reshape(len(branches), 6).T
+
+
+def counts_twice(branches: tuple[Branch, ...]) -> bool:
+    """Return whether a pair may take part in several of the branches."""
+    return bool(np.triu(overlapping(branches, branches), 1).any())
+
+
+def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch, ...] | None:
+    """Return the branches of `a | b`, each pair in one of them; None where they cannot be told apart."""
+    if not overlapping(first, second).any():
+        return first + second
+    if counts_twice(first) or counts_twice(second):
+        return None  # m of a pair of both would be anybody's guess
+    kept = list(first)
+    for branch in second:
+        added = [branch]
+        for other in kept:
+            touched = overlapping(tuple(added), (other,)).any()
+            if touched and _is_told_by_range(other, branch):
+                added = [piece for part in added for piece in subtract(part, other)]
+            elif touched:
+                break
+        else:
+            kept += added
+            continue
+        # `branch` has no complement in what was there: take it out of those instead
+        if not all(
+            _is_told_by_range(branch, other) for other in kept if overlapping((branch,), (other,)).any()
+        ):
+            return None
+        kept = [piece for other in kept for piece in _without(other, branch)] + [branch]
+    return tuple(kept)
+
+
+def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
+    """Return whether ranges and band alone say which pairs of `whole` are in `taken`."""
+    return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
+
+
+def _without(whole: Branch, taken: Branch) -> list[Branch]:
+    return subtract(whole, taken) if overlapping((whole,), (taken,)).any() else [whole]
+
+
+def subtract(whole: Branch, taken: Branch) -> list[Branch]:
+    """Return the pairs of `whole` outside the ranges and the band of `taken`, as up to six branches."""
+    q, k, out = taken.queries, taken.keys, taken
+    inside = replace(whole, queries=_clip(whole.queries, q.first, q.end))
+    parts = [
+        replace(whole, queries=_clip(whole.queries, 0, q.first)),
+        replace(whole, queries=_clip(whole.queries, q.end, UNBOUNDED)),
+        replace(inside, keys=_clip(whole.keys, 0, k.first)),
+        replace(inside, keys=_clip(whole.keys, k.end, UNBOUNDED)),
+    ]
+    inside = replace(inside, keys=_clip(whole.keys, k.first, k.end))
+    parts += [
+        replace(inside, most=min(whole.most, out.least - 1)),
+        replace(inside, least=max(whole.least, out.most + 1)),
+    ]
+    return [part for part in parts if not part.is_empty]
+
+
+def _clip(partition: Partition, first: int, end: int) -> Partition:
+    return replace(partition, first=max(partition.first, first), end=min(partition.end, end))

@@ -1,0 +1,36 @@
+"""Attention within chunks of fixed length (Llama 4's local layers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_ring.checked_numbers import true_or_false, whole_number
+from ds_ring.errors import RingPatternError
+from ds_ring.masks.branches import Branch, alike
+from ds_ring.masks.partitions import Segment
+from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.tiles import UNBOUNDED
+
+
+@dataclass(frozen=True)
+class Chunked(Pattern):
+    """A query attends to what came before it in its own chunk of `chunk` tokens, itself included.
+
+    Attributes:
+        chunk: tokens of a chunk; the first begins at position 0.
+        causal: False sees the whole chunk.
+
+    Raises:
+        RingPatternError: the chunk is not a positive integer.
+    """
+
+    chunk: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        chunk = whole_number(self.chunk, "Chunked: chunk", RingPatternError)
+        object.__setattr__(self, "chunk", chunk)
+        true_or_false(self.causal, "Chunked: causal", RingPatternError)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (alike(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)

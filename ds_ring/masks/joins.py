@@ -1,0 +1,147 @@
+"""Tiles of branches: the one derivation of rectangles for all patterns. Owns no pattern.
+
+[Note: joins]
+The tiles of a branch are what is left of rectangles (query run x key run) once both sides are cut into runs
+of one label, runs of the same label are joined, and the band of distances cuts the result. Several branches
+with the same band are done together: where they are a product of alternatives (documents x dilations), one
+factor refines the rectangles after the other, and factors of dilations alone have a faster way
+(`nested_dilations.py`). Both are rewrites: the plain derivation gives the same pairs, as tests show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.nested_dilations import refine_dilations
+from ds_ring.masks.pair_mask import MaskInside, PairMask
+from ds_ring.masks.partitions import ALL, Partition, Primitive, Residue
+from ds_ring.masks.slot_ranges import IntArray
+from ds_ring.masks.tiles import Tiles, repeat_rows
+from ds_ring.masks.triangulation import cut_by_distance
+
+MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
+
+Band = tuple[int, int, tuple[PairMask, ...]]  # least, most, predicates
+Joined = tuple[Primitive, Primitive]  # of queries and of keys, by whose labels these are joined
+
+
+def tiles_of_members(
+    members: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
+) -> Tiles:
+    """Return the non-empty tiles of rectangles that are FULL; see [Note: joins].
+
+    Args:
+        members: the branches of every query head of a group; one entry if all see the same.
+        rectangles: not cut yet.
+        plain: without rewrites, branch by branch.
+    """
+    nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
+    bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
+    for member, branches in enumerate(members):
+        for band, alike in _by_band(branches).items():
+            bands.setdefault(band, []).append((member if len(members) > 1 else -1, alike))
+    parts = []
+    for (least, most, masks), jobs in bands.items():
+        near = may_touch(rectangles, least, most)
+        refined = [nothing]
+        for member, branches in jobs:
+            refined += _refine(near.for_member(member), branches, least >= 0, plain)
+        found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
+        if masks:
+            blocks = found.in_blocks(MASK_BLOCK).masked(MaskInside(masks, least, most))
+            parts.append(may_touch(blocks, least, most))
+        else:
+            parts.append(cut_by_distance(found, least, most))
+    return parts[0] if len(parts) == 1 else Tiles.concat([nothing, *parts])
+
+
+def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
+    """Drop rectangles that lie outside the band as a whole."""
+    farthest = tiles.q.last_position - tiles.k.position
+    nearest = tiles.q.position - tiles.k.last_position
+    keep = (farthest >= least) & (nearest <= most)
+    return tiles if keep.all() else tiles.rows(keep)
+
+
+def _by_band(branches: Iterable[Branch]) -> dict[Band, list[Branch]]:
+    found: dict[Band, list[Branch]] = {}
+    for branch in branches:
+        found.setdefault((branch.least, branch.most, branch.masks), []).append(branch)
+    return found
+
+
+def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> list[Tiles]:
+    """Return the rectangles of branches with one band, which is not yet cut."""
+    alternatives: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
+    for branch in branches:
+        ranges = tuple(Partition(side.first, side.end) for side in (branch.queries, branch.keys))
+        alternatives.setdefault((ranges[0], ranges[1]), []).append(branch.labels_of)
+    parts = []
+    for (queries, keys), joined in alternatives.items():
+        near = _within(tiles, queries, keys)
+        products = [[[pair] for pair in one] for one in joined] if plain else _factors(joined)
+        for factors in products:
+            refined = near
+            for factor in factors:
+                refined = _refine_by(refined, factor, causal, plain)
+            parts.append(refined)
+    return parts
+
+
+def _within(tiles: Tiles, queries: Partition, keys: Partition) -> Tiles:
+    """Return the part of every rectangle in a range of positions on either side."""
+    if queries == ALL and keys == ALL:
+        return tiles
+    q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
+    return tiles.sides(q, tiles.k if keys == ALL else tiles.k.between(keys.first, keys.end))
+
+
+def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
+    """Write alternatives, each a conjunction, as few products of sums: one, if they are all combinations."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*joined, strict=False)]
+    lengths = {len(one) for one in joined}
+    whole = math.prod(len(column) for column in columns)
+    if len(lengths) == 1 and len(joined) == len(set(joined)) == whole:
+        return [columns]
+    return [[[pair] for pair in one] for one in joined]
+
+
+def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
+    """Return the rectangles of a sum of alternatives."""
+    residues = [queries for queries, keys in factor if isinstance(queries, Residue) and queries == keys]
+    if len(residues) == len(factor) and not plain:
+        return Tiles.concat(
+            [tiles.rows(np.zeros(len(tiles), dtype=bool)), *refine_dilations(tiles, residues, causal)]
+        )
+    parts = [join(tiles, queries, keys) for queries, keys in factor]
+    return parts[0] if len(parts) == 1 else Tiles.concat(parts)
+
+
+def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
+    """Cut every rectangle into those whose sides have one label, the same on both."""
+    (q_least, q_greatest), (k_least, k_greatest) = queries.bounds(tiles.q), keys.bounds(tiles.k)
+    least, greatest = np.maximum(q_least, k_least), np.minimum(q_greatest, k_greatest)
+    q_row, q, q_label = queries.split(tiles.q, least, greatest)
+    k_row, k, k_label = keys.split(tiles.k, least, greatest)
+    # One number for each (rectangle, label), small enough that two of them never meet.
+    q_number, k_number = q_label - least[q_row], k_label - least[k_row]
+    width = 1 + max(q_number.max(initial=0), k_number.max(initial=0))
+    ours, theirs = q_row * width + q_number, k_row * width + k_number
+    if np.array_equal(ours, theirs) and (np.diff(ours) > 0).all():
+        return tiles.rows(q_row).sides(q, k)
+    q_index, k_index = _matches(ours, theirs)
+    return tiles.rows(q_row[q_index]).sides(q.rows(q_index), k.rows(k_index))
+
+
+def _matches(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray]:
+    """Return indices of all pairs of equal numbers, in the order of `ours`."""
+    order = np.argsort(theirs, kind="stable")
+    ordered = theirs[order]
+    first = np.searchsorted(ordered, ours, side="left")
+    count = np.searchsorted(ordered, ours, side="right") - first
+    index, which = repeat_rows(count)
+    return index, order[first[index] + which]

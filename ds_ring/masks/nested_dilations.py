@@ -1,0 +1,211 @@
+"""Dilations that nest: few large rectangles for what the plain join cuts into many small ones.
+
+Owns two rewrites of a sum of `Residue` branches, and decides which one fits. Both give every pair its m.
+
+[Note: smallest segment]
+Where every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those
+of branch i; where segments nest as well, a pair is decided by the smallest segment that its two sides share.
+If that is one of branch i, the pair is attended if both are tokens of branch i, and m counts the branches
+from i on that have both. So there is one rectangle for each two neighbouring segments, as large as can be,
+in which nothing is masked and m is periodic (`Weights`): large tiles are what a kernel is fast on.
+A rate of at least the segment's length has one token at most in it, so it only adds to the pair of that token
+with itself: a tile of its own in the smallest segments, and nothing beyond. The period stays below the
+segment's length, and tiles of all segments are alike.
+
+[Note: levels]
+In general the common branches of a pair follow from the residues modulo the least common multiple of the
+rates: rectangles of progressions on which they are constant. Within them m is the number of common branches
+whose segment the two share, decided by the smallest one where segments nest. Where the multiple is too
+large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
+adds duplicates up exactly as m does, and only some work is done twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.masks.key_multiplicity import Weights
+from ds_ring.masks.partitions import Residue
+from ds_ring.masks.tiles import Tiles, repeat_rows
+
+MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
+
+
+class Progression(NamedTuple):
+    """Positions p = residue (mod modulus)."""
+
+    residue: int
+    modulus: int
+
+
+class Share(NamedTuple):
+    """Queries and keys whose common branches are exactly `branches`."""
+
+    queries: tuple[Progression, ...]
+    keys: tuple[Progression, ...]
+    branches: tuple[int, ...]
+
+
+def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
+    """Return the rectangles of a sum of dilations, every pair with its m.
+
+    Args:
+        tiles: rectangles.
+        residues: the branches.
+        causal: keys after their query may be left out: the band will drop them.
+    """
+    residues = sorted(residues, key=lambda residue: residue.length)
+    lengths, rates, offsets = (
+        tuple(x) for x in zip(*((r.length, r.rate, r.offset) for r in residues), strict=True)
+    )
+    # a single segment starts at position 0: its length need not be a multiple of the rate
+    reaches = int(max(tiles.q.last_position.max(), tiles.k.last_position.max())) if len(tiles) else 0
+    if not all(w % r == 0 or w > reaches for w, r in zip(lengths, rates, strict=True)):
+        return [part for residue in residues for part in _one_branch(tiles, residue)]
+    if _nested(lengths, rates, offsets) and (tiles.weight < 0).all():
+        return _by_segment(tiles, residues, causal)
+    parts = []
+    for share in shares(rates, offsets):
+        for chain in _chains(share.branches, lengths):
+            parts += _levels(_on(tiles, share), [lengths[i] for i in chain], causal)
+    return parts
+
+
+def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
+    """Refine by nested branches; see [Note: smallest segment]."""
+    classes, parts = tuple((r.offset, r.rate) for r in residues), []
+    for index, length in enumerate(r.length for r in residues):
+        inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
+        far = [c for c in classes[index + 1 :] if c[1] >= length]
+        if index == 0:
+            found = [_same_segment(inside, length)]
+            parts += [found[0].sides(found[0].q.residue(*c), found[0].k.residue(*c)) for c in far]
+        else:
+            found = _between_segments(inside, residues[index - 1].length, length, causal)
+        near = classes[index : len(classes) - len(far)]
+        parts += [part.weighted(Weights(near)) for part in found]
+    return parts
+
+
+def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
+    """Return pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
+    parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
+    for index, (small, large) in enumerate(itertools.pairwise(lengths)):
+        for part in _between_segments(tiles, small, large, causal):
+            parts.append(part.times(len(lengths) - index - 1))
+    return parts
+
+
+def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
+    """Refine by one branch alone, segment by segment: the general case."""
+    if branch.offset >= branch.length:
+        return []
+    inside = _same_segment(tiles, branch.length)
+    residue = (inside.q.position // branch.length * branch.length + branch.offset) % branch.rate
+    return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
+
+
+def _on(tiles: Tiles, share: Share) -> Tiles:
+    """Return the rectangles restricted to the queries and keys of a share."""
+    parts = [
+        tiles.sides(tiles.q.residue(*queries), tiles.k.residue(*keys))
+        for queries in share.queries
+        for keys in share.keys
+    ]
+    return Tiles.concat(parts)
+
+
+def _same_segment(tiles: Tiles, length: int) -> Tiles:
+    """Return the part of every rectangle whose two sides lie in one segment."""
+    first = np.maximum(tiles.q.position, tiles.k.position) // length
+    last = np.minimum(tiles.q.last_position, tiles.k.last_position) // length
+    row, which = repeat_rows(np.maximum(last - first + 1, 0))
+    start = (first[row] + which) * length
+    tiles = tiles.rows(row)
+    return tiles.sides(tiles.q.between(start, start + length), tiles.k.between(start, start + length))
+
+
+def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> list[Tiles]:
+    """Return the pairs that share a segment of length `large` but not of `small`, which divides it."""
+    low = np.maximum(tiles.q.position, tiles.k.position // large * large)
+    high = np.minimum(tiles.q.last_position, (tiles.k.last_position // large + 1) * large - 1)
+    first, last = low // small, high // small
+    row, which = repeat_rows(np.maximum(last - first + 1, 0))
+    start = (first[row] + which) * small
+    outer = start // large * large
+    tiles = tiles.rows(row)
+    q = tiles.q.between(start, start + small)
+    parts = [tiles.sides(q, tiles.k.between(outer, start))]
+    if not causal:
+        parts.append(tiles.sides(q, tiles.k.between(start + small, outer + large)))
+    return parts
+
+
+def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[int]]:
+    """Group branches greedily so that in each group every length divides the next."""
+    chains: list[list[int]] = []
+    for branch in branches:
+        for chain in chains:
+            if lengths[branch] % lengths[chain[-1]] == 0:
+                chain.append(branch)
+                break
+        else:
+            chains.append([branch])
+    return chains
+
+
+def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...]) -> bool:
+    """Return whether each branch has segments that are unions, and tokens a subset, of the one before."""
+    return all(b % a == 0 for a, b in itertools.pairwise(lengths)) and all(
+        b % a == 0 and y % a == x for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
+    )
+
+
+@lru_cache(maxsize=256)
+def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...]:
+    """Return which positions have which branches in common; see [Note: levels]."""
+    if math.lcm(*rates) <= MOST_RESIDUES:
+        return tuple(_residue_shares(rates, offsets))
+    classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
+    return tuple(Share((own,), (own,), (i,)) for i, own in enumerate(classes))
+
+
+def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Share]:
+    period = math.lcm(*rates)
+    by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
+    for residue in range(period):
+        inside = frozenset(i for i, r in enumerate(rates) if residue % r == offsets[i])
+        if inside:
+            by_branches[inside].append(residue)
+    rectangles: dict[tuple[frozenset[int], tuple[int, ...]], list[int]] = defaultdict(list)
+    for own, queries in by_branches.items():
+        keys_of: dict[frozenset[int], list[int]] = defaultdict(list)
+        for other, keys in by_branches.items():
+            if own & other:
+                keys_of[own & other] += keys
+        for common, keys in keys_of.items():
+            rectangles[common, tuple(sorted(keys))] += queries
+    return [
+        Share(_progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common)))
+        for (common, keys), queries in rectangles.items()
+    ]
+
+
+def _progressions(residues: list[int], period: int) -> tuple[Progression, ...]:
+    """Return a set of residues modulo `period` as few progressions, the coarsest first."""
+    left, found = set(residues), []
+    for modulus in (d for d in range(1, period + 1) if period % d == 0):
+        for residue in range(modulus):
+            members = set(range(residue, period, modulus))
+            if members <= left:
+                left -= members
+                found.append(Progression(residue, modulus))
+        if not left:
+            break
+    return tuple(found)

@@ -1,0 +1,33 @@
+"""A prefix that sees itself both ways, with causal attention behind it (PrefixLM, as in T5 and PaliGemma)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_ring.checked_numbers import whole_number
+from ds_ring.errors import RingPatternError
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.partitions import in_range
+from ds_ring.masks.pattern import Head, Pattern
+
+
+@dataclass(frozen=True)
+class PrefixLM(Pattern):
+    """A query attends to itself, to what came before, and within the first `prefix` tokens both ways.
+
+    Attributes:
+        prefix: number of tokens that see one another.
+
+    Raises:
+        RingPatternError: the prefix is not a positive integer.
+    """
+
+    prefix: int
+
+    def __post_init__(self) -> None:
+        prefix = whole_number(self.prefix, "PrefixLM: prefix", RingPatternError)
+        object.__setattr__(self, "prefix", prefix)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        prefix = in_range(0, self.prefix)
+        return Branch(least=0), Branch(prefix, prefix, most=-1)

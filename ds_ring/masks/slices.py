@@ -1,0 +1,86 @@
+"""Masks by slices, as in MagiAttention: rectangles of positions, each with a kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_ring.checked_numbers import whole_number
+from ds_ring.errors import RingPatternError, shown
+from ds_ring.masks.branches import Branch, overlapping
+from ds_ring.masks.partitions import in_range
+from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.tiles import UNBOUNDED
+
+SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")
+_FORM = '((q_start, q_end), (k_start, k_end), kind), such as ((0, 8), (0, 8), "causal")'
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Slices(Pattern):
+    """A query attends to the keys of the slices that it is in (MagiAttention's q_ranges, k_ranges, types).
+
+    A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
+    all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
+    what lies on and right of the diagonal through the upper left corner, "bi-causal" to what lies between.
+
+    Attributes:
+        slices: no pair of positions in two of them.
+
+    Raises:
+        RingPatternError: none, one of another form, an empty range, an unknown kind, or two that overlap.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slices, (list, tuple)) or not self.slices:
+            raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
+        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
+        object.__setattr__(self, "slices", checked)
+        branches = self.branches(Head())
+        first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
+        if len(first):
+            one, other = self.slices[first[0]], self.slices[second[0]]
+            raise RingPatternError(
+                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
+                f" {list(other)}, which overlap; cut one of them"
+            )
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return tuple(_branch(*one) for one in self.slices)
+
+
+def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
+    least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
+    most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
+    return Branch(in_range(*queries), in_range(*keys), least, most)
+
+
+def _checked(number: int, given: Any) -> Slice:
+    where = f"Slices: slice {number}"
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
+    *ranges, kind = given
+    if not isinstance(kind, str) or kind not in SLICE_KINDS:
+        raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
+    queries, keys = (
+        _checked_range(f"{where}: {name}", one)
+        for name, one in zip(("q_range", "k_range"), ranges, strict=True)
+    )
+    return queries, keys, kind
+
+
+def _checked_range(where: str, given: Any) -> tuple[int, int]:
+    if not isinstance(given, (list, tuple)) or len(given) != 2:
+        raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
+    start, end = given
+    if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
+        start = whole_number(start, f"{where}: start", RingPatternError)
+    end = whole_number(end, f"{where}: end", RingPatternError)
+    if start >= end:
+        raise RingPatternError(f"{where}: expected start below end, got {start} and {end}")
+    return start, end

@@ -1,0 +1,222 @@
+"""What is derived from branches: rewrites against the plain derivation, unions, and what was wrong before."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from ds_ring import (
+    Causal,
+    Chunked,
+    Dilated,
+    Documents,
+    Full,
+    PrefixLM,
+    RingPatternError,
+    Sinks,
+    Slices,
+    SlidingWindow,
+)
+from ds_ring.masks.branches import Branch, alike
+from ds_ring.masks.joins import tiles_of_members
+from ds_ring.masks.partitions import Primitive, Remainder, Residue, Segment, Table
+from ds_ring.masks.pattern import BoundPattern, Head, Pattern
+from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.masks.windows import applies_window
+from ds_ring.runtime.block_mask import hop_mask
+from ds_ring.schedule.layout import expand_runs
+from ds_ring.schedule.plan import head_classes
+from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
+from tests.unit.masks.painting import coverage, paint, positions_agree
+from tests.unit.masks.test_dilated import in_order, runs
+from tests.unit.runtime.test_flex import seen
+
+IDS = (3, 1, 3, -1, 0, 7)
+PRIMITIVES = [
+    Segment(7),
+    Segment(1000),
+    Residue(12, 4, 1),
+    Residue(5, 7, 3),
+    Residue(20, 3, 2),
+    Remainder(1),
+    Remainder(5),
+    Table((0, 5, 9, 30, 31, 60), IDS, 1000),
+    Table((0, 5, 9, 30, 31, 60), (0, 1, 2, -1, 4, 5), 1000),
+]
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
+@settings(max_examples=60, deadline=None)
+@given(rows=runs)
+def test_pieces_are_the_tokens_of_their_label(primitive: Primitive, rows: list[tuple[int, int, int]]) -> None:
+    table = in_order(rows)
+    axis = Axis.from_runs(table)
+    least, greatest = primitive.bounds(axis)
+    pieces = primitive.split(axis, least, greatest)
+    assert (np.diff(pieces.row) >= 0).all()
+    got: list[tuple[int, int]] = []
+    for row in range(len(pieces.row)):
+        slots = pieces.axis.slot[row] + pieces.axis.slot_step[row] * np.arange(pieces.axis.length[row])
+        got += [(int(slot), int(pieces.label[row])) for slot in slots]
+    labels = primitive.labels(expand_runs(table))
+    want = [(slot, label) for slot, label in enumerate(labels.tolist()) if label >= 0]
+    assert sorted(got) == want
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES[:-2], ids=str)
+def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primitive) -> None:
+    known: dict[object, np.ndarray] = {}
+    for start in range(200):
+        labels = primitive.labels(np.arange(start, start + 9))
+        common = (labels[:, None] == labels[None]) & (labels[:, None] >= 0)
+        assert np.array_equal(known.setdefault(primitive.phase(start, 9), common), common), start
+    assert len(known) < 200
+
+
+def test_a_billion_positions_cost_nothing() -> None:
+    tokens = 1 << 30
+    whole = np.array([[0, 1, tokens]])
+    for pattern in (
+        Chunked(1 << 20),
+        PrefixLM(1 << 22),
+        SlidingWindow(4096) | Sinks(4),
+        Dilated((1 << 28,), (1,)),
+    ):
+        assert len(pattern.tiles(whole, whole)) < 4096
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rewrites_are_the_plain_derivation(name: str) -> None:
+    """Tiles with and without rewrites, and flex's labels, are the formula for every head."""
+    for q_runs, k_runs in itertools.product(
+        (np.array([[0, 1, TOKENS]]), np.array([[1, 4, 20], [2, 4, 11]])),
+        (np.array([[0, 1, 60], [61, 2, 16]]),),
+    ):
+        q, k = expand_runs(q_runs), expand_runs(k_runs)
+        want = dense(name)[:, q][:, :, k]
+        for kv_heads, bound in head_classes(MASKS[name].pattern, HEADS, KV_HEADS):
+            if any(mask.heads for mask in bound.masks):
+                continue  # by head: only a kernel asks; tests/dist/test_registry.py
+            tables = [
+                tiles_of_members(bound.members, Tiles.rectangles(q_runs, k_runs), plain) for plain in (0, 1)
+            ]
+            for kv_head, member in itertools.product(range(KV_HEADS)[kv_heads], range(2)):
+                head = 2 * kv_head + member
+                for tiles in tables:
+                    assert positions_agree(tiles, q, k)
+                    np.testing.assert_array_equal(paint(tiles, len(q), len(k), member), want[head])
+                if not bound.counts_twice:
+                    assert want[head].max() <= 1
+                    assert coverage(tables[0], len(q), len(k), member).max(initial=0) <= 1
+
+
+@dataclass(frozen=True)
+class Blocks(Pattern):
+    """Defined once, by its branches; before, one that said its tiles alone was wrong by 1.0 on flex."""
+
+    length: int
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (alike(Segment(self.length)),)
+
+
+@pytest.mark.parametrize("pattern", [Blocks(16), Blocks(16) & Causal(), Causal() & Blocks(16)], ids=str)
+def test_a_pattern_is_defined_once(pattern: Pattern) -> None:
+    """Tiles, the labels of flex and the multiplicity agree, and `&` asks both of its parts.
+
+    On the commit before, `Pattern.tiles` or `cut` could be overridden alone, flex then attended to whatever
+    `labels` said, and `&` never asked its parts' `cut`.
+    """
+    whole, at = np.array([[0, 1, 64]]), np.arange(64)
+    want = (at[:, None] // 16 == at[None] // 16) & ((at[:, None] >= at[None]) | (pattern == Blocks(16)))
+    tiles = pattern.tiles(whole, whole)
+    np.testing.assert_array_equal(paint(tiles, 64, 64), want)
+    np.testing.assert_array_equal(seen(hop_mask(tiles, 16, torch.device("cpu")).tensors, 0), want)
+    np.testing.assert_array_equal(pattern.mask(at, at), want)
+
+
+def test_a_pattern_class_overrides_nothing_but_its_branches() -> None:
+    derived = {name for name in vars(Pattern) if not name.startswith("_")} - {"branches", "conjuncts"}
+    for kind in Pattern.__subclasses__():
+        if kind is not BoundPattern:
+            assert not derived & set(vars(kind)), kind
+
+
+def test_unions_count_each_pair_once() -> None:
+    at = np.arange(70)
+    q, k = at[:, None], at[None]
+    ids = np.repeat([0, 1, 2], [20, 30, 20])
+    for pattern, want in (
+        (Causal() | Full(), q + k >= 0),
+        (Full() | Causal(), q + k >= 0),
+        (SlidingWindow(5) | SlidingWindow(9, False), abs(q - k) < 9),
+        (PrefixLM(8) | SlidingWindow(4, False), (k <= q) | ((q < 8) & (k < 8)) | (abs(q - k) < 4)),
+        (Documents(ids) | SlidingWindow(6), (ids[q] == ids[k]) | ((k <= q) & (q - k < 6))),
+        (
+            Documents(ids) & Causal() | Documents(ids) & SlidingWindow(6, False),
+            (ids[q] == ids[k]) & ((k <= q) | (abs(q - k) < 6)),
+        ),
+        (Sinks(3) | SlidingWindow(4) | Slices((((50, 60), (10, 20), "full"),)), None),
+    ):
+        counts = pattern.multiplicity(0, 1, 1, q, k)
+        assert counts.max() == 1
+        if want is not None:
+            np.testing.assert_array_equal(counts, want)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Documents([0, 0, 1, 1]), Chunked(3)),
+        (Chunked(3), Chunked(4)),
+        (Dilated((8, 16), (1, 2)), Causal()),  # a pair of both would have several m
+    ],
+    ids=str,
+)
+def test_unions_that_cannot_be_told_apart_are_refused_by_name(first: Pattern, second: Pattern) -> None:
+    with pytest.raises(RingPatternError, match=r"tells apart\. Write the whole as MaskMod") as caught:
+        first | second
+    assert str(first) in str(caught.value) and str(second) in str(caught.value)
+
+
+def test_only_patterns_are_united() -> None:
+    with pytest.raises(RingPatternError, match=r"\|: expected a pattern on both sides, got int"):
+        Causal() | 3  # type: ignore[operator]
+    assert str(Causal() & (SlidingWindow(3) | Sinks(2))) == f"{Causal()} & ({SlidingWindow(3)} | {Sinks(2)})"
+
+
+@pytest.mark.parametrize(
+    ("slices", "said"),
+    [
+        ((), r"expected a list of \(\(q_start"),
+        ((((0, 4), (0, 4), "round"),), "slice 0: kind: expected one of full, causal, .* got 'round'"),
+        ((((0, 4), (0, 4)),), "slice 0: expected"),
+        ((((0, 4), (4, 4), "full"),), "slice 0: k_range: expected start below end, got 4 and 4"),
+        (
+            (((0, 9), (0, 9), "causal"), ((4, 12), (2, 6), "full")),
+            r"\(0, 9\).* and .*\(4, 12\).*overlap; cut one",
+        ),
+    ],
+)
+def test_slices_that_cannot_be(slices: tuple, said: str) -> None:
+    with pytest.raises(RingPatternError, match=said):
+        Slices(slices)
+
+
+def test_slices_may_share_ranges_where_their_kinds_part_them() -> None:
+    upper, lower = ((0, 8), (0, 8), "inverse-causal"), ((1, 8), (0, 7), "causal")
+    pattern, at = Slices((upper, lower)), np.arange(8)
+    assert pattern.mask(at, at).all() and Slices([list(upper), list(lower)]) == pattern  # type: ignore[arg-type]
+
+
+def test_what_only_looks_like_a_window_is_none() -> None:
+    from ds_ring import DilatedWindow
+
+    assert applies_window(SlidingWindow(9) & Documents([0, 1]), 0, 8)
+    assert not applies_window(DilatedWindow(5, 2), 0, 8)
+    assert not applies_window(SlidingWindow(9) | Sinks(1), 0, 8)
