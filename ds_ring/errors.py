@@ -51,6 +51,28 @@ class RingMismatchError(RingError, ValueError):
     """Ranks of one ring disagree on configuration, shapes or dtypes. Raised before any payload moves."""
 
 
+class RingScheduleError(RingError, RuntimeError):
+    """The schedules of a ring's ranks do not fit together; found before anything was run.
+
+    Attributes:
+        ring_rank: whose schedule is at fault, as far as one rank's is.
+        batch: number of its batch; None where the whole schedule is meant.
+        step: the step in words; "" where no single one is meant.
+        expected, got: in words.
+    """
+
+    def __init__(self, ring_rank: int, batch: int | None, step: str, expected: str, got: str) -> None:
+        self.ring_rank, self.batch, self.step, self.expected, self.got = ring_rank, batch, step, expected, got
+        where = "".join([f", batch {batch}" if batch is not None else "", f", {step}" if step else ""])
+        super().__init__(
+            f"schedule of ring rank {ring_rank}{where}: expected {expected}, got {got}; nothing was run. This"
+            " is a fault of ds_ring, or of code that changes it: please report it"
+        )
+
+    def __reduce__(self) -> tuple[type[RingScheduleError], tuple[int, int | None, str, str, str]]:
+        return type(self), (self.ring_rank, self.batch, self.step, self.expected, self.got)
+
+
 class RingPeerError(RingError, RuntimeError):
     """Another rank failed, left, or did not answer before the deadline.
 

@@ -11,9 +11,10 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import expand_ranges
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.plan import build_plan, query_heads_of
-from ds_ring.schedule.rank_plan import Visit
+from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.rank_plan import HopPlan
 from tests.reference import Dense
 
 
@@ -36,37 +37,37 @@ def ring_hops(
     out, dq, dk, dv = ([torch.zeros_like(x, dtype=dtype) for x in s] for s in (q_s, q_s, k_s, v_s))
     lse = [x.new_full(x.shape[:-1], -torch.inf) for x in out]
     for rank in range(layout.ring_size):
-        for heads, kv, visit in _visits(plan.rank(rank).walks, group):
-            held = _held(visit, q.device)
-            k_p, v_p = (x[visit.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
-            for part in kernel.forward(q_s[rank][:, heads], k_p, v_p, visit.tiles, scale):
+        for heads, kv, hop_plan in _hops(plan.rank(rank).classes, group):
+            held = _held(hop_plan, q.device)
+            k_p, v_p = (x[hop_plan.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
+            for part in kernel.forward(q_s[rank][:, heads], k_p, v_p, hop_plan.tiles, scale):
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out[rank][:, heads][:, own]), rows.of(lse[rank][:, heads][:, own]), *part[2:])
         final = out[rank].to(q.dtype)
-        for heads, kv, visit in _visits(plan.rank(rank).walks, group) if gradients else ():
-            held = _held(visit, q.device)
-            k_p, v_p = (x[visit.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
+        for heads, kv, hop_plan in _hops(plan.rank(rank).classes, group) if gradients else ():
+            held = _held(hop_plan, q.device)
+            k_p, v_p = (x[hop_plan.origin][:, kv][:, :, held].contiguous() for x in (k_s, v_s))
             queries = (x[:, heads] for x in (grad_s[rank], q_s[rank]))
             results = (final[:, heads], lse[rank][:, heads])
             dk_p, dv_p = (torch.zeros_like(x, dtype=dtype) for x in (k_p, v_p))
-            for grads in kernel.backward(*queries, k_p, v_p, *results, visit.tiles, scale):
+            for grads in kernel.backward(*queries, k_p, v_p, *results, hop_plan.tiles, scale):
                 grads.q_rows.of(dq[rank][:, heads][:, grads.heads]).add_(grads.dq_BHSD)
                 grads.k_rows.of(dk_p).add_(grads.dk_BGSD)
                 grads.k_rows.of(dv_p).add_(grads.dv_BGSD)
             for total, part in ((dk, dk_p), (dv, dv_p)):
-                total[visit.origin][:, kv] = total[visit.origin][:, kv].index_add(2, held, part)
+                total[hop_plan.origin][:, kv] = total[hop_plan.origin][:, kv].index_add(2, held, part)
     whole = (_unshard(parts, order, q.shape[2]) for parts in (out, lse, dq, dk, dv))
     return Dense(*whole)
 
 
-def _visits(walks: tuple, group: int) -> Iterator[tuple[slice, slice, Visit]]:
-    for walk in walks:
-        for visit in walk.visits:
-            yield query_heads_of(walk.kv_heads, group), walk.kv_heads, visit
+def _hops(classes: tuple, group: int) -> Iterator[tuple[slice, slice, HopPlan]]:
+    for head_class in classes:
+        for hop_plan in head_class.hops:
+            yield query_heads_of(head_class.kv_heads, group), head_class.kv_heads, hop_plan
 
 
-def _held(visit: Visit, device: torch.device) -> Tensor:
-    return torch.from_numpy(expand_ranges(visit.held)).to(device)
+def _held(hop_plan: HopPlan, device: torch.device) -> Tensor:
+    return torch.from_numpy(expand_ranges(hop_plan.held)).to(device)
 
 
 def _shard(x: Tensor, where: Tensor) -> Tensor:

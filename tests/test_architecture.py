@@ -60,7 +60,7 @@ VISITORS = {
     "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
-    "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the cargo of what stays at home
+    "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the tokens of what stays at home
     "profiling.job": {"runtime.kernels"},  # to refuse what there is none of, before anything is run
 }
 WALKS = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}

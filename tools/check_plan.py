@@ -138,11 +138,13 @@ def planned(point: Point) -> Found:
     shape = PassShape(1, group, local, HEAD_DIM, element, chunk_bytes, "cpu")
     found = []
     for rank in range(point.ranks):
-        walks = plan.rank(rank).walks
+        classes = plan.rank(rank).classes
         moment = attention_alone(
-            point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(walks, shape)
+            point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape)
         )
-        found.append(Found(moment.total, sum(bytes_sent([Part(walk, 1) for walk in walks], shape))))
+        found.append(
+            Found(moment.total, sum(bytes_sent([Part(head_class, 1) for head_class in classes], shape)))
+        )
     return Found(*map(max, zip(*found, strict=True)))
 
 

@@ -21,8 +21,10 @@ from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan,
 from ds_ring.masks.blocks import blocks_of_tiles
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.rank_plan import Visit
+from ds_ring.schedule.rank_plan import HopPlan
+from ds_ring.schedule.table import format_schedule
 
 matplotlib.use("Agg")
 from matplotlib import colormaps
@@ -45,13 +47,15 @@ def pattern_of(options: argparse.Namespace) -> Pattern:
     return pattern
 
 
-def visits_of(plan: Plan, rank: int) -> Iterator[tuple[int, Visit]]:
+def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
     """Yield what a rank computes for the first K/V heads: hop (negative where shards go down), data."""
-    walk = plan.walks[0]
-    for number, (lane, on_rank) in enumerate(zip(walk.lanes, walk.rank(rank).lanes, strict=True)):
-        for visit in on_rank.visits:
-            if visit is not None and (visit.hop or not number):
-                yield visit.hop * lane.direction, visit
+    head_class = plan.classes[0]
+    for number, (direction, on_rank) in enumerate(
+        zip(head_class.directions, head_class.rank(rank).directions, strict=True)
+    ):
+        for hop_plan in on_rank.hops:
+            if hop_plan is not None and (hop_plan.hop or not number):
+                yield hop_plan.hop * direction.sign, hop_plan
 
 
 def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
@@ -59,10 +63,10 @@ def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
     side = -(-plan.layout.local_tokens // block)
     canvas = np.ma.masked_all((side * plan.ring_size,) * 2, dtype=int)
     for rank in range(plan.ring_size):
-        for hop, visit in visits_of(plan, rank):
-            queries, keys = plan.layout.runs(rank), plan.layout.runs(visit.origin)
-            blocks = blocks_of_tiles(plan.walks[0].pattern.tiles(queries, keys), block)
-            canvas[rank * side + blocks[:, 0], visit.origin * side + blocks[:, 1]] = hop
+        for hop, hop_plan in hops_of(plan, rank):
+            queries, keys = plan.layout.runs(rank), plan.layout.runs(hop_plan.origin)
+            blocks = blocks_of_tiles(plan.classes[0].pattern.tiles(queries, keys), block)
+            canvas[rank * side + blocks[:, 0], hop_plan.origin * side + blocks[:, 1]] = hop
     return canvas
 
 
@@ -70,9 +74,11 @@ def received(plan: Plan) -> dict[int, np.ndarray]:
     """Return by signed hop the tokens that arrive on each rank, int64 [ring_size]; hop 0 sends none."""
     arrived: dict[int, np.ndarray] = {}
     for rank in range(plan.ring_size):
-        for hop, visit in visits_of(plan, rank):
+        for hop, hop_plan in hops_of(plan, rank):
             if hop:
-                arrived.setdefault(hop, np.zeros(plan.ring_size, np.int64))[rank] += count_slots(visit.held)
+                arrived.setdefault(hop, np.zeros(plan.ring_size, np.int64))[rank] += count_slots(
+                    hop_plan.held
+                )
     return dict(sorted(arrived.items(), key=lambda item: (abs(item[0]), -item[0])))
 
 
@@ -160,14 +166,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--segment-lengths", type=int, nargs="+")
     parser.add_argument("--dilation-rates", type=int, nargs="+")
     parser.add_argument("--out", default="plan.png")
+    parser.add_argument("--schedule", type=int, metavar="RANK", help="print this rank's steps, draw nothing")
     options = parser.parse_args(arguments)
     if options.documents:
         options.tokens = sum(options.documents)
     pattern = pattern_of(options)
     layout = make_layout(options.layout, tokens=options.tokens, ring_size=options.ring_size, pattern=pattern)
     plan = build_plan(pattern, layout)
+    if options.schedule is not None:
+        classes = plan.rank(options.schedule).classes
+        for backward in (False, True):
+            schedule = lower_pass(classes, plan.group, backward=backward)
+            print(format_schedule(schedule))
+        return 0
     print(plan.summary())
-    heads = f"; K/V heads {plan.walks[0].kv_heads}" if len(plan.walks) > 1 else ""
+    heads = f"; K/V heads {plan.classes[0].kv_heads}" if len(plan.classes) > 1 else ""
     shape = f"{layout.name} layout of {layout.tokens:,} tokens over {layout.ring_size} ranks"
     name = re.sub(r", -?\d+\)$", ")", str(pattern))  # the digest of Documents
     draw(plan, f"{name}\n{shape}{heads}", options.block, options.out)

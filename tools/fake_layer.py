@@ -1,6 +1,6 @@
 """A transformer layer on one rank of a large ring, on fake tensors: its peak memory, nothing allocated.
 
-Owns the layer and the fake process group. Attention is the production walk in an autograd function of its
+Owns the layer and the fake process group. Attention is the production pass in an autograd function of its
 own: through the operator, fake tensors would only see its fake implementation.
 
 Example:
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingMeshError
 from ds_ring.masks.dilated import Dilated
-from ds_ring.runtime.autograd import _walk
+from ds_ring.runtime.autograd import _pass_of
 from ds_ring.runtime.context import Options, context_for
 
 HEADS = 4
@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-        out, lse = _walk(q, k, v, handle).forward(q, k, v)
+        out, lse = _pass_of(q, k, v, handle).forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.handle = handle
         return out
@@ -42,8 +42,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        walk = _walk(q, k, v, ctx.handle, grads[0])
-        return (*walk.backward(grads[0], q, k, v, out, lse), None)
+        made = _pass_of(q, k, v, ctx.handle, grads[0])
+        return (*made.backward(grads[0], q, k, v, out, lse), None)
 
 
 class Layer(nn.Module):

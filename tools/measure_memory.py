@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.spawn import spawn
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.autograd import _walk
+from ds_ring.runtime.autograd import _pass_of
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring.schedule.layout import Layout
@@ -65,9 +65,9 @@ def fake_pass(layout: Layout, mesh: RingMesh, options: argparse.Namespace) -> li
     context = context_for(Causal(), layout, mesh, Options(kernel="cpu", kernel_options=WHOLE_TILES))
     shape = (1, options.heads, layout.local_tokens, options.head_dim)
     q, k, v = (torch.empty(shape) for _ in range(3))
-    out, lse = _walk(q, k, v, context.handle).forward(q, k, v)
+    out, lse = _pass_of(q, k, v, context.handle).forward(q, k, v)
     grad = torch.empty(shape)
-    return [out, lse, grad, *_walk(q, k, v, context.handle, grad).backward(grad, q, k, v, out, lse)]
+    return [out, lse, grad, *_pass_of(q, k, v, context.handle, grad).backward(grad, q, k, v, out, lse)]
 
 
 def measure_fake(size: int, options: argparse.Namespace) -> int:

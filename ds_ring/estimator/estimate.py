@@ -104,13 +104,13 @@ def sampled_ranks(ring_size: int) -> list[int]:
 
 def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
     """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
-    if plan.ring_size <= FEW_CLASSES or len(plan.walks) <= 2:
-        return [Part(walk.rank(ring_rank), 1) for walk in plan.walks]
+    if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
+        return [Part(head_class.rank(ring_rank), 1) for head_class in plan.classes]
     if plan.ring_size > MANY_RANKS:
-        return [Part(plan.walks[0].rank(ring_rank), len(plan.walks))]
-    half = len(plan.walks) // 2
-    chosen = ((plan.walks[0], half), (plan.walks[-1], len(plan.walks) - half))
-    return [Part(walk.rank(ring_rank), times) for walk, times in chosen]
+        return [Part(plan.classes[0].rank(ring_rank), len(plan.classes))]
+    half = len(plan.classes) // 2
+    chosen = ((plan.classes[0], half), (plan.classes[-1], len(plan.classes) - half))
+    return [Part(head_class.rank(ring_rank), times) for head_class, times in chosen]
 
 
 def slowest_pass(
@@ -126,7 +126,7 @@ def rough_memory(setting: Setting) -> int:
     """Return peak bytes by two ranks and one class of heads: enough for a search."""
     plan = plan_of(setting)
     ranks = sorted({0, setting.ring_size // 2})
-    parts = [[Part(plan.walks[0].rank(rank), len(plan.walks))] for rank in ranks]
+    parts = [[Part(plan.classes[0].rank(rank), len(plan.classes))] for rank in ranks]
     return max(moment.total for moment in _moments(setting, plan.layout, parts))
 
 
@@ -138,8 +138,8 @@ def least_memory(setting: Setting) -> int:
 
 def _moments(setting: Setting, layout: Layout, parts: list[list[Part]]) -> list[Moment]:
     shape = pass_shape(setting, layout)
-    walks = (tuple(part.walk for part in mine for _ in range(part.times)) for mine in parts)
-    most = max((pass_memory(of_rank, shape) for of_rank in walks), key=lambda memory: memory.total)
+    classes = (tuple(part.head_class for part in mine for _ in range(part.times)) for mine in parts)
+    most = max((pass_memory(of_rank, shape) for of_rank in classes), key=lambda memory: memory.total)
     return _step(setting, layout.local_tokens, most).moments()
 
 

@@ -1,24 +1,35 @@
-"""Peak memory of a ring pass on one rank: its walk once more, with bytes for tensors. Pure arithmetic.
+"""Peak memory of a ring pass on one rank: its steps with bytes for buffers. Pure arithmetic.
 
 Owns the count of message buffers, accumulators and kernel workspace; what stays at home (q, k, v, out and
-their gradients) is `model_memory.py`'s. The walk is the one of `ring_pass.py` and `ring_buffers.py`, batch
-by batch over the same plan, so what a batch holds is not a formula but what the plan says it holds.
-`tools/check_plan.py` compares the result with real ranks.
+their gradients) is `model_memory.py`'s. The steps are those that real ranks run, so what is alive at once is
+not a formula but what the schedule says. `tools/check_plan.py` compares the result with real ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_ring.masks.slot_ranges import SlotRanges, count_slots
-from ds_ring.schedule.head_chunks import MANY, head_chunks
-from ds_ring.schedule.plan import query_heads_of
-from ds_ring.schedule.rank_plan import LanePlan, Visit, WalkPlan
+from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.schedule.head_chunks import count_heads
+from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.rank_plan import HeadClassPlan
+from ds_ring.schedule.steps import (
+    RESULTS,
+    SHARD,
+    Compute,
+    Free,
+    HeadChunk,
+    Payload,
+    Schedule,
+    Send,
+    Step,
+)
 from ds_ring.schedule.workspace import FLOAT, HopShape, workspace_bytes
 
-GROUPS_LOOKED_AT = 4  # of equal ones: later groups meet what these meet
+CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what these meet
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,7 @@ class PassShape:
         element_bytes: of q, k and v.
         chunk_bytes: see `head_chunks.py`.
         kernel: "cpu" or "flex".
-        contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each
-        hand-over of
+        contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each send of
             the own shard is then a copy.
     """
 
@@ -49,8 +59,15 @@ class PassShape:
 
     @property
     def head_bytes(self) -> int:
-        """Local K of one head."""
+        """Return the bytes of local K of one head."""
         return self.batch * self.local_tokens * self.head_dim * self.element_bytes
+
+    def schedule(self, classes: Iterable[HeadClassPlan], backward: bool) -> Schedule:
+        """Return a rank's schedule, its heads in chunks as tensors of this shape are sent."""
+        classes = tuple(classes)
+        head_bytes = self.head_bytes if classes[0].limit else 0  # a ring of one sends nothing
+        sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
+        return lower_pass(classes, self.group, backward=backward, **sizes)
 
 
 class PassMemory(NamedTuple):
@@ -72,188 +89,112 @@ class PassMemory(NamedTuple):
         return sum(self)
 
 
-@dataclass
-class _Meter:
-    """Bytes alive by what they are for, and the most there were."""
-
-    shape: PassShape
-    used: int = 0
-    most_used: int = 0
-    accumulators: int = 0
-    extra: tuple[int, int] = (0, 0)  # accumulators and workspace, where their sum is highest
-
-    def take(self, size: int) -> int:
-        self.used += size
-        self.most_used = max(self.most_used, self.used)
-        return size
-
-    def compute(self, workspace: int) -> None:
-        self.extra = max(self.extra, (self.accumulators, workspace), key=sum)
-
-
-@dataclass
-class _Lane:
-    """A journey of `ring_buffers.py`, with sizes for tensors.
-
-    Attributes:
-        plan: the lane on this rank.
-        meter: where bytes are counted.
-        heads: batch x K/V heads of the group.
-        whole: the group's part of a shard is one contiguous piece.
-        backward: accumulators follow.
-    """
-
-    plan: LanePlan
-    meter: _Meter
-    heads: int
-    whole: bool
-    backward: bool
-    payload: int = 0
-    finished: int = 0
-    arriving: list[int] = field(default_factory=list)
-    passing: int = 0  # given back after the wait
-
-    def _bytes(self, slots: SlotRanges, gradients: bool = False) -> int:
-        element = FLOAT if gradients else self.meter.shape.element_bytes
-        return 2 * count_slots(slots) * self.heads * self.meter.shape.head_dim * element
-
-    def _pack(self, slots: SlotRanges, held: int, gradients: bool = False, own: bool = False) -> None:
-        """A copy, but where the slots lie side by side already."""
-        whole = count_slots(slots) == held and (self.whole or not own)
-        in_place = whole or (self.heads == 1 and (self.meter.shape.contiguous or not own))
-        if len(slots) > 1 or not in_place:
-            self.passing += self.meter.take(self._bytes(slots, gradients))
-
-    def messages(self, hop: int) -> None:
-        here, coming = self.plan.visit(hop - 1), self.plan.visit(hop)
-        local = self.meter.shape.local_tokens
-        if here is not None and len(here.forward):
-            slots = here.forward if here.hop == 0 else here.in_payload(here.forward)
-            self._pack(slots, count_slots(here.held) if here.hop else local, own=here.hop == 0)
-        for departure in self.plan.departures:
-            if departure.hop == hop:
-                self._pack(departure.slots, local, own=True)
-        if coming is not None:
-            parts = [part for part in (coming.relayed, coming.from_origin) if len(part)]
-            self.arriving = [self.meter.take(self._bytes(part)) for part in parts]
-        if self.backward:
-            self._accumulators(hop)
-
-    def _accumulators(self, hop: int) -> None:
-        done, here = self.plan.visit(hop - 2), self.plan.visit(hop - 1)
-        leaving = done if done is not None and done.hop > 0 else None
-        if leaving is not None and len(leaving.forward):
-            self._pack(leaving.in_payload(leaving.forward), count_slots(leaving.held), gradients=True)
-        if here is not None and here.hop > 1 and len(here.relayed):
-            self.passing += self.meter.take(self._bytes(here.relayed, gradients=True))
-        if leaving is not None:
-            if len(leaving.ends_here):
-                self._pack(leaving.in_payload(leaving.ends_here), count_slots(leaving.held), gradients=True)
-            self.passing += self.finished
-        for coming in self.plan.homecomings:
-            if coming.hop == hop - 2:
-                self.passing += self.meter.take(self._bytes(coming.slots, gradients=True))
-
-    def start_gradients(self, hop: int) -> None:
-        visit = self.plan.visit(hop)
-        if hop and visit is not None:
-            self.finished = self.meter.take(self._bytes(visit.held, gradients=True))
-
-    def advance(self) -> None:
-        if self.arriving:
-            self.end()
-            self.payload = sum(self.arriving)
-            if len(self.arriving) > 1:  # put together in a buffer of their own
-                self.meter.take(self.payload)
-                self.meter.used -= self.payload
-            self.arriving = []
-        self.meter.used -= self.passing
-        self.passing = 0
-
-    def end(self) -> None:
-        self.meter.used -= self.payload
-        self.payload = 0
-
-
-def pass_memory(walks: tuple[WalkPlan, ...], shape: PassShape, *, backward: bool = True) -> PassMemory:
-    """What a forward pass and, unless told otherwise, the backward pass need at most, bytes.
+def pass_memory(classes: tuple[HeadClassPlan, ...], shape: PassShape, *, backward: bool = True) -> PassMemory:
+    """Return what a forward pass and, unless told otherwise, the backward pass need at most, bytes.
 
     Args:
-        walks: of one rank, one for each class of heads (or some of many equal ones).
+        classes: of one rank, one for each class of heads (or some of many equal ones).
         shape: of the tensors.
         backward: False for inference.
     """
     meter = _Meter(shape)
     for direction in (False, True)[: 1 + backward]:
-        _go(list(_groups(walks, shape, meter, direction)))
+        meter.run(_shortened(shape.schedule(classes, direction)))
     return PassMemory(meter.most_used, *meter.extra)
 
 
-Walk = tuple[int, Iterator[bool]]
+def _shortened(schedule: Schedule) -> Schedule:
+    """Return a schedule with the first few chunks of those that have the same steps."""
+    seen: Counter[int] = Counter()
+    kept = []
+    for chunk in schedule.chunks:
+        seen[id(chunk.steps)] += 1
+        if seen[id(chunk.steps)] <= CHUNKS_LOOKED_AT:
+            kept.append(chunk)
+    return replace(schedule, chunks=tuple(kept))
 
 
-def _groups(walks: tuple[WalkPlan, ...], shape: PassShape, meter: _Meter, backward: bool) -> Iterator[Walk]:
-    head_bytes = shape.head_bytes if walks[0].limit else 0  # a ring of one sends nothing
-    chunks = [
-        (walk, group) for walk in walks for group in head_chunks(walk.kv_heads, head_bytes, shape.chunk_bytes)
-    ]
-    later = int(backward and len(chunks) < MANY)
-    seen: dict[int, int] = {}
-    for walk, group in chunks:
-        seen[id(walk)] = seen.get(id(walk), 0) + 1
-        if seen[id(walk)] <= GROUPS_LOOKED_AT:
-            heads = query_heads_of(group, shape.group)
-            sizes = len(range(*heads.indices(heads.stop))), len(range(*group.indices(group.stop)))
-            whole = shape.contiguous and shape.batch == 1 and ((group.step or 1) == 1 or sizes[1] == 1)
-            yield walk.limit + later, _walk(walk, sizes, whole, meter, backward)
+class _Meter:
+    """Bytes alive by what they are for, and the most there were.
 
+    Args:
+        shape: of the tensors.
 
-def _walk(
-    plan: WalkPlan, heads: tuple[int, int], whole: bool, meter: _Meter, backward: bool
-) -> Iterator[bool]:
-    """`_forward_walk` or `_backward_walk` of the ring pass: True for messages, False for a computed hop."""
-    shape = meter.shape
-    rows, kv_rows = shape.batch * heads[0], shape.batch * heads[1]
-    results = rows + (2 * kv_rows if backward else 0)
-    low = shape.element_bytes < FLOAT
-    accumulators = results * shape.local_tokens * shape.head_dim * FLOAT if low else 0
-    meter.accumulators += accumulators
-    lanes = [_Lane(lane, meter, kv_rows, whole, backward) for lane in plan.lanes]
-    for hop in range(max(lane.backward_batches if backward else lane.hops for lane in plan.lanes)):
-        for lane in lanes:
-            lane.messages(hop + 1)
-        yield True
-        for lane in lanes:
-            if backward:
-                lane.start_gradients(hop)
-        for lane in lanes if hop else lanes[:1]:
-            visit = lane.plan.visit(hop)
-            if visit is not None:
-                meter.compute(_workspace(visit, shape, rows, kv_rows, backward))
-        yield False
-        for lane in lanes:
-            lane.advance()
-    for lane in lanes:
-        lane.end()
-    meter.accumulators -= accumulators
+    Attributes:
+        most_used: of message buffers.
+        extra: accumulators and workspace, where their sum is highest.
+    """
 
+    def __init__(self, shape: PassShape) -> None:
+        self.shape = shape
+        self.used = self.most_used = self.accumulators = 0
+        self.extra = (0, 0)
+        self.sizes: dict[tuple[int, int], int] = {}  # by chunk and buffer, of those that are alive
 
-def _workspace(visit: Visit, shape: PassShape, rows: int, kv_rows: int, backward: bool) -> int:
-    keys = count_slots(visit.held) if visit.hop else shape.local_tokens
-    hop = HopShape(rows, kv_rows, shape.local_tokens, keys, shape.head_dim, shape.element_bytes)
-    return workspace_bytes(shape.kernel, visit.tiles, hop, backward)
+    def run(self, schedule: Schedule) -> None:
+        """Take, use and free what the steps of a schedule do."""
+        for batch in schedule.batches():
+            for index, steps in batch.rounds:
+                chunk = schedule.chunks[index]
+                if (index, RESULTS) not in self.sizes:
+                    self.sizes[index, RESULTS] = size = self._results_bytes(chunk, schedule.backward)
+                    self.accumulators += size
+                for step in (*steps.arrived, *steps.posted):
+                    self._do(index, chunk, step)
+            for index, steps in batch.rounds:
+                for compute in steps.computed:
+                    self._do(index, schedule.chunks[index], compute)
 
+    def _do(self, index: int, chunk: HeadChunk, step: Step) -> None:
+        if isinstance(step, Free):
+            size = self.sizes.pop((index, step.buffer), 0)  # 0: a copy that was not needed
+            if step.buffer == RESULTS:
+                self.accumulators -= size
+            else:
+                self.used -= size
+        elif isinstance(step, Send):
+            if not self._lies_side_by_side(chunk, step):
+                self._take(index, chunk, step.packed)
+        elif isinstance(step, Compute):
+            if step.gradients is not None:
+                self._take(index, chunk, step.gradients)
+            workspace = self._workspace(chunk, step)
+            self.extra = max(self.extra, (self.accumulators, workspace), key=sum)
+        else:  # keys and gradients that arrive, or are put together
+            self._take(index, chunk, step.buffer)
 
-def _go(walks: list[Walk]) -> None:
-    """`RingPass._go` without messages: a walk sets out while the one before it is at its last hop."""
-    under_way: list[Iterator[bool]] = []
-    left = 0
-    while walks or under_way:
-        if walks and left == 0:
-            hops, newest = walks.pop(0)
-            under_way.append(newest)
-            left = max(hops, 1)
-        under_way = [walk for walk in under_way if next(walk, None) is not None]
-        left = max(left - 1, 0)
-        for walk in under_way:
-            next(walk)
+    def _take(self, index: int, chunk: HeadChunk, buffer: int) -> None:
+        if (index, buffer) not in self.sizes:
+            payload, slots = chunk.steps.buffers[buffer]
+            element = FLOAT if payload is Payload.GRADIENTS else self.shape.element_bytes
+            size = 2 * slots * self._rows(chunk.kv_heads) * self.shape.head_dim * element
+            self.sizes[index, buffer] = size
+            self.used += size
+            self.most_used = max(self.most_used, self.used)
+
+    def _lies_side_by_side(self, chunk: HeadChunk, step: Send) -> bool:
+        """Return whether a part is one piece of memory: all of a dense buffer, or one range of one head."""
+        own, shape = step.buffer == SHARD, self.shape
+        slots = shape.local_tokens if own else chunk.steps.buffers[step.buffer].slots
+        heads = count_heads(chunk.kv_heads)
+        neighbours = shape.batch == 1 and ((chunk.kv_heads.step or 1) == 1 or heads == 1)
+        dense = not own or (shape.contiguous and neighbours)
+        one_head = shape.batch * heads == 1 and (shape.contiguous or not own)
+        return len(step.part) <= 1 and ((count_slots(step.part) == slots and dense) or one_head)
+
+    def _results_bytes(self, chunk: HeadChunk, backward: bool) -> int:
+        """Return the bytes of float32 results beside those of the inputs' dtype."""
+        if self.shape.element_bytes >= FLOAT:
+            return 0
+        rows = self._rows(chunk.query_heads) + (2 * self._rows(chunk.kv_heads) if backward else 0)
+        return rows * self.shape.local_tokens * self.shape.head_dim * FLOAT
+
+    def _workspace(self, chunk: HeadChunk, step: Compute) -> int:
+        shape = self.shape
+        keys = shape.local_tokens if step.buffer == SHARD else chunk.steps.buffers[step.buffer].slots
+        rows, kv_rows = self._rows(chunk.query_heads), self._rows(chunk.kv_heads)
+        hop = HopShape(rows, kv_rows, shape.local_tokens, keys, shape.head_dim, shape.element_bytes)
+        return workspace_bytes(shape.kernel, step.tiles, hop, step.gradients is not None)
+
+    def _rows(self, heads: slice) -> int:
+        return self.shape.batch * count_heads(heads)

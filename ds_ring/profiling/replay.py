@@ -62,11 +62,11 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
     transfers: list[Transfer] = []
     begin_us = 0.0
     for phase in ("forward", "backward"):
-        walk = _Phase(_steps_of(traces, phase), 8 / link_mbit_s, begin_us)
-        walk.run()
-        events += walk.events
-        transfers += walk.transfers
-        begin_us = max((event.end_us for event in walk.events), default=begin_us)
+        replayed = _Phase(_steps_of(traces, phase), 8 / link_mbit_s, begin_us)
+        replayed.run()
+        events += replayed.events
+        transfers += replayed.transfers
+        begin_us = max((event.end_us for event in replayed.events), default=begin_us)
     events.sort(key=lambda event: (event.ring_rank, event.start_us))
     clock = "processor" if all(trace.processor_time for trace in traces.values()) else "wall"
     note = f"compute in {clock} time, rank by rank; transfers MODELLED: {link_mbit_s:g} Mbit/s each way"
@@ -82,8 +82,8 @@ def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]
         posted: Counter[tuple[int, int]] = Counter()
         steps[rank] = []
         for _, (send, compute, wait) in groupby(spans, key=lambda span: span.step):
-            ends = [(rank, parcel.peer, parcel.payload_bytes) for parcel in send.batch.sends]
-            ends += [(parcel.peer, rank, parcel.payload_bytes) for parcel in send.batch.receives]
+            ends = [(rank, message.peer, message.payload_bytes) for message in send.batch.sends]
+            ends += [(message.peer, rank, message.payload_bytes) for message in send.batch.receives]
             mine = []
             for source, target, size in ends:
                 # The nth message between two ranks is the same one at both ends: order is the only tag.

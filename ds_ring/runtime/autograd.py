@@ -23,7 +23,7 @@ from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
 
 
-def _walk(
+def _pass_of(
     q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None
 ) -> RingPass | GatherPass:
     """The pass of a context (back, if there is a gradient), after every rank has agreed to it."""
@@ -46,18 +46,18 @@ def _walk(
     )
 
 
-def _guarded(walk: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
-    """The other ranks are told of whatever else is raised in a walk: they would wait for this one."""
-    return nullcontext() if walk.exchange is None else walk.exchange.guarded()
+def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
+    """The other ranks are told of whatever else is raised in a pass: they would wait for this one."""
+    return nullcontext() if made.exchange is None else made.exchange.guarded()
 
 
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
 def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
     with context_of(handle).mesh.in_call():
-        walk = _walk(q, k, v, handle)
-        with _guarded(walk):
-            return walk.forward(q, k, v)
+        made = _pass_of(q, k, v, handle)
+        with _guarded(made):
+            return made.forward(q, k, v)
 
 
 @ring_attention_op.register_fake
@@ -71,9 +71,9 @@ def ring_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `RingPass.backward`."""
     with context_of(handle).mesh.in_call():
-        walk = _walk(q, k, v, handle, grad_out)
-        with _guarded(walk):
-            return walk.backward(grad_out, q, k, v, out, lse)
+        made = _pass_of(q, k, v, handle, grad_out)
+        with _guarded(made):
+            return made.backward(grad_out, q, k, v, out, lse)
 
 
 @ring_attention_backward_op.register_fake
@@ -95,7 +95,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[T
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
-    if grad_out is None:  # every rank must walk the ring: another rank's gradient may need it
+    if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
     return (*ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle), None)
 
@@ -122,8 +122,8 @@ def _replicated(
 ) -> ReplicatedPass:
     """The pass of a context for replicated queries, after every rank has agreed to it."""
     context = context_of(handle)
-    walks, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out)
-    return ReplicatedPass(walks, kernel, context.exchange, scale)
+    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out)
+    return ReplicatedPass(tiles, kernel, context.exchange, scale)
 
 
 @torch.library.custom_op("ds_ring::replicated_attention", mutates_args=())
@@ -135,9 +135,9 @@ def replicated_attention_op(
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
     with context_of(handle).mesh.in_call():
-        walk = _replicated(q, k, v, positions, handle)
-        with _guarded(walk):
-            return walk.forward(q, k, v)
+        made = _replicated(q, k, v, positions, handle)
+        with _guarded(made):
+            return made.forward(q, k, v)
 
 
 @replicated_attention_op.register_fake
@@ -158,9 +158,9 @@ def replicated_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `ReplicatedPass.backward`."""
     with context_of(handle).mesh.in_call():
-        walk = _replicated(q, k, v, positions, handle, grad_out)
-        with _guarded(walk):
-            return walk.backward(grad_out, q, k, v, out, lse)
+        made = _replicated(q, k, v, positions, handle, grad_out)
+        with _guarded(made):
+            return made.backward(grad_out, q, k, v, out, lse)
 
 
 @replicated_attention_backward_op.register_fake

@@ -118,7 +118,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: tupl
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, which = ctx.saved_tensors
-    if grad_out is None:  # every rank must walk the ring: another rank's gradient may need it
+    if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
     return (*placed_attention_backward_op(grad_out, q, k, v, out, lse, which), None)
 

@@ -164,7 +164,7 @@ class RingContext:
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None
     ) -> tuple[Plan, Kernel, float]:
-        """Check the tensors, agree with the other ranks, and say what to walk: plan, kernel and scale.
+        """Check the tensors, agree with the other ranks, and say what to run: plan, kernel and scale.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.

@@ -33,7 +33,7 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
 
 
-class Cargo(NamedTuple):
+class TokenRange(NamedTuple):
     """Which tokens a message of a pass is about. Nothing here reads it; it is what virtual ranks go by.
 
     Attributes:
@@ -56,7 +56,7 @@ class Message(NamedTuple):
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
         slots: as planned; None outside a pass.
         dtype: as agreed; None outside a pass.
-        cargo: of which tokens; None outside a pass.
+        tokens: of which tokens; None outside a pass.
     """
 
     tensor: Tensor
@@ -64,7 +64,7 @@ class Message(NamedTuple):
     what: str = ""
     slots: int | None = None
     dtype: torch.dtype | None = None
-    cargo: Cargo | None = None
+    tokens: TokenRange | None = None
 
 
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
@@ -122,7 +122,7 @@ class InFlight(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """What a ring pass needs of an exchange: between ranks, or between virtual ones in one process."""
 
     counters: Counters
@@ -132,7 +132,7 @@ class Carrier(Protocol):
         ...
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Around a walk."""
+        """Surround a pass."""
         ...
 
 
@@ -244,7 +244,7 @@ class Exchange:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around a walk: whatever else is raised here leaves the other ranks waiting, so they are told."""
+        """Surround a pass: whatever else is raised here leaves the other ranks waiting, so they are told."""
         try:
             yield
         except RingPeerError:

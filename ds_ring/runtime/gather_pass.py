@@ -17,7 +17,8 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.plan import Plan, query_heads_of
+from ds_ring.schedule.head_chunks import query_heads_of
+from ds_ring.schedule.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class GatherPass:
         """Origin, query heads, K/V heads and tiles: all that this rank computes."""
         layout = self.plan.layout
         mine = layout.runs(self.ring_rank)
-        for walk in self.plan.walks:
-            heads = query_heads_of(walk.kv_heads, self.plan.group)
+        for one in self.plan.classes:
+            heads = query_heads_of(one.kv_heads, self.plan.group)
             for origin in range(self.plan.ring_size):
-                yield origin, heads, walk.kv_heads, walk.pattern.tiles(mine, layout.runs(origin))
+                yield origin, heads, one.kv_heads, one.pattern.tiles(mine, layout.runs(origin))
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         if self.exchange is None:

@@ -1,6 +1,6 @@
 """`queries="replicated"`: few queries on every rank against keys and values that stay where they are.
 
-Owns that walk: a rank attends all queries to its own shard, and the partial results become one on all ranks.
+A rank attends all queries to its own shard, and the partial results become one on all ranks.
 For decoding with a long cache and for cross attention; many queries belong on the ring (`RingPass`).
 
 [Note: one all-reduce]
@@ -39,13 +39,13 @@ class ReplicatedPass:
     """What both directions need. Q is the number of queries, S of this rank's key slots.
 
     Attributes:
-        walks: the tiles of every class of heads.
+        classes: the tiles of every class of heads.
         kernel: computes them.
         exchange: for the all-reduce; None for a ring of one.
         scale: of the scores.
     """
 
-    walks: tuple[HeadTiles, ...]
+    classes: tuple[HeadTiles, ...]
     kernel: Kernel
     exchange: Exchange | None
     scale: float
@@ -64,7 +64,7 @@ class ReplicatedPass:
         dtype = accumulator_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
-        for heads, kv_heads, tiles in self.walks:
+        for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
             for part in self.kernel.forward(q[:, heads], k[:, kv_heads], v[:, kv_heads], tiles, self.scale):
                 rows, own = part.q_rows, part.heads
@@ -89,7 +89,7 @@ class ReplicatedPass:
         """
         dtype = accumulator_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-        for heads, kv_heads, tiles in self.walks:
+        for heads, kv_heads, tiles in self.classes:
             grad_w, q_w, out_w, lse_w, dq_w = (x[:, heads] for x in (grad_out, q, out, lse, dq))
             k_w, v_w, dk_w, dv_w = (x[:, kv_heads] for x in (k, v, dk, dv))
             for part in self.kernel.backward(grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale):

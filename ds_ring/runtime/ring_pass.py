@@ -1,53 +1,34 @@
-"""The ring pass: the one loop forward and the one loop backward that walk a plan.
+"""The ring pass: runs the steps of a rank on tensors, forward and backward.
 
-Owns the order of things: post the next hop, compute this one, wait. What is computed is the kernel's, how it
-travels the exchange's, how parts add up `merge`'s. A new pattern, layout or kernel changes nothing here.
-
-[Note: one hop behind]
-In the backward pass keys and values travel as in the forward one, and float32 accumulators of dK and dV
-follow one hop behind them: what this rank adds to a shard at hop s can only be sent on once it is computed,
-in the batch posted at hop s + 1; the sum over the ranks before it arrives during hop s. Where a slot's
-journey ends its accumulator is sent home to its owner directly. No hop's K/V is ever kept.
-
-[Note: heads in groups]
-A walk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
-here and leaving). Heads are independent, so they go round one group after the other and the buffers
-shrink by the number of groups, as long as a group's messages stay large enough to be worth sending.
-
-[Note: one walk after another]
-The last hop of a walk has nothing to receive, and gradients come home after it: with two ranks half of all
-that is sent would be waited for. So a walk sets out while the one before it is at its last hop: its first
-keys and values travel then, and the gradients of the one before come home while it computes. Only the
-first hop of the first walk and the last gradients of the last one are exposed, 1 / groups of it all. In the
-backward pass that takes up to 14 buffers. Where groups are fewer than `MANY`, and so their buffers large, a
-walk sets out one hop later, while the gradients of the one before come home. A walk's number of hops here is
-that of its lanes, which is the same on all ranks: so is the order of all messages.
+Owns what a step means for tensors. In which order steps come is `schedule/lowering.py`'s, what is computed
+the kernel's, how it travels the exchange's, how parts add up `merge`'s. A new pattern, layout or kernel
+changes nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Carrier, InFlight, Message
+from ds_ring.runtime.exchange import InFlight, Message, Transport
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.runtime.ring_buffers import Journey, Pair
-from ds_ring.runtime.trace import Batch, Parcel, Trace
-from ds_ring.schedule.head_chunks import MANY, head_chunks
-from ds_ring.schedule.plan import query_heads_of
-from ds_ring.schedule.rank_plan import RankPlan, WalkPlan
+from ds_ring.runtime.ring_buffers import Pair, RingBuffers
+from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
+from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.rank_plan import RankPlan
+from ds_ring.schedule.steps import RESULTS, Accumulate, Compute, HeadChunk, Round, Schedule, Send
 
 
 @dataclass(frozen=True)
 class RingPass:
-    """What both walks need.
+    """What both passes need.
 
     Attributes:
         plan: this rank's part of the plan.
@@ -55,29 +36,28 @@ class RingPass:
         exchange: moves payloads; None for a ring of one.
         scale: of the scores.
         overlap: False waits for each hop's messages before it computes (for comparison).
-        chunk_bytes: heads go round in groups whose K and V are each at least this large; see
-            [Note: heads in groups].
+        chunk_bytes: heads go round in chunks whose K and V are each at least this large.
         buffers: memory for what travels.
-        check: told the hop and, by name, what was computed up to it; None if nobody wants to look.
-        settle: told the K/V heads of a walk back and the own shard's dK and dV before they are rounded, when
-            all of theirs that travelled has come home; None if nobody wants to look.
+        check: called with the hop and, by name, what was computed up to it; None if nobody wants to look.
+        on_gradients_final: called with the K/V heads of a chunk and the own shard's dK and dV, with what
+            other ranks have returned and before they are rounded; None if nobody wants to look.
         trace: notes what happened when; None for no trace, which costs nothing.
     """
 
     plan: RankPlan
     kernel: Kernel
-    exchange: Carrier | None
+    exchange: Transport | None
     scale: float
     overlap: bool = True
     chunk_bytes: int = 1 << 20
     buffers: Buffers = field(default_factory=Buffers)
     check: Callable[..., None] | None = None
-    settle: Callable[[slice, Tensor, Tensor], None] | None = None
+    on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     trace: Trace | None = None
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of the local queries over all ranks' keys.
+        """Return attention of the local queries over all ranks' keys.
 
         Args:
             q: [B, H, S, D], this rank's shard.
@@ -86,22 +66,22 @@ class RingPass:
         Returns:
             out [B, H, S, D] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        self._phase("forward")
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
 
-        def walk(plan: WalkPlan, heads: slice, kv: slice) -> _Walk:
-            own = Pair(k[:, kv], v[:, kv])
-            return self._forward_walk(plan, kv, own, q[:, heads], out[:, heads], lse[:, heads])
+        def begin(chunk: HeadChunk) -> _Chunk:
+            heads, own = chunk.query_heads, Pair(k[:, chunk.kv_heads], v[:, chunk.kv_heads])
+            buffers = RingBuffers(chunk, self.buffers, own)
+            return _ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
 
-        self._go((plan.limit, walk(plan, heads, kv)) for plan, heads, kv in self._chunks(k))
+        self._run(self._schedule(k, backward=False), begin)
         return out, lse
 
     @torch.no_grad()
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local q, k, v; see [Note: one hop behind].
+        """Return the gradients of the local q, k, v.
 
         Args:
             grad_out: [B, H, S, D].
@@ -110,63 +90,53 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        self._phase("backward")
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
 
-        def walk(plan: WalkPlan, heads: slice, kv: slice) -> _Walk:
-            queries = _Queries(*(x[:, heads] for x in (grad_out, q, out, lse)))
-            own, home = Pair(k[:, kv], v[:, kv]), Pair(dk[:, kv], dv[:, kv])
-            return self._backward_walk(plan, kv, own, queries, dq[:, heads], home)
+        def begin(chunk: HeadChunk) -> _Chunk:
+            kv = chunk.kv_heads
+            queries = _Queries(*(x[:, chunk.query_heads] for x in (grad_out, q, out, lse)))
+            totals = _Totals(lse.dtype, (dq[:, chunk.query_heads], dk[:, kv], dv[:, kv]), self.trace)
+            home = Pair(*totals.accumulators[1:])
+            buffers = RingBuffers(chunk, self.buffers, Pair(k[:, kv], v[:, kv]), home)
+            return _BackwardChunk(self, buffers, queries, totals)
 
-        chunks = list(self._chunks(k))
-        later = int(len(chunks) < MANY)
-        self._go((plan.limit + later, walk(plan, heads, kv)) for plan, heads, kv in chunks)
+        self._run(self._schedule(k, backward=True), begin)
         return dq, dk, dv
 
-    def _chunks(self, k: Tensor) -> Iterator[tuple[WalkPlan, slice, slice]]:
-        """Every walk with the query heads and K/V heads that go round together; [Note: heads in groups]."""
+    def _schedule(self, k: Tensor, backward: bool) -> Schedule:
+        if self.trace is not None:
+            self.trace.phase = "backward" if backward else "forward"
         head_bytes = k.nbytes // k.shape[1] if self.exchange is not None else 0
-        for walk in self.plan.walks:
-            for kv_heads in head_chunks(walk.kv_heads, head_bytes, self.chunk_bytes):
-                yield walk, query_heads_of(kv_heads, self.plan.group), kv_heads
+        sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
+        return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
 
-    def _go(self, walks: Iterator[tuple[int, _Walk]]) -> None:
-        """All walks, each with the hops until the next one sets out; [Note: one walk after another].
-
-        A walk gives the messages of a batch, then computes what it has, in turn. It is made when it sets out.
-        """
-        under_way: list[_Walk] = []
-        left = 0  # hops until the next walk sets out
-        hop = 0  # of the walk that set out last
-        following = next(walks, None)
-        while following is not None or under_way:
-            if following is not None and left == 0:
-                hops, newest = following
-                under_way.append(newest)
-                left, hop = max(hops, 1), 0
-                following = next(walks, None)
-            with self._span("send", hop + 1):
-                batch, under_way = _messages_of_all(under_way)
-                left, hop = max(left - 1, 0), hop + 1
-                pending = self._post(batch, hop)
-            with self._span("compute", hop - 1):
-                for walk in under_way:
-                    next(walk)
-            with self._span("wait", hop):
+    def _run(self, schedule: Schedule, begin: Callable[[HeadChunk], _Chunk]) -> None:
+        """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""
+        under_way: dict[int, _Chunk] = {}
+        for batch in schedule.batches():
+            with self._span("send", batch.hop):
+                messages = _Messages([], [])
+                for index, steps in batch.rounds:
+                    if index not in under_way:
+                        under_way[index] = begin(schedule.chunks[index])
+                    if _arrive_and_post(under_way[index], steps, messages):
+                        del under_way[index]
+                pending = self._post(messages, batch.hop)
+            with self._span("compute", batch.hop - 1):
+                for index, steps in batch.rounds:
+                    for step in steps.computed:
+                        under_way[index].compute(step)
+            with self._span("wait", batch.hop):
                 if pending is not None:
                     pending.wait()
-            del batch, pending  # or buffers would live on while the next ones are made
-
-    def _phase(self, name: str) -> None:
-        if self.trace is not None:
-            self.trace.phase = name
+            del messages, pending  # or buffers would live on while the next ones are made
 
     def _span(self, what: str, hop: int) -> AbstractContextManager[None]:
         return nullcontext() if self.trace is None else self.trace.span(what, hop, self.buffers)
 
     def _post(self, batch: _Messages, hop: int) -> InFlight | None:
         if self.trace is not None:
-            self.trace.batch = Batch(*(tuple(map(_parcel_of, messages)) for messages in batch))
+            self.trace.batch = PostedBatch(*(tuple(map(_size_of, messages)) for messages in batch))
         if not (batch.sends or batch.receives):
             return None
         assert self.exchange is not None, "a plan with messages on a ring of one"
@@ -174,59 +144,6 @@ class RingPass:
         if not self.overlap:
             pending.wait()
         return pending
-
-    def _forward_walk(
-        self, plan: WalkPlan, kv: slice, own: Pair, q: Tensor, out: Tensor, lse: Tensor
-    ) -> _Walk:
-        """The walk for some heads, merged into out and lse."""
-        journeys = [Journey(lane, self.buffers, own, heads=kv) for lane in plan.lanes]
-        with _accumulating(self.trace, lse.dtype, out) as (total,):
-            for hop in range(max(lane.hops for lane in plan.lanes)):
-                yield _messages_of(journeys, hop + 1)
-                for journey in _computing(journeys, hop):
-                    tiles = journey.tiles(hop)
-                    for part in self.kernel.forward(q, *journey.payload, tiles, self.scale):
-                        rows, heads = part.q_rows, part.heads
-                        merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
-                        del part  # or it would live on while the kernel computes the next one
-                if self.check is not None:
-                    self.check(hop, out=total, lse=lse)
-                yield None
-                for journey in journeys:
-                    journey.advance()
-            for journey in journeys:
-                journey.end()
-
-    def _backward_walk(
-        self, plan: WalkPlan, kv: slice, own: Pair, queries: _Queries, dq: Tensor, home: Pair
-    ) -> _Walk:
-        """The walk back for some heads, added to dq and, of the own keys and values, to `home`."""
-        grad_out, q, out, lse = queries
-        with _accumulating(self.trace, lse.dtype, dq, *home) as (dq_total, *home_total):
-            journeys = [Journey(lane, self.buffers, own, Pair(*home_total), kv) for lane in plan.lanes]
-            for hop in range(max(lane.backward_batches for lane in plan.lanes)):
-                yield _messages_of(journeys, hop + 1)
-                for journey in journeys:
-                    journey.start_gradients(hop)
-                for journey in _computing(journeys, hop):
-                    tiles, grads = journey.tiles(hop), journey.finished
-                    assert grads is not None
-                    keys_values = journey.payload
-                    for part in self.kernel.backward(grad_out, q, *keys_values, out, lse, tiles, self.scale):
-                        part.q_rows.of(dq_total[:, part.heads]).add_(part.dq_BHSD)
-                        part.k_rows.of(grads.first).add_(part.dk_BGSD)
-                        part.k_rows.of(grads.second).add_(part.dv_BGSD)
-                        del part
-                    if self.check is not None:
-                        self.check(hop, dq=dq_total, dk=grads.first, dv=grads.second)
-                    del keys_values, grads  # or they would live on when they have been sent
-                yield None
-                for journey in journeys:
-                    journey.advance()
-            for journey in journeys:
-                journey.end()
-            if self.settle is not None:
-                self.settle(kv, *home_total)
 
 
 class _Messages(NamedTuple):
@@ -236,52 +153,91 @@ class _Messages(NamedTuple):
     receives: list[Message]
 
 
-def _parcel_of(message: Message) -> Parcel:
-    return Parcel(message.peer, message.tensor.nbytes)
+def _size_of(message: Message) -> MessageSize:
+    return MessageSize(message.peer, message.tensor.nbytes)
 
 
-_Walk: TypeAlias = "Iterator[_Messages | None]"  # what a batch has of it, then None when it has computed
+def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
+    """Do a chunk's steps up to its messages, which are added to `messages`; return whether it is done."""
+    done = False
+    for step in steps.arrived:
+        if isinstance(step, Accumulate):
+            chunk.buffers.accumulate(step)
+        elif step.buffer == RESULTS:
+            chunk.finish()
+            done = True
+        else:
+            chunk.buffers.free(step.buffer)
+    for post in steps.posted:
+        side = messages.sends if isinstance(post, Send) else messages.receives
+        side.extend(chunk.buffers.messages(post))
+    return done
 
 
-def _messages_of_all(walks: list[_Walk]) -> tuple[_Messages, list[_Walk]]:
-    """One batch of what all walks post now, and those of them that are still under way."""
-    batch, going = _Messages([], []), []
-    for walk in walks:
-        if (messages := next(walk, None)) is not None:
-            going.append(walk)
-            batch.sends.extend(messages.sends)
-            batch.receives.extend(messages.receives)
-        del messages
-    return batch, going
+class _Chunk(Protocol):
+    """A head chunk under way."""
+
+    buffers: RingBuffers
+
+    def compute(self, step: Compute) -> None:
+        """Attend to the keys of a step."""
+        ...
+
+    def finish(self) -> None:
+        """Round what was accumulated into the results."""
+        ...
 
 
-def _messages_of(journeys: list[Journey], hop: int) -> _Messages:
-    """What all lanes of a walk post before hop - 1 is computed."""
-    batch = _Messages([], [])
-    for journey in journeys:
-        sends, receives = journey.messages(hop)
-        batch.sends.extend(sends)
-        batch.receives.extend(receives)
-    return batch
+class _Totals:
+    """Zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
 
+    def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
+        self.results, self._trace = results, trace
+        self.accumulators = tuple(
+            x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results
+        )
+        self._count(1)
 
-@contextmanager
-def _accumulating(trace: Trace | None, dtype: torch.dtype, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Zeroed accumulators of `dtype` for zeroed results: these themselves where the dtype is the same."""
-    accumulators = tuple(x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results)
-    if trace is not None:
-        own = [x for x, result in zip(accumulators, results, strict=True) if x is not result]
-        trace.accumulators_bytes += sum(x.nbytes for x in own)
-    yield accumulators
-    if trace is not None:
-        trace.accumulators_bytes -= sum(x.nbytes for x in own)
-    for result, accumulator in zip(results, accumulators, strict=True):
-        if result is not accumulator:
+    def round(self) -> None:
+        """Write the results, where they are not written yet."""
+        self._count(-1)
+        for result, accumulator in self._own():
             result.copy_(accumulator)
+
+    def _own(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self.results, self.accumulators, strict=True)
+        return [(result, accumulator) for result, accumulator in pairs if result is not accumulator]
+
+    def _count(self, sign: int) -> None:
+        if self._trace is not None:
+            self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
+
+
+class _ForwardChunk:
+    """Heads of a forward pass: each hop's part is merged into out and lse."""
+
+    def __init__(self, ring: RingPass, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
+        self.totals = _Totals(lse.dtype, (out,), ring.trace)
+
+    def compute(self, step: Compute) -> None:
+        """Attend to the keys of a step; merge."""
+        (total,), lse = self.totals.accumulators, self.lse
+        keys_values = self.buffers.pair(step.buffer)
+        for part in self.ring.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
+            rows, heads = part.q_rows, part.heads
+            merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+            del part  # or it would live on while the kernel computes the next one
+        if self.ring.check is not None:
+            self.ring.check(step.hop, out=total, lse=lse)
+
+    def finish(self) -> None:
+        """Round `out`."""
+        self.totals.round()
 
 
 class _Queries(NamedTuple):
-    """What stays at home in the backward walk; [B, H, S, D], the lse [B, H, S]."""
+    """What stays at home in the backward pass; [B, H, S, D], the lse [B, H, S]."""
 
     grad_out: Tensor
     q: Tensor
@@ -289,8 +245,28 @@ class _Queries(NamedTuple):
     lse: Tensor
 
 
-def _computing(journeys: list[Journey], hop: int) -> Iterator[Journey]:
-    """The journeys that have something to compute at a hop; the own shard is the first one's."""
-    for journey in journeys if hop else journeys[:1]:
-        if journey.plan.visit(hop) is not None:
-            yield journey
+class _BackwardChunk:
+    """Heads of a backward pass: gradients are added to dQ, and to the accumulators of each hop's keys."""
+
+    def __init__(self, ring: RingPass, buffers: RingBuffers, queries: _Queries, totals: _Totals) -> None:
+        self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
+
+    def compute(self, step: Compute) -> None:
+        """Find the gradients of a step's tiles; add them up."""
+        grad_out, q, out, lse = self.queries
+        assert step.gradients is not None, "steps of a forward pass"
+        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
+        dq, scale = self.totals.accumulators[0], self.ring.scale
+        for part in self.ring.kernel.backward(grad_out, q, *keys_values, out, lse, step.tiles, scale):
+            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+            part.k_rows.of(grads.first).add_(part.dk_BGSD)
+            part.k_rows.of(grads.second).add_(part.dv_BGSD)
+            del part
+        if self.ring.check is not None:
+            self.ring.check(step.hop, dq=dq, dk=grads.first, dv=grads.second)
+
+    def finish(self) -> None:
+        """Hand over the own shard's gradients, then round all of them."""
+        if self.ring.on_gradients_final is not None:
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
+        self.totals.round()

@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 _MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
 
 
-class Parcel(NamedTuple):
+class MessageSize(NamedTuple):
     """A message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
 
     peer: int
     payload_bytes: int
 
 
-class Batch(NamedTuple):
+class PostedBatch(NamedTuple):
     """What a step posts, in the order in which it does: messages of two ranks are matched by order alone."""
 
-    sends: tuple[Parcel, ...] = ()
-    receives: tuple[Parcel, ...] = ()
+    sends: tuple[MessageSize, ...] = ()
+    receives: tuple[MessageSize, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
         """Payload that leaves."""
-        return sum(parcel.payload_bytes for parcel in self.sends)
+        return sum(message.payload_bytes for message in self.sends)
 
     @property
     def bytes_received(self) -> int:
         """Payload that arrives."""
-        return sum(parcel.payload_bytes for parcel in self.receives)
+        return sum(message.payload_bytes for message in self.receives)
 
 
-NOTHING_SENT = Batch()
+NOTHING_SENT = PostedBatch()
 
 
 class Span(NamedTuple):
@@ -60,11 +60,11 @@ class Span(NamedTuple):
 
     Attributes:
         what: "send" (take what arrived, pack and post the next batch), "compute" (a hop's attention of every
-            walk under way) or "wait" (for the batch). One of each, in this order, is a step.
+            head chunk under way) or "wait" (for the batch). One of each, in this order, is a step.
         phase: "forward" or "backward".
         step: counts the steps of a phase from 0.
-        hop: of the walk that set out last; "send" and "wait" have the hop that the messages are for, one more
-            than what is computed meanwhile.
+        hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
+            one more than what is computed meanwhile.
         start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.
@@ -79,7 +79,7 @@ class Span(NamedTuple):
     end_ns: int
     buffers_bytes: int
     accumulators_bytes: int
-    batch: Batch = NOTHING_SENT
+    batch: PostedBatch = NOTHING_SENT
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
     phase: str = ""
     accumulators_bytes: int = 0
-    batch: Batch = NOTHING_SENT
+    batch: PostedBatch = NOTHING_SENT
     processor_time: bool = False
 
     @contextmanager

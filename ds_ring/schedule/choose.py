@@ -19,9 +19,9 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.partitions import Residue
 from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
-from ds_ring.schedule.walk import ReadsOfShards, Walk
 
 EVEN = 1.05  # imbalance up to here counts as even
 SLACK = 1.10  # tokens of the longest shard over the mean
@@ -80,9 +80,9 @@ def _imbalance(work: IntArray) -> float:
 
 
 def tokens_sent(pattern: Pattern, layout: Layout) -> int:
-    """Tokens that a forward pass sends for the sampled shards, per K/V head; the lanes do not matter."""
-    walk = Walk(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
-    return sum(map(walk.tokens_sent, sampled_origins(layout.ring_size)))
+    """Tokens that a forward pass sends for the sampled shards, per K/V head; the directions do not matter."""
+    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
+    return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
 def _best(pattern: Pattern, options: list[Option]) -> tuple[Candidate, list[Candidate]]:

@@ -1,19 +1,18 @@
-"""Heads in groups: which K/V heads go round the ring together. Index arithmetic, no tensors.
+"""Which heads go round the ring together. Index arithmetic, no tensors.
 
-Shared by the ring pass, which walks the groups ([Note: heads in groups] there), and by the cost model, which
-counts what they need. Owns the sizes on each kind of device.
+Owns the size of a head chunk on each kind of device; why there are any: `lowering.py`, [Note: head chunks].
 """
 
 from __future__ import annotations
 
-MANY = 16  # groups of heads, from which on one of them is small beside the shard
+MANY_CHUNKS = 16  # from so many on, one of them is small beside the shard
 CHUNK_BYTES_CPU = 1 << 20  # in rings of up to two
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # few heads would not fill the device
 
 
 def chunk_bytes_on(device_type: str, ring_size: int) -> int:
-    """The smallest K or V message worth a walk of its own, bytes.
+    """Return the smallest K or V message worth a chunk of its own, bytes.
 
     On the CPU a MiB for two ranks, and as many ranks as share a sequence so many times less, down to
     128 KiB: of one sequence the buffers of messages then shrink with the ring as shards do.
@@ -28,10 +27,10 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
 
 
 def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
-    """K/V heads of a slice in equal groups of at least `chunk_bytes`.
+    """Return K/V heads of a slice in equal chunks of at least `chunk_bytes`.
 
     Args:
-        kv_heads: the heads of one walk.
+        kv_heads: heads that are read alike.
         head_bytes: local K (or V) of one head; 0 where nothing travels.
         chunk_bytes: what a message should have at the least.
     """
@@ -39,5 +38,17 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     heads = range(kv_heads.start, kv_heads.stop, step)
     sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
     size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
-    groups = (heads[first : first + size] for first in range(0, len(heads), size))
-    return [slice(group[0], group[-1] + 1, step) for group in groups]
+    chunks = (heads[first : first + size] for first in range(0, len(heads), size))
+    return [slice(chunk[0], chunk[-1] + 1, step) for chunk in chunks]
+
+
+def query_heads_of(kv_heads: slice, group: int) -> slice:
+    """Return the query heads that share the K/V heads of a slice, `group` of them each."""
+    if group == 1:
+        return kv_heads
+    return slice(kv_heads.start * group, kv_heads.stop * group)
+
+
+def count_heads(heads: slice) -> int:
+    """Return how many heads a slice has."""
+    return len(range(*heads.indices(heads.stop)))

@@ -1,6 +1,6 @@
 """From tiles to payloads: which slots of a shard a rank reads, and tiles over what was packed.
 
-Owns the two directions of that translation. Who sends them is `walk.py`'s.
+Owns the two directions of that translation. Who sends them is `head_class.py`'s.
 """
 
 from __future__ import annotations

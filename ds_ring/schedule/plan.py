@@ -1,12 +1,12 @@
 """The plan: for every rank and hop which tiles are computed and which tokens travel. Pure data.
 
 Owns the schedule of a ring pass; holds no process group, tensor or device, so that real ranks, the
-simulator, the cost model and the plots all walk the same object.
+simulator, the cost model and the plots all go by the same object.
 
-A plan is one walk for each class of K/V heads that are read alike (a dilated pattern may give every head its
-own offset), a walk is one or two lanes (directions of travel), and a lane is, on each rank, a visit a hop.
+A plan has an entry for each class of K/V heads that are read alike (a dilated pattern may give every head its
+own offset), a class has one or two directions of travel, and a direction has, on each rank, an entry a hop.
 
-Data of one rank are in `rank_plan.py`; who reads what, and how it gets there, in `walk.py`.
+Data of one rank are in `rank_plan.py`; who reads what, and how it gets there, in `head_class.py`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.errors import RingLayoutError, RingPatternError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.rank_plan import Lane, RankPlan
-from ds_ring.schedule.walk import ReadsOfShards, Walk
+from ds_ring.schedule.rank_plan import Direction, RankPlan
 
-SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the lanes
+SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the directions
 
 
 @dataclass(frozen=True)
 class Plan:
-    """pattern x layout, ready to be walked; build with `build_plan`.
+    """pattern x layout, ready to be lowered; build with `build_plan`.
 
     Attributes:
         pattern, layout: what it was built from.
         query_heads, kv_heads: heads per rank (H and G).
-        walks: one for each class of heads.
+        classes: one for each class of heads.
     """
 
     pattern: Pattern
     layout: Layout
     query_heads: int
     kv_heads: int
-    walks: tuple[Walk, ...]
+    classes: tuple[HeadClass, ...]
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -58,39 +58,39 @@ class Plan:
     def rank(self, ring_rank: int) -> RankPlan:
         """The plan of one rank, built when first asked for."""
         if ring_rank not in self._ranks:
-            walks = tuple(walk.rank(ring_rank) for walk in self.walks)
-            self._ranks[ring_rank] = RankPlan(ring_rank, walks, self.group, self.kv_heads)
+            classes = tuple(head_class.rank(ring_rank) for head_class in self.classes)
+            self._ranks[ring_rank] = RankPlan(ring_rank, classes, self.group, self.kv_heads)
         return self._ranks[ring_rank]
 
-    def _over_heads(self, per_walk: list[int]) -> int:
-        heads = [len(range(self.kv_heads)[walk.kv_heads]) for walk in self.walks]
-        return sum(amount * count for amount, count in zip(per_walk, heads, strict=True))
+    def _over_heads(self, per_class: list[int]) -> int:
+        heads = [len(range(self.kv_heads)[head_class.kv_heads]) for head_class in self.classes]
+        return sum(amount * count for amount, count in zip(per_class, heads, strict=True))
 
     @property
     def tokens_sent(self) -> int:
         """Token-units that travel in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
-        return self._over_heads([sum(map(walk.tokens_sent, origins)) for walk in self.walks])
+        return self._over_heads([sum(map(head_class.tokens_sent, origins)) for head_class in self.classes])
 
     @property
     def tokens_needed(self) -> int:
         """Token-units that must cross at the least: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
-        return self._over_heads([sum(map(walk.tokens_needed, origins)) for walk in self.walks])
+        return self._over_heads([sum(map(head_class.tokens_needed, origins)) for head_class in self.classes])
 
     def summary(self) -> str:
         """A table for people: per rank, head class, and hop the tiles, pairs and tokens held and sent on."""
         lines = [f"{self.pattern} on {self.layout}"]
-        for walk in self.walks:
-            ways = " and ".join("up" if lane.direction > 0 else "down" for lane in walk.lanes)
-            heads = list(range(self.kv_heads)[walk.kv_heads])
+        for head_class in self.classes:
+            ways = " and ".join("up" if direction.sign > 0 else "down" for direction in head_class.directions)
+            heads = list(range(self.kv_heads)[head_class.kv_heads])
             lines += [f"K/V heads {heads}: shards travel {ways}"]
             lines += ["rank hop origin   tiles          pairs   tokens held   sent on"]
             for ring_rank in range(self.ring_size):
-                for visit in walk.rank(ring_rank).visits:
+                for hop in head_class.rank(ring_rank).hops:
                     lines.append(
-                        f"{ring_rank:4d} {visit.hop:3d} {visit.origin:6d} {len(visit.tiles):7d}"
-                        f" {visit.pairs:14d} {count_slots(visit.held):13d} {count_slots(visit.forward):9d}"
+                        f"{ring_rank:4d} {hop.hop:3d} {hop.origin:6d} {len(hop.tiles):7d}"
+                        f" {hop.pairs:14d} {count_slots(hop.held):13d} {count_slots(hop.forward):9d}"
                     )
         return "\n".join(lines)
 
@@ -103,13 +103,6 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
         sharing = tuple(range(head * group, (head + 1) * group))
         classes[pattern.bind(sharing, query_heads, kv_heads)].append(head)
     return [(part, bound) for bound, heads in classes.items() for part in _slices(heads, group)]
-
-
-def query_heads_of(kv_heads: slice, group: int) -> slice:
-    """The query heads that share the K/V heads of a slice."""
-    if group == 1:
-        return kv_heads
-    return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
 def _slices(heads: list[int], group: int) -> list[slice]:
@@ -128,24 +121,24 @@ def sampled_origins(size: int) -> list[int]:
     return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
 
 
-def one_way(size: int, direction: int = 1) -> tuple[Lane, ...]:
+def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
     """All shards of a ring travel in one direction."""
-    return (Lane(direction, size - 1),)
+    return (Direction(sign, size - 1),)
 
 
-def choose_lanes(reads: ReadsOfShards) -> tuple[Lane, ...]:
-    """The lanes whose tokens cross the fewest links; up on a tie, one rather than two.
+def choose_directions(reads: ReadsOfShards) -> tuple[Direction, ...]:
+    """The directions whose tokens cross the fewest links; up on a tie, one rather than two.
 
-    What is sent is the same whichever way; [Note: relays and departures]. Two lanes serve every reader from
-    the nearer side, which is what a pattern that looks both ways needs.
+    What is sent is the same whichever way; [Note: relays and direct sends]. Two directions serve every reader
+    from the nearer side, which is what a pattern that looks both ways needs.
     """
     size = reads.layout.ring_size
     if size <= 2:
         return one_way(size)
-    both_ways = (Lane(1, size // 2), Lane(-1, (size - 1) // 2))
+    both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
     origins = sampled_origins(size)
     ways = (one_way(size), one_way(size, -1), both_ways)
-    return min(ways, key=lambda way: sum(map(Walk(reads, slice(0, 1), way).links, origins)))
+    return min(ways, key=lambda way: sum(map(HeadClass(reads, slice(0, 1), way).links, origins)))
 
 
 def check_length(pattern: Pattern, layout: Layout) -> None:
@@ -169,7 +162,7 @@ def build_plan(
     query_heads: int = 1,
     kv_heads: int = 1,
     prune: bool = True,
-    lanes: tuple[Lane, ...] | None = None,
+    directions: tuple[Direction, ...] | None = None,
 ) -> Plan:
     """Plan a ring pass.
 
@@ -178,7 +171,7 @@ def build_plan(
         layout: which token lies where.
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only what the receiver reads.
-        lanes: directions of travel; None takes those that cross the fewest links.
+        directions: directions of travel; None takes those that cross the fewest links.
 
     Raises:
         RingLayoutError: H is not a multiple of G.
@@ -197,9 +190,13 @@ def build_plan(
     query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MOST_HEADS)
     kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MOST_HEADS)
     prune = true_or_false(prune, "build_plan: prune", RingLayoutError)
-    if lanes is not None and not (isinstance(lanes, tuple) and all(isinstance(x, Lane) for x in lanes)):
-        raise RingLayoutError(f"build_plan: lanes: expected a tuple of Lane or None, got {shown(lanes)}")
-    return _built(pattern, layout, query_heads, kv_heads, prune, lanes)
+    if directions is not None and not (
+        isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)
+    ):
+        raise RingLayoutError(
+            f"build_plan: directions: expected a tuple of Direction or None, got {shown(directions)}"
+        )
+    return _built(pattern, layout, query_heads, kv_heads, prune, directions)
 
 
 @lru_cache(maxsize=64)
@@ -209,17 +206,17 @@ def _built(
     query_heads: int,
     kv_heads: int,
     prune: bool,
-    lanes: tuple[Lane, ...] | None,
+    directions: tuple[Direction, ...] | None,
 ) -> Plan:
     if query_heads % kv_heads:
         raise RingLayoutError(
             f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads};"
             " use a number of query heads that K/V heads divide (GQA)"
         )
-    classes = [
-        (heads, ReadsOfShards(bound, layout)) for heads, bound in head_classes(pattern, query_heads, kv_heads)
+    bound = [
+        (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)
     ]
     # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
-    lanes = lanes or (choose_lanes(classes[0][1]) if prune else one_way(layout.ring_size))
-    walks = tuple(Walk(reads, heads, lanes, prune) for heads, reads in classes)
-    return Plan(pattern, layout, query_heads, kv_heads, walks)
+    directions = directions or (choose_directions(bound[0][1]) if prune else one_way(layout.ring_size))
+    classes = tuple(HeadClass(reads, heads, directions, prune) for heads, reads in bound)
+    return Plan(pattern, layout, query_heads, kv_heads, classes)

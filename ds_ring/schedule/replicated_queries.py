@@ -1,7 +1,7 @@
 """Replicated queries: what one rank computes when every rank has all queries and keys stay where they are.
 
 Owns the positions of such queries, as runs, and the tiles between them and one rank's own shard. There are no
-hops and no payloads, so there is no plan to walk: one table of tiles for each class of heads is all.
+hops and no payloads, so there is no plan to head_class: one table of tiles for each class of heads is all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ds_ring.errors import RingShapeError
 from ds_ring.masks.dense import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.plan import head_classes, query_heads_of
+from ds_ring.schedule.plan import head_classes
 
 
 class HeadTiles(NamedTuple):

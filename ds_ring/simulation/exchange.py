@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.slot_ranges import progressions_at
-from ds_ring.runtime.exchange import Cargo, Counters, Message, check_messages
+from ds_ring.runtime.exchange import Counters, Message, TokenRange, check_messages
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.simulation.source import Geometry, Source, put_rows
 
@@ -21,12 +21,12 @@ SOURCE_OF = {"K": "k", "V": "v"}
 class Sums(Protocol):
     """Collect gradients that leave a virtual rank."""
 
-    def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
+    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
         """Add "dK" or "dV" of some tokens; `part` is used again once this returns.
 
         Args:
             what: which.
-            cargo: whose tokens.
+            tokens: whose tokens.
             runs: their positions, int64 [m, 3] of (start, step, length).
             part: [B, heads, n, D], float32 or float64.
         """
@@ -48,9 +48,9 @@ class GradientSums:
         shape = (geometry.batch, geometry.kv_heads, geometry.tokens, geometry.head_dim)
         self.dk, self.dv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
-    def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
+    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
         """Add gradients of some tokens; see `Sums.add`."""
-        put_rows((self.dk if what == "dK" else self.dv)[:, cargo.heads], runs, part, add=True)
+        put_rows((self.dk if what == "dK" else self.dv)[:, tokens.heads], runs, part, add=True)
 
 
 class Arrived:
@@ -75,8 +75,8 @@ class Arrived:
 # tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
 # and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
 # at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
-# home, or stays in the accumulators of its own shard, which are added at the end of a walk
-# (`RingPass.settle`). So each is counted once, and no two ranks have to be alive together.
+# home, or stays in the accumulators of its own shard, which are added at the end of a head chunk
+# (`RingPass.on_gradients_final`). So each is counted once, and no two ranks have to be alive together.
 class VirtualExchange:
     """Stand in for the exchange of a ring pass; [Note: one rank at a time].
 
@@ -108,19 +108,19 @@ class VirtualExchange:
                 self._take(message)
         for message in receives:
             if message.what in SOURCE_OF:
-                cargo = _cargo_of(message)
-                self.source.fill(SOURCE_OF[message.what], cargo.heads, self._runs(cargo), message.tensor)
+                tokens = _tokens_of(message)
+                self.source.fill(SOURCE_OF[message.what], tokens.heads, self._runs(tokens), message.tensor)
             else:
                 # Another rank's sum would arrive here; it is counted where that rank sends it.
                 message.tensor.zero_()
 
     def _take(self, message: Message) -> None:
-        cargo = _cargo_of(message)
+        tokens = _tokens_of(message)
         assert self.sums is not None, "gradients in a forward pass"
-        self.sums.add(message.what, cargo, self._runs(cargo), message.tensor)
+        self.sums.add(message.what, tokens, self._runs(tokens), message.tensor)
 
-    def _runs(self, cargo: Cargo) -> IntArray:
-        return progressions_at(self.layout.runs(cargo.origin), cargo.slots)
+    def _runs(self, tokens: TokenRange) -> IntArray:
+        return progressions_at(self.layout.runs(tokens.origin), tokens.slots)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -128,6 +128,6 @@ class VirtualExchange:
         yield
 
 
-def _cargo_of(message: Message) -> Cargo:
-    assert message.cargo is not None, "a message of a pass says what it carries"
-    return message.cargo
+def _tokens_of(message: Message) -> TokenRange:
+    assert message.tokens is not None, "a message of a pass says what it carries"
+    return message.tokens

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Cargo
+from ds_ring.runtime.exchange import TokenRange
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
 from ds_ring.runtime.ring_pass import RingPass
@@ -68,18 +68,18 @@ class VirtualRanks:
             # Processor time excludes what other processes took; with several threads it would count each.
             trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
-        walk = RingPass(
+        ring = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
-            buffers=Buffers(), settle=self._settler(ring_rank), trace=trace,
+            buffers=Buffers(), on_gradients_final=self._adder(ring_rank), trace=trace,
         )  # fmt: skip
         drop_kept()  # of the rank before: a real one has its own
         with _measured(self.measure) as peak:
             q, k, v = (self._shard(name, ring_rank) for name in ("q", "k", "v"))
-            out, lse = walk.forward(q, k, v)
+            out, lse = ring.forward(q, k, v)
             forward = exchange.counters.bytes_sent if exchange is not None else 0
             dq = None
             if self.sums is not None:
-                dq, *_ = walk.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
+                dq, *_ = ring.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
         total = exchange.counters.bytes_sent if exchange is not None else 0
         memory = None
         if trace is not None and self.measure:
@@ -92,20 +92,20 @@ class VirtualRanks:
     def _shard(self, name: str, ring_rank: int) -> Tensor:
         return shard_of(self.source, self.plan.layout, name, ring_rank)
 
-    def _settler(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
-        """Return what adds a rank's own dK and dV to the sums; see `RingPass.settle`."""
+    def _adder(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
+        """Return what adds a rank's own dK and dV to the sums; see `RingPass.on_gradients_final`."""
         sums, layout = self.sums, self.plan.layout
         if sums is None:
             return None
         runs, valid = layout.runs(ring_rank), layout.valid_tokens(ring_rank)
 
-        def settle(heads: slice, dk: Tensor, dv: Tensor) -> None:
+        def on_gradients_final(heads: slice, dk: Tensor, dv: Tensor) -> None:
             if valid:
-                cargo = Cargo(ring_rank, np.array([[0, valid]]), heads)
-                sums.add("dK", cargo, runs, dk[:, :, :valid])
-                sums.add("dV", cargo, runs, dv[:, :, :valid])
+                tokens = TokenRange(ring_rank, np.array([[0, valid]]), heads)
+                sums.add("dK", tokens, runs, dk[:, :, :valid])
+                sums.add("dV", tokens, runs, dv[:, :, :valid])
 
-        return settle
+        return on_gradients_final
 
 
 @contextmanager

@@ -205,7 +205,7 @@ CALLS: dict[str, Call] = {
             "query_heads": counted(4, 3, 1 << 40),
             "kv_heads": counted(2, 3, 1 << 40),
             "prune": Argument(NO_FLAG, (True,)),
-            "lanes": Argument((3, "up", [1], Hostile()), (None,)),
+            "directions": Argument((3, "up", [1], Hostile()), (None,)),
         },
     ),
     "SlidingWindow": Call(

@@ -26,7 +26,7 @@ from ds_ring import (
 )
 from ds_ring.masks.slot_ranges import progressions_at
 from ds_ring.runtime.exchange import Message
-from ds_ring.runtime.trace import Batch, tracing
+from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module
 from ds_ring.simulation.exchange import SOURCE_OF, Arrived, VirtualExchange
@@ -86,7 +86,7 @@ def test_float64_stays_float64() -> None:
 
 
 def test_low_precision_gradients_are_rounded_once() -> None:
-    """Sixteen homecomings to every token: rounding each would cost several bits."""
+    """Sixteen gradient returns to every token: rounding each would cost several bits."""
     q, k, v, grad = tensors(RAGGED, torch.bfloat16)
     layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=16)
     got = simulate(q, k, v, pattern=Full(), layout=layout, grad_out=grad, measure_memory=False)
@@ -111,12 +111,12 @@ def test_what_is_sent_is_what_the_origin_has(monkeypatch: pytest.MonkeyPatch) ->
     class Checking(VirtualExchange):
         def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: Any = None) -> Arrived:
             for message in (message for message in sends if message.what in SOURCE_OF):
-                assert message.cargo is not None
+                assert message.tokens is not None
                 there = torch.empty_like(message.tensor)
                 self.source.fill(
-                    SOURCE_OF[message.what], message.cargo.heads, self._runs(message.cargo), there
+                    SOURCE_OF[message.what], message.tokens.heads, self._runs(message.tokens), there
                 )
-                assert torch.equal(there, message.tensor), message.cargo
+                assert torch.equal(there, message.tensor), message.tokens
                 compared.append(there.numel())
             return super().post(sends, receives, hop)
 
@@ -210,7 +210,9 @@ def test_traces_of_virtual_ranks_have_all_messages() -> None:
         rank: [span for span in trace.spans if span.what == "send"] for rank, trace in result.traces.items()
     }
     for rank, spans in posted.items():
-        assert all(span.batch == Batch() for span in result.traces[rank].spans if span.what == "compute")
+        assert all(
+            span.batch == PostedBatch() for span in result.traces[rank].spans if span.what == "compute"
+        )
         for phase, sent in zip(("forward", "backward"), result.bytes_sent[rank], strict=True):
             assert sent == sum(span.batch.bytes_sent for span in spans if span.phase == phase) > 0
         for other in posted:

@@ -1,4 +1,4 @@
-"""Virtual ranks in blocks of queries: equal to whole ones, and to the plan's visits."""
+"""Virtual ranks in blocks of queries: equal to whole ones, and to the plan's hops."""
 
 from __future__ import annotations
 
@@ -64,16 +64,18 @@ def test_what_is_read_of_other_shards_is_what_the_plan_says(name: str) -> None:
     plan = build_plan(PATTERNS[name], layout)
     planner = BlockPlanner(PATTERNS[name].bind((0,), 1, 1), layout)
     for rank in range(16):
-        (walk,) = plan.rank(rank).walks
-        planned = {visit.origin: visit for visit in walk.visits if visit.hop and len(visit.held)}
+        (head_class,) = plan.rank(rank).classes
+        planned = {
+            hop_plan.origin: hop_plan for hop_plan in head_class.hops if hop_plan.hop and len(hop_plan.held)
+        }
         remote = planner.remote(rank)
-        found = {v.origin: v for v in remote.plan.walks[0].visits if v.hop}
+        found = {v.origin: v for v in remote.plan.classes[0].hops if v.hop}
         assert set(found) == set(planned)
         rows = expand_ranges(remote.queries)
-        for origin, visit in found.items():
-            assert np.array_equal(visit.held, planned[origin].held)
-            assert visit.tiles.pairs.sum() == planned[origin].tiles.pairs.sum()
-            first = rows[visit.tiles.q.slot]  # packed, and back
+        for origin, hop_plan in found.items():
+            assert np.array_equal(hop_plan.held, planned[origin].held)
+            assert hop_plan.tiles.pairs.sum() == planned[origin].tiles.pairs.sum()
+            first = rows[hop_plan.tiles.q.slot]  # packed, and back
             assert np.array_equal(np.sort(first), np.sort(planned[origin].tiles.q.slot))
 
 

@@ -19,7 +19,7 @@ from ds_ring.masks.slot_ranges import SlotRanges, no_slots, ranges_of_progressio
 from ds_ring.masks.tiles import Axis, Kind, Tiles
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.schedule.payload import tiles_of_payload
-from ds_ring.schedule.rank_plan import LanePlan, RankPlan, Visit, WalkPlan
+from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
 
 KEPT_TABLES = 64
 
@@ -38,7 +38,7 @@ class Remote(NamedTuple):
     """Hold what a rank reads of other shards."""
 
     queries: SlotRanges  # slots of the queries that read any of it, packed in this order
-    plan: RankPlan  # a visit for each shard that is read; hop 0 has no tiles
+    plan: RankPlan  # a hop for each shard that is read; hop 0 has no tiles
 
 
 @dataclass
@@ -73,8 +73,8 @@ class BlockPlanner:
         self._blocks.move_to_end(key)
         if shape is None or len(self._blocks) > KEPT_TABLES:
             self._blocks.popitem(last=shape is None)
-        visit = Visit(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
-        return Block(first, end - first, held, self._rank_plan(ring_rank, [visit]))
+        hop_plan = HopPlan(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
+        return Block(first, end - first, held, self._rank_plan(ring_rank, [hop_plan]))
 
     def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
         """Return what queries first .. end - 1 read of their own shard, and the tiles over it packed."""
@@ -96,8 +96,8 @@ class BlockPlanner:
         ends = np.cumsum([int(run[:, 2].sum()) for run in runs]) if runs else np.empty(0, dtype=np.int64)
         where = np.searchsorted(ends, table.k.slot, side="right")
         queries = _slots_of(table.q)
-        visits: list[Visit | None] = [self._visit(ring_rank, 0, ring_rank, none, no_slots())]
-        visits += [None] * (size - 1)
+        hops: list[HopPlan | None] = [self._hop_plan(ring_rank, 0, ring_rank, none, no_slots())]
+        hops += [None] * (size - 1)
         for index in np.unique(where).tolist():
             origin, hop = others[index], (ring_rank - others[index]) % size
             tiles = table.rows(where == index)
@@ -105,27 +105,27 @@ class BlockPlanner:
             tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - begin))
             held = _slots_of(tiles.k)
             tiles = _packed_queries(tiles_of_payload(tiles, held), queries, self.pattern)
-            visits[hop] = self._visit(ring_rank, hop, origin, self._shared(tiles), held)
-        while visits[-1] is None:
-            visits.pop()
-        return Remote(queries, self._rank_plan(ring_rank, visits))
+            hops[hop] = self._hop_plan(ring_rank, hop, origin, self._shared(tiles), held)
+        while hops[-1] is None:
+            hops.pop()
+        return Remote(queries, self._rank_plan(ring_rank, hops))
 
     # [Note: straight from the origin]
     # Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
-    # whoever sends it, and gradients go home at once: visits of a `Remote` hold what the plan's visits hold
+    # whoever sends it, and gradients go home at once: hops of a `Remote` hold what the plan's hops hold
     # and compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is
     # sent.)
     #
     # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
     # derived once; those of blocks are not even made again where the pattern says that they would be
     # (`Pattern.stretch`).
-    def _visit(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> Visit:
-        """Return a visit that relays nothing; [Note: straight from the origin]."""
-        return Visit(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
+    def _hop_plan(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> HopPlan:
+        """Return a hop that relays nothing; [Note: straight from the origin]."""
+        return HopPlan(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
 
-    def _rank_plan(self, ring_rank: int, visits: list[Visit | None] | list[Visit]) -> RankPlan:
-        lane = LanePlan(tuple(visits), (), ())
-        return RankPlan(ring_rank, (WalkPlan(slice(0, 1, 1), (lane,), 0),), 1, 1)
+    def _rank_plan(self, ring_rank: int, hops: list[HopPlan | None] | list[HopPlan]) -> RankPlan:
+        direction = DirectionPlan(tuple(hops), (), ())
+        return RankPlan(ring_rank, (HeadClassPlan(slice(0, 1, 1), (direction,), 0),), 1, 1)
 
     def _shared(self, tiles: Tiles) -> Tiles:
         """Return an equal table that was seen before; positions count only as far as weights vary."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import expand_ranges, progressions_at
-from ds_ring.runtime.exchange import Cargo
+from ds_ring.runtime.exchange import TokenRange
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.ring_pass import RingPass
@@ -60,9 +60,9 @@ class PendingGradients:
         self.head_dim = head_dim
         self._of: dict[int, dict[int, np.ndarray]] = {}
 
-    def add(self, what: str, cargo: Cargo, runs: IntArray, part: Tensor) -> None:
+    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
         """Add gradients; see `Sums.add`."""
-        rows = self._of.setdefault(cargo.origin, {})
+        rows = self._of.setdefault(tokens.origin, {})
         side = 0 if what == "dK" else 1
         values = part[0, 0].numpy()
         for position, value in zip(expand_runs(runs).tolist(), values, strict=True):
@@ -124,14 +124,14 @@ class StreamedRanks:
     @torch.no_grad()
     def forward(self, ring_rank: int) -> Iterator[Part]:
         """Yield a rank's out and lse, block by block."""
-        yield from self._walk(ring_rank, None)
+        yield from self._parts(ring_rank, None)
 
     @torch.no_grad()
     def forward_and_backward(self, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
         """Yield a rank's results and gradients, with what `pending` has for it."""
-        yield from self._walk(ring_rank, pending)
+        yield from self._parts(ring_rank, pending)
 
-    def _walk(self, ring_rank: int, pending: PendingGradients | None) -> Iterator[Part]:
+    def _parts(self, ring_rank: int, pending: PendingGradients | None) -> Iterator[Part]:
         remote = self.planner.remote(ring_rank)
         runs = self.layout.runs(ring_rank)
         slots = expand_ranges(remote.queries)

@@ -11,9 +11,9 @@ import torch
 
 from ds_ring.config.hardware import Hardware, hardware_from
 from ds_ring.config.json_text import Json
-from ds_ring.estimator.cost import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.estimate import slowest_pass
 from ds_ring.estimator.pass_memory import PassShape
+from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.model import plan_of
 from ds_ring.estimator.tuning.request import Request
 from ds_ring.estimator.tuning.result import Result

@@ -5,14 +5,13 @@ The model prunes, and carries a time from a short sequence to the full one; it n
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
-from ds_ring.estimator.cost import BACKWARD_FLOPS, FORWARD_FLOPS
+from ds_ring.estimator.pass_memory import PassShape
+from ds_ring.estimator.pass_time import Rates, TimeLine, time_line, work_of
 from ds_ring.estimator.tuning.candidates import KernelChoice, TuningCandidate, layout_of
 from ds_ring.estimator.tuning.links import Links
 from ds_ring.estimator.tuning.probe import KernelRate, kernel_of
@@ -21,9 +20,7 @@ from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
-from ds_ring.schedule.rank_plan import RankPlan
 
-GRADIENT_BYTES = 4  # dK and dV travel in float32
 SWAPS = 4  # all-to-alls of a step with Ulysses ranks
 
 
@@ -67,34 +64,42 @@ class Model:
 
     def _predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
         plan = plan_of(candidate, self.request, tokens)
-        ranks = [plan.rank(rank) for rank in sampled_origins(plan.ring_size)]
-        groups = message_groups(candidate, ranks[0])
-        work = [self._compute(candidate.kernel, rank, groups) for rank in ranks]
+        lines = [self._lines(candidate, plan, rank) for rank in sampled_origins(plan.ring_size)]
+        work = [sum(float(line.kernel.sum()) for line in of_rank) for of_rank in lines]
         # a rank that is alone in its work has what it shares with the others to itself
-        compute = max(statistics.mean(work), max(work) / self.measured.alone_speedup)
-        transfer = max(self._transfer(rank) for rank in ranks)
-        hops = max(lane.hops for rank in ranks for walk in rank.walks for lane in walk.lanes)
-        overhead = self.measured.hop_overhead_s * (2 * hops + 1) * groups + self._swaps(candidate, tokens)
-        exposed = transfer / (groups * max(hops - 1, 1)) if candidate.overlap else min(compute, transfer)
-        return Predicted(max(compute, transfer) + exposed + overhead, compute, transfer, overhead)
+        alone = max(statistics.mean(work), max(work) / self.measured.alone_speedup)
+        scale = alone / max(work) if max(work) else 1.0
+        passes = [[line._replace(kernel=line.kernel * scale) for line in of_rank] for of_rank in lines]
+        slowest = max(passes, key=lambda both: sum(line.seconds(candidate.overlap) for line in both))
+        swaps = self._swaps(candidate, tokens)
+        compute, posting, transfer = (float(sum(line[i].sum() for line in slowest)) for i in range(3))
+        seconds = sum(line.seconds(candidate.overlap) for line in slowest) + swaps
+        return Predicted(seconds, compute, transfer, posting + swaps)
 
-    def _compute(self, choice: KernelChoice, rank: RankPlan, groups: int) -> float:
-        rate, unit = self.measured.kernels[choice], self.request.batch * self.request.head_dim
-        tiles = count_tiles(rank) * groups
-        forward = FORWARD_FLOPS * unit * executed_pairs(rank, choice, self.request, False)
-        backward = BACKWARD_FLOPS * unit * executed_pairs(rank, choice, self.request, True)
-        per_tile = rate.forward_tile_s + rate.backward_tile_s
-        return forward / rate.forward_flops + backward / rate.backward_flops + tiles * per_tile
+    def _lines(self, candidate: TuningCandidate, plan: Plan, rank: int) -> list[TimeLine]:
+        """Return the time lines of one rank, forward and backward."""
+        request, measured, choice = self.request, self.measured, candidate.kernel
+        rate, links = measured.kernels[choice], measured.links
+        local, element = plan.layout.local_tokens, request.item_bytes
+        # nothing travels where there are 0 heads per message: then all heads go together
+        message = candidate.heads_per_message * request.batch * local * request.head_dim * element
+        sizes = (request.batch, plan.group, local, request.head_dim, element, max(message, 1))
+        shape = PassShape(*sizes, kernel=request.kernel)
+        bytes_per_s = links.bytes_per_s if links is not None else math.inf
+        lines = []
+        for backward in (False, True):
+            schedule = shape.schedule(plan.rank(rank).classes, backward)
 
-    def _transfer(self, rank: RankPlan) -> float:
-        """Return seconds of moving: K and V go round twice, their gradients once."""
-        links, request = self.measured.links, self.request
-        if links is None or not rank.tokens_received:
-            return 0.0
-        # Links are full duplex: whichever direction carries more decides.
-        keys = max(rank.tokens_received, rank.tokens_sent)
-        per_token = 2 * request.batch * request.head_dim * (2 * request.item_bytes + GRADIENT_BYTES)
-        return keys * per_token / links.bytes_per_s
+            def executed(tiles: Tiles, backward: bool = backward) -> int:
+                return _executed_pairs(tiles, choice, request, backward)
+
+            steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
+            work = {key: work_of(one, plan.group, executed) for key, one in steps.items()}
+            flops = rate.backward_flops if backward else rate.forward_flops
+            tile_s = rate.backward_tile_s if backward else rate.forward_tile_s
+            rates = Rates(flops, tile_s, False, measured.hop_overhead_s, bytes_per_s)
+            lines.append(time_line(schedule, work, shape, rates))
+        return lines
 
     def _swaps(self, candidate: TuningCandidate, tokens: int) -> float:
         """Return seconds of the all-to-alls: q, k, v, out, and their gradients, each once."""
@@ -120,42 +125,6 @@ def plan_of(candidate: TuningCandidate, request: Request, tokens: int) -> Plan:
     )
 
 
-def message_groups(candidate: TuningCandidate, rank: RankPlan) -> int:
-    """Count the groups of K/V heads that go round one after the other."""
-    if candidate.heads_per_message == 0:
-        return len(rank.walks)
-    heads = [len(range(rank.kv_heads)[walk.kv_heads]) for walk in rank.walks]
-    return sum(-(-n // candidate.heads_per_message) for n in heads)
-
-
-def count_tiles(rank: RankPlan) -> int:
-    """Count tiles of one head of every group, over the number of groups: each has so many."""
-    counts = [sum(len(visit.tiles) for visit in walk.visits) for walk in rank.walks]
-    return round(sum(counts) / len(counts))
-
-
 @lru_cache(maxsize=4096)
-def _pairs_of(tiles: Tiles, choice: KernelChoice, request: Request, backward: bool) -> int:
+def _executed_pairs(tiles: Tiles, choice: KernelChoice, request: Request, backward: bool) -> int:
     return kernel_of(choice, request).executed_pairs(tiles, backward)
-
-
-def executed_pairs(rank: RankPlan, choice: KernelChoice, request: Request, backward: bool) -> int:
-    """Count the pairs that the kernel multiplies on this rank, over all its query heads."""
-    total = 0
-    for walk in rank.walks:
-        kv_heads = len(range(rank.kv_heads)[walk.kv_heads])
-        for visit in walk.visits:
-            for tiles, heads in _by_member(visit.tiles, rank.group):
-                total += kv_heads * heads * _pairs_of(tiles, choice, request, backward)
-    return total
-
-
-def _by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
-    """Yield tiles that are for all query heads of a group, and those for one of them each."""
-    single = tiles.member >= 0
-    if not single.any():
-        yield tiles, group
-        return
-    yield tiles.rows(single), 1
-    if not single.all():
-        yield tiles.rows(np.logical_not(single)), group

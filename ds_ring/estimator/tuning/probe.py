@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.estimator.cost import BACKWARD_FLOPS, FORWARD_FLOPS
+from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.candidates import KernelChoice
 from ds_ring.estimator.tuning.clock import Clock
 from ds_ring.estimator.tuning.request import Request
@@ -134,7 +134,7 @@ class Probe:
             lambda: ring_attention_backward_op(grad, q, k, v, out, lse, context.handle), rounds
         )
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
-        tiles = build_plan(Causal(), layout).rank(0).walks[0].visits[0].tiles
+        tiles = build_plan(Causal(), layout).rank(0).classes[0].hops[0].tiles
         kernel, unit = kernel_of(choice, self.request), self.heads * self.request.head_dim
         forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
         backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)

@@ -41,7 +41,7 @@ MACHINE = hardware_from(RATES, "test")
 
 def parts(pattern, layout, heads, kv_heads, rank):
     plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads)
-    return plan, [Part(walk, 1) for walk in plan.rank(rank).walks]
+    return plan, [Part(head_class, 1) for head_class in plan.rank(rank).classes]
 
 
 def shape(layout, group=1, element=4, chunk=1 << 40):
@@ -129,9 +129,9 @@ def test_overlap_takes_the_larger_and_without_it_the_sum():
 def test_executed_pairs_are_near_the_kernels(pattern):
     layout = make_layout("zigzag", tokens=8192, ring_size=2)
     plan, _ = parts(pattern, layout, 1, 1, 0)
-    for visit in plan.rank(0).walks[0].visits:
-        counted = CpuKernel().executed_pairs(visit.tiles)
-        assert executed_pairs(visit.tiles) == pytest.approx(counted, rel=0.15)
+    for hop_plan in plan.rank(0).classes[0].hops:
+        counted = CpuKernel().executed_pairs(hop_plan.tiles)
+        assert executed_pairs(hop_plan.tiles) == pytest.approx(counted, rel=0.15)
 
 
 def test_peak_grows_with_tokens_and_falls_with_the_ring():

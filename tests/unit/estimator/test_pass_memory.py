@@ -1,4 +1,4 @@
-"""The walk that counts bytes, against peaks that real ranks had (tools/check_plan.py measures again)."""
+"""Bytes counted by the steps, against peaks that real ranks had (tools/check_plan.py measures again)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_what_real_ranks_needed(ring, tokens, heads, kv_heads, element, pattern,
     local = layout.local_tokens
     shape = PassShape(1, heads // kv_heads, local, 64, element, 1 << 20, "cpu")
     for rank, expected in enumerate(mib):
-        passing = pass_memory(plan.rank(rank).walks, shape)
+        passing = pass_memory(plan.rank(rank).classes, shape)
         total = attention_alone(heads, kv_heads, local, 64, element, passing).total
         assert total / 2**20 == pytest.approx(expected, rel=0.002)
 
 
 def test_a_ring_of_one_has_no_buffers():
     plan = build_plan(Causal(), make_layout("zigzag", tokens=4096, ring_size=1), query_heads=4, kv_heads=4)
-    found = pass_memory(plan.rank(0).walks, PassShape(1, 1, 4096, 64, 4, 1 << 20, "cpu"))
+    found = pass_memory(plan.rank(0).classes, PassShape(1, 1, 4096, 64, 4, 1 << 20, "cpu"))
     assert found.buffers == found.accumulators == 0 and found.workspace > 0
     assert found.total == found.workspace
 
@@ -45,7 +45,7 @@ def test_a_ring_of_one_has_no_buffers():
 def test_a_forward_pass_alone_needs_less():
     plan = build_plan(Causal(), make_layout("zigzag", tokens=8192, ring_size=4), query_heads=4, kv_heads=4)
     shape = PassShape(1, 1, 2048, 64, 2, 1 << 20, "cpu")
-    both, forward = (pass_memory(plan.rank(1).walks, shape, backward=b) for b in (True, False))
+    both, forward = (pass_memory(plan.rank(1).classes, shape, backward=b) for b in (True, False))
     assert all(less < more for less, more in zip(forward, both, strict=True)), (forward, both)
     assert isinstance(forward, PassMemory)
 
@@ -53,7 +53,7 @@ def test_a_forward_pass_alone_needs_less():
 def test_views_of_a_model_cost_a_copy_for_each_hand_over():
     plan = build_plan(Causal(), make_layout("zigzag", tokens=1024, ring_size=2), query_heads=4, kv_heads=4)
     dense, views = (
-        pass_memory(plan.rank(0).walks, PassShape(1, 1, 512, 64, 4, 1 << 30, "cpu", contiguous=c)).buffers
+        pass_memory(plan.rank(0).classes, PassShape(1, 1, 512, 64, 4, 1 << 30, "cpu", contiguous=c)).buffers
         for c in (True, False)
     )
     assert views >= dense

@@ -21,7 +21,7 @@ from ds_ring.profiling.measure import RingRun, measure_rank, measure_virtual
 from ds_ring.profiling.replay import replay
 from ds_ring.profiling.timeline import timeline_of
 from ds_ring.runtime.context import Options
-from ds_ring.runtime.trace import Batch, Parcel, Span, Trace
+from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.profile import COMPONENTS
 from ds_ring.simulation.source import Geometry
 
@@ -107,7 +107,7 @@ def check_trace(trace: dict[str, Any], ranks: int) -> None:
 
 def test_clocks_of_several_machines_are_aligned() -> None:
     """The second machine's clock is an hour ahead; what is common is the end of the first wait."""
-    batch = Batch((Parcel(1, 8),), (Parcel(1, 8),))
+    batch = PostedBatch((MessageSize(1, 8),), (MessageSize(1, 8),))
     traces = {}
     for rank, (ahead_ns, compute_ns) in enumerate([(0, 5000), (3600 * 10**9, 2000)]):
         ends = ahead_ns + 10_000 * (rank + 1)

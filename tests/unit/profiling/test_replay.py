@@ -10,26 +10,26 @@ import torch
 from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.profiling.replay import replay
 from ds_ring.profiling.timeline import Event, Timeline
-from ds_ring.runtime.trace import Batch, Parcel, Span, Trace
+from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.simulate import GeneratedSource
 
 MBIT_S = 8.0  # a byte takes a microsecond
 
 
-def trace_of(rank: int, *steps: tuple[int, int, Batch], phase: str = "forward") -> Trace:
+def trace_of(rank: int, *steps: tuple[int, int, PostedBatch], phase: str = "forward") -> Trace:
     """Spans of steps (send, compute in microseconds, batch); waits are measured as nothing."""
     trace, now_ns = Trace(rank), 1_000_000 * rank
     for number, (send_us, compute_us, batch) in enumerate(steps):
         for what, took_us, hop in (("send", send_us, 1), ("compute", compute_us, 0), ("wait", 0, 1)):
             end_ns = now_ns + 1000 * took_us
-            posted = Batch() if what == "compute" else batch
+            posted = PostedBatch() if what == "compute" else batch
             trace.spans.append(Span(what, phase, number, number + hop, now_ns, end_ns, 0, 0, posted))
             now_ns = end_ns
     return trace
 
 
-def to(peer: int, *sizes: int) -> tuple[Parcel, ...]:
-    return tuple(Parcel(peer, size) for size in sizes)
+def to(peer: int, *sizes: int) -> tuple[MessageSize, ...]:
+    return tuple(MessageSize(peer, size) for size in sizes)
 
 
 def blocks(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -38,8 +38,8 @@ def blocks(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
 
 def test_a_rank_waits_for_its_neighbours_message() -> None:
     """Both send 100 bytes to each other; rank 1 posts at 40, so both messages travel from 40 to 140."""
-    first = trace_of(0, (10, 50, Batch(to(1, 100), to(1, 100))), (0, 20, Batch()))
-    second = trace_of(1, (40, 200, Batch(to(0, 100), to(0, 100))), (0, 30, Batch()))
+    first = trace_of(0, (10, 50, PostedBatch(to(1, 100), to(1, 100))), (0, 20, PostedBatch()))
+    second = trace_of(1, (40, 200, PostedBatch(to(0, 100), to(0, 100))), (0, 30, PostedBatch()))
     timeline = replay({0: first, 1: second}, MBIT_S)
     assert blocks(timeline, 0) == [
         ("send", 0, 10), ("compute", 10, 60), ("wait", 60, 140), ("compute", 140, 160),
@@ -52,14 +52,14 @@ def test_a_rank_waits_for_its_neighbours_message() -> None:
 
 def test_messages_share_a_link_one_after_the_other() -> None:
     """K and V to rank 1 and as much to rank 2: 10 bytes each, out of one link; then into one."""
-    first = trace_of(0, (0, 5, Batch((*to(1, 10, 10), *to(2, 10, 10)), ())))
-    others = [trace_of(rank, (0, 5, Batch((), to(0, 10, 10)))) for rank in (1, 2)]
+    first = trace_of(0, (0, 5, PostedBatch((*to(1, 10, 10), *to(2, 10, 10)), ())))
+    others = [trace_of(rank, (0, 5, PostedBatch((), to(0, 10, 10)))) for rank in (1, 2)]
     timeline = replay({0: first, 1: others[0], 2: others[1]}, MBIT_S)
     assert [blocks(timeline, rank)[-1] for rank in range(3)] == [
         ("wait", 5, 40), ("wait", 5, 20), ("wait", 5, 40),
     ]  # fmt: skip
-    both_in = trace_of(2, (0, 5, Batch((), (*to(0, 10), *to(1, 10)))))
-    senders = [trace_of(rank, (0, 5, Batch(to(2, 10), ()))) for rank in (0, 1)]
+    both_in = trace_of(2, (0, 5, PostedBatch((), (*to(0, 10), *to(1, 10)))))
+    senders = [trace_of(rank, (0, 5, PostedBatch(to(2, 10), ()))) for rank in (0, 1)]
     timeline = replay({0: senders[0], 1: senders[1], 2: both_in}, MBIT_S)
     assert [one.end_us for one in timeline.transfers] == [10, 20]
 
@@ -67,9 +67,9 @@ def test_messages_share_a_link_one_after_the_other() -> None:
 def test_the_next_step_waits_for_what_came_in_the_one_before() -> None:
     """A chain of three: what rank 0 sends late delays rank 1, and through it rank 2."""
     hops = [
-        trace_of(0, (0, 100, Batch()), (0, 10, Batch(to(1, 50), ()))),
-        trace_of(1, (0, 10, Batch((), to(0, 50))), (0, 10, Batch(to(2, 50), ()))),
-        trace_of(2, (0, 10, Batch((), to(1, 50))), (0, 10, Batch())),
+        trace_of(0, (0, 100, PostedBatch()), (0, 10, PostedBatch(to(1, 50), ()))),
+        trace_of(1, (0, 10, PostedBatch((), to(0, 50))), (0, 10, PostedBatch(to(2, 50), ()))),
+        trace_of(2, (0, 10, PostedBatch((), to(1, 50))), (0, 10, PostedBatch())),
     ]
     timeline = replay(dict(enumerate(hops)), MBIT_S)
     assert [one.start_us for one in timeline.transfers] == [100, 150]
@@ -77,9 +77,9 @@ def test_the_next_step_waits_for_what_came_in_the_one_before() -> None:
 
 
 def test_the_backward_pass_begins_together() -> None:
-    traces = {rank: trace_of(rank, (0, 10 * (rank + 1), Batch())) for rank in range(2)}
+    traces = {rank: trace_of(rank, (0, 10 * (rank + 1), PostedBatch())) for rank in range(2)}
     for rank, trace in traces.items():
-        trace.spans += trace_of(rank, (0, 7, Batch()), phase="backward").spans
+        trace.spans += trace_of(rank, (0, 7, PostedBatch()), phase="backward").spans
     timeline = replay(traces, MBIT_S)
     assert [(event.ring_rank, event.start_us) for event in timeline.events if event.phase == "backward"] == [
         (0, 20), (1, 20),

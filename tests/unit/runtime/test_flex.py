@@ -68,8 +68,8 @@ def hops_of(pattern: Pattern, layout_name: str, ring_size: int) -> Iterator[Tile
     layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ring_size)
     plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
     for rank in range(ring_size):
-        for walk in plan.rank(rank).walks:
-            yield from (visit.tiles for visit in walk.visits if len(visit.tiles))
+        for head_class in plan.rank(rank).classes:
+            yield from (hop_plan.tiles for hop_plan in head_class.hops if len(hop_plan.tiles))
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped", "residue"])
@@ -102,7 +102,7 @@ def test_full_blocks_are_found() -> None:
     dilated = Dilated((256, 1024), (1, 4), False)
     for pattern, name, least in ((Causal(), "zigzag", 0.7), (dilated, "residue", 0.3)):
         layout = layout_for(name, pattern, tokens=2048, ring_size=1)
-        tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).walks[0].visits[0].tiles
+        tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).classes[0].hops[0].tiles
         tensors = hop_mask(tiles, 64, CPU).tensors
         full, partial = int(tensors.full_rows.counts.sum()), int(tensors.partial_rows.counts.sum())
         assert full / (full + partial) > least, (pattern, full, partial)

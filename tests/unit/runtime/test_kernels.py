@@ -21,8 +21,9 @@ from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.trace import is_fake
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.plan import head_classes, query_heads_of
+from ds_ring.schedule.plan import head_classes
 from tests.cases import document_ids
 from tests.reference import dense_attention, relative_error
 from tests.unit.masks.painting import paint

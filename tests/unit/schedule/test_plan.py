@@ -12,10 +12,10 @@ from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan, one_way
-from ds_ring.schedule.rank_plan import Lane
-from ds_ring.schedule.walk import Walk
+from ds_ring.schedule.rank_plan import Direction
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 from tests.unit.masks.painting import paint
 
@@ -53,13 +53,13 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
     plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1], prune=prune)
     for rank in range(ring_size):
         seen = np.zeros((HEADS[0], layout.local_tokens, tokens), dtype=int)
-        for walk in plan.rank(rank).walks:
-            for visit, kv_head in itertools.product(walk.visits, range(HEADS[1])[walk.kv_heads]):
-                held = expand_ranges(visit.held)
-                positions = layout.positions(visit.origin)[held]
-                assert slots_of(visit.forward) <= set(held.tolist())
+        for head_class in plan.rank(rank).classes:
+            for hop_plan, kv_head in itertools.product(head_class.hops, range(HEADS[1])[head_class.kv_heads]):
+                held = expand_ranges(hop_plan.held)
+                positions = layout.positions(hop_plan.origin)[held]
+                assert slots_of(hop_plan.forward) <= set(held.tolist())
                 for member in range(plan.group):
-                    cover = paint(visit.tiles, layout.local_tokens, len(held), member)
+                    cover = paint(hop_plan.tiles, layout.local_tokens, len(held), member)
                     seen[kv_head * plan.group + member][:, positions] += cover
         for head in range(HEADS[0]):
             want = attended(pattern, head, layout.positions(rank), np.arange(tokens))
@@ -78,18 +78,18 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
     ranks = [plan.rank(rank) for rank in range(ring_size)]
     assert sum(r.tokens_sent for r in ranks) == sum(r.tokens_received for r in ranks) == plan.tokens_sent
     assert plan.tokens_sent == plan.tokens_needed
-    for index, walk in enumerate(plan.walks):
-        for number, lane in enumerate(walk.lanes):
-            lanes = [rank.walks[index].lanes[number] for rank in ranks]
+    for index, head_class in enumerate(plan.classes):
+        for number, direction in enumerate(head_class.directions):
+            directions = [rank.classes[index].directions[number] for rank in ranks]
             for rank, hop in itertools.product(range(ring_size), range(1, ring_size)):
                 here, before = (
-                    lanes[rank].visit(hop),
-                    lanes[(rank - lane.direction) % ring_size].visit(hop - 1),
+                    directions[rank].at(hop),
+                    directions[(rank - direction.sign) % ring_size].at(hop - 1),
                 )
-                origin = (rank - lane.direction * hop) % ring_size
+                origin = (rank - direction.sign * hop) % ring_size
                 from_neighbour = before.forward if before is not None else no_slots()
                 from_origin = [
-                    d.slots for d in lanes[origin].departures if (d.hop, d.receiver) == (hop, rank)
+                    d.slots for d in directions[origin].direct_sends if (d.hop, d.receiver) == (hop, rank)
                 ]
                 if here is None:
                     assert not len(from_neighbour) and not from_origin
@@ -111,19 +111,19 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
     pattern = pattern_of(100)
     layout = layout_for(layout_name, pattern, tokens=100, ring_size=ring_size)
     plan = build_plan(pattern, layout, query_heads=HEADS[0], kv_heads=HEADS[1])
-    for rank, (index, walk) in itertools.product(range(ring_size), enumerate(plan.walks)):
-        for number in range(len(walk.lanes)):
-            own = plan.rank(rank).walks[index].lanes[number]
-            left = [own.visits[0].forward, *(departure.slots for departure in own.departures)]
-            came = [home.slots for home in own.homecomings]
+    for rank, (index, head_class) in itertools.product(range(ring_size), enumerate(plan.classes)):
+        for number in range(len(head_class.directions)):
+            own = plan.rank(rank).classes[index].directions[number]
+            left = [own.hops[0].forward, *(direct_send.slots for direct_send in own.direct_sends)]
+            came = [home.slots for home in own.gradient_returns]
             left_slots, came_slots = (
                 np.sort(np.concatenate([[], *map(expand_ranges, parts)])) for parts in (left, came)
             )
             np.testing.assert_array_equal(came_slots, left_slots)  # one way home for every way out
-            for coming in own.homecomings:
-                visit = plan.rank(coming.sender).walks[index].lanes[number].visit(coming.hop)
-                assert visit is not None and visit.origin == rank
-                np.testing.assert_array_equal(visit.ends_here, coming.slots)
+            for coming in own.gradient_returns:
+                hop_plan = plan.rank(coming.sender).classes[index].directions[number].at(coming.hop)
+                assert hop_plan is not None and hop_plan.origin == rank
+                np.testing.assert_array_equal(hop_plan.ends_here, coming.slots)
 
 
 @pytest.mark.parametrize("layout_name", PLACED)
@@ -137,24 +137,28 @@ def test_the_lanes_of_the_fewest_links_are_taken(
     ways = [
         one_way(ring_size),
         one_way(ring_size, -1),
-        (Lane(1, ring_size // 2), Lane(-1, (ring_size - 1) // 2)),
+        (Direction(1, ring_size // 2), Direction(-1, (ring_size - 1) // 2)),
     ]
-    links = [links_of(build_plan(pattern, layout, lanes=way)) for way in ways]
+    links = [links_of(build_plan(pattern, layout, directions=way)) for way in ways]
     assert links_of(build_plan(pattern, layout)) == min(links)
 
 
 def links_of(plan: Plan) -> int:
     """Tokens times links of the ring, counted rank by rank."""
     total = 0
-    for lane in (lane for rank in range(plan.ring_size) for lane in plan.rank(rank).walks[0].lanes):
-        total += sum(count_slots(visit.forward) for visit in lane.visits if visit is not None)
-        total += sum(departure.hop * count_slots(departure.slots) for departure in lane.departures)
+    for direction in (
+        direction for rank in range(plan.ring_size) for direction in plan.rank(rank).classes[0].directions
+    ):
+        total += sum(count_slots(hop_plan.forward) for hop_plan in direction.hops if hop_plan is not None)
+        total += sum(
+            direct_send.hop * count_slots(direct_send.slots) for direct_send in direction.direct_sends
+        )
     return total
 
 
 def executed_pairs(plan: Plan, rank: int) -> int:
-    kernel, (walk,) = CpuKernel(), plan.rank(rank).walks
-    return sum(kernel.executed_pairs(visit.tiles) for visit in walk.visits)
+    kernel, (head_class,) = CpuKernel(), plan.rank(rank).classes
+    return sum(kernel.executed_pairs(hop_plan.tiles) for hop_plan in head_class.hops)
 
 
 @pytest.mark.parametrize("ring_size", [2, 4, 8, 64])
@@ -181,14 +185,14 @@ def test_the_direction_that_sends_less_is_taken(name: str, share: float, directi
     layout = make_layout(name, tokens=8 * 128, ring_size=8)
     plan = build_plan(Causal(), layout)
     all_gather_tokens = 8 * 7 * 128
-    assert plan.walks[0].lanes == (Lane(direction, 7),)
+    assert plan.classes[0].directions == (Direction(direction, 7),)
     assert plan.tokens_sent == pytest.approx(share * all_gather_tokens, rel=0.005)
 
 
 def test_causal_contiguous_stops_where_nobody_reads_on() -> None:
     plan = build_plan(Causal(), make_layout("contiguous", tokens=64, ring_size=4))
     first, last = plan.rank(0), plan.rank(3)
-    assert first.walks[0].lanes[0].hops == 1
+    assert first.classes[0].directions[0].forward_batches == 1
     assert first.tokens_received == 0 and first.tokens_sent == 16
     assert last.tokens_sent == 0 and last.tokens_received == 48
 
@@ -206,31 +210,34 @@ def test_a_window_sends_what_it_looks_back_and_no_more_however_long_the_sequence
         assert plan.tokens_sent == plan.tokens_needed == ways * 7 * 63
 
 
-@pytest.mark.parametrize(("rule", "walks"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
-def test_heads_that_are_read_alike_go_together(rule: str, walks: int) -> None:
+@pytest.mark.parametrize(("rule", "classes"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
+def test_heads_that_are_read_alike_go_together(rule: str, classes: int) -> None:
     pattern = Dilated((16, 64), (1, 4), True, rule)
     plan = build_plan(pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8)
-    assert len(plan.walks) == walks
-    heads = [head for walk in plan.walks for head in range(8)[walk.kv_heads]]
+    assert len(plan.classes) == classes
+    heads = [head for head_class in plan.classes for head in range(8)[head_class.kv_heads]]
     assert sorted(heads) == list(range(8))
-    per_walk = [sum(map(walk.tokens_sent, range(4))) * len(range(8)[walk.kv_heads]) for walk in plan.walks]
-    assert plan.tokens_sent == sum(per_walk)
+    per_class = [
+        sum(map(head_class.tokens_sent, range(4))) * len(range(8)[head_class.kv_heads])
+        for head_class in plan.classes
+    ]
+    assert plan.tokens_sent == sum(per_class)
 
 
 def test_what_must_cross_is_each_token_once_for_each_other_rank_that_reads_it() -> None:
     pattern, layout = Dilated((16, 64), (1, 4), False, "zero"), make_layout("zigzag", tokens=96, ring_size=4)
-    (walk,) = build_plan(pattern, layout).walks
-    assert isinstance(walk, Walk)
+    (head_class,) = build_plan(pattern, layout).classes
+    assert isinstance(head_class, HeadClass)
     for origin in range(4):
         own = layout.positions(origin)
         reads = [attended(pattern, 0, layout.positions(r), own).any(0) for r in range(4) if r != origin]
-        assert walk.tokens_needed(origin) == np.sum(reads)
+        assert head_class.tokens_needed(origin) == np.sum(reads)
 
 
 def test_a_plan_of_1024_ranks_is_built_for_one_rank_at_a_time() -> None:
     layout = make_layout("zigzag", tokens=1024 << 20, ring_size=1024)
-    rank = build_plan(Causal(), layout, lanes=(Lane(-1, 1023),)).rank(0)
-    assert rank.walks[0].lanes[0].hops == 1024
+    rank = build_plan(Causal(), layout, directions=(Direction(-1, 1023),)).rank(0)
+    assert rank.classes[0].directions[0].forward_batches == 1024
     assert rank.pairs == pytest.approx(layout.tokens**2 / 2 / 1024, rel=1e-6)
 
 

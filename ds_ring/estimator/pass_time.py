@@ -1,0 +1,130 @@
+"""Time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
+
+Owns what a batch of a schedule takes: arithmetic, the rank's own work of posting, and the messages that
+arrive meanwhile. Which rates are true of a machine is the caller's: `cost.py` reads a hardware description,
+`tuning/model.py` what it has measured.
+
+FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
+backward (five products; Dao et al. 2022, FlashAttention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.estimator.pass_memory import PassShape
+from ds_ring.masks.tiles import Tiles
+from ds_ring.schedule.head_chunks import count_heads
+from ds_ring.schedule.steps import ChunkSteps, Payload, Recv, Schedule
+from ds_ring.schedule.workspace import FLOAT
+
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 2 and 5 products
+
+Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
+
+
+class Rates(NamedTuple):
+    """What a machine takes for the work of a pass, seconds.
+
+    Attributes:
+        flops_per_s: of the kernel.
+        tile_s: of a tile beside its pairs; of a hop where `one_call`.
+        one_call: the kernel takes all tiles of a hop at once.
+        post_s: of posting a batch that has messages; nothing hides it.
+        bytes_per_s: of the slowest link of the ring.
+        latency_s: of the link.
+    """
+
+    flops_per_s: float
+    tile_s: float
+    one_call: bool
+    post_s: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class TimeLine(NamedTuple):
+    """Seconds of every batch of a pass; float64 [batches] each.
+
+    Attributes:
+        kernel: in the kernel.
+        posting: of the rank's own work beside it.
+        transfer: until what is received has arrived.
+    """
+
+    kernel: np.ndarray
+    posting: np.ndarray
+    transfer: np.ndarray
+
+    @property
+    def compute(self) -> np.ndarray:
+        """Return the seconds in which the rank is busy."""
+        return self.kernel + self.posting
+
+    def seconds(self, overlap: bool) -> float:
+        """Return how long the pass takes: messages travel while the rank computes, or after that."""
+        both = np.maximum(self.compute, self.transfer) if overlap else self.compute + self.transfer
+        return float(both.sum())
+
+
+def by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
+    """Yield tiles with the number of query heads they are for, of the `group` that share a K/V head."""
+    single = tiles.member >= 0
+    if not single.any():
+        yield tiles, group
+        return
+    yield tiles.rows(single), 1
+    if not single.all():
+        yield tiles.rows(np.logical_not(single)), group
+
+
+def work_of(steps: ChunkSteps, group: int, executed: Callable[[Tiles], int]) -> Work:
+    """Return the work of one K/V head and its query heads by batch; the last batch of a chunk has none.
+
+    Args:
+        steps: of a head chunk.
+        group: query heads that share a K/V head.
+        executed: pairs that the kernel multiplies for a table of tiles.
+
+    Returns:
+        [rounds - 1, 5]: pairs attended, pairs multiplied, tiles, tokens of K/V and of dK/dV that arrive.
+    """
+    work = np.zeros((len(steps.rounds) - 1, 5))
+    for row, steps_now in zip(work, steps.rounds, strict=False):
+        for step in steps_now.computed:
+            for tiles, heads in by_member(step.tiles, group) if len(step.tiles) else ():
+                row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
+        for post in steps_now.posted:
+            if isinstance(post, Recv):
+                row[3 if post.payload is Payload.KEYS else 4] += steps.buffers[post.buffer].slots
+    return work
+
+
+def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates: Rates) -> TimeLine:
+    """Return what every batch of a pass takes, all head chunks together.
+
+    Args:
+        schedule: of one rank.
+        work: by id of a chunk's steps, from `work_of`.
+        shape: of the tensors.
+        rates: of the machine.
+    """
+    flops = (BACKWARD_FLOPS if schedule.backward else FORWARD_FLOPS) * shape.head_dim
+    starts = schedule.starts
+    line = np.zeros(
+        (3, max(at + len(work[id(c.steps)]) for at, c in zip(starts, schedule.chunks, strict=True)))
+    )
+    for start, chunk in zip(starts, schedule.chunks, strict=True):
+        mine = work[id(chunk.steps)]
+        _, executed, tiles, keys, gradients = mine.T
+        rows = shape.batch * count_heads(chunk.kv_heads)
+        calls = np.minimum(tiles, 1) if rates.one_call else tiles
+        size = 2 * rows * shape.head_dim * (keys * shape.element_bytes + gradients * FLOAT)
+        kernel = executed * rows * flops / rates.flops_per_s + calls * rates.tile_s
+        transfer = size / rates.bytes_per_s + np.where(size > 0, rates.latency_s, 0.0)
+        part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
+        line[:, start : start + len(mine)] += part
+    return TimeLine(*line)

@@ -1,0 +1,198 @@
+"""Who reads what of every shard, and who sends it, for one class of heads. Index arithmetic.
+
+[Note: relays and direct sends]
+In a direction with sign d the shard of origin o is at hop s the matter of ring rank o + d * s. That rank
+gets exactly what it reads, once: from its neighbour, if the neighbour reads it as well and so has it in hand
+from the hop before (a relay), else from the origin, which always has it (a direct send). So what crosses is
+the least that must: each token of each K/V head once to every other rank that reads it. Handing everything
+on from neighbour to neighbour would carry tokens through ranks that only pass them on: up to 16 % more for
+LongNet on zigzag shards, 45 % for a window on small pieces. Nothing waits anywhere: direct sends leave from
+the shard itself. Contiguous shards under dense, windowed and dilated patterns, and zigzag shards under a
+dense causal one, have no direct sends: there every message goes to a neighbour.
+The bytes are the same whichever way shards go; the way is chosen by the links that tokens cross (`links`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import SlotRanges, count_slots, intersect_slots, no_slots, subtract_slots
+from ds_ring.schedule.layout import IntArray, Layout
+from ds_ring.schedule.payload import Reads, find_reads, tiles_of_payload
+from ds_ring.schedule.rank_plan import (
+    Direction,
+    DirectionPlan,
+    DirectSend,
+    GradientReturn,
+    HeadClassPlan,
+    HopPlan,
+)
+
+
+@dataclass(frozen=True)
+class ReadsOfShards:
+    """Find what every rank reads of every shard of a layout; looked at when first asked for, and kept.
+
+    Attributes:
+        pattern: bound to the query heads of one K/V head.
+        layout: which token lies where.
+    """
+
+    pattern: Pattern
+    layout: Layout
+    _reads: dict[int, Reads] = field(default_factory=dict, repr=False, compare=False)
+    _slots: dict[tuple[int, int], SlotRanges] = field(default_factory=dict, repr=False, compare=False)
+
+    def slots(self, origin: int, distance: int) -> SlotRanges:
+        """Return the slots of a shard that the rank `distance` up the ring reads."""
+        key = origin, distance
+        if key not in self._slots:
+            near = origin in self._reads or self._may_touch(origin, distance)
+            self._slots[key] = self._of_shard(origin).at(distance) if near else no_slots()
+        return self._slots[key]
+
+    def distances(self, origin: int) -> list[int]:
+        """Return how many ranks up the ring the readers of a shard sit, ascending."""
+        return np.unique(self._of_shard(origin).distances).tolist()
+
+    def _of_shard(self, origin: int) -> Reads:
+        if origin not in self._reads:
+            runs = _runs_of_all(self.layout)
+            readers = [*runs[origin + 1 :], *runs[:origin]]
+            self._reads[origin] = find_reads(self.pattern, readers, runs[origin])
+        return self._reads[origin]
+
+    def _may_touch(self, origin: int, distance: int) -> bool:
+        """Return False if the band of distances alone says that the rank reads nothing."""
+        least, most = self.pattern.distance
+        (q_first, q_last), (k_first, k_last) = (
+            _hull(self.layout, rank) for rank in ((origin + distance) % self.layout.ring_size, origin)
+        )
+        return q_last - k_first >= least and q_first - k_last <= most
+
+
+@dataclass(frozen=True)
+class HeadClass:
+    """Say how all shards travel for one class of K/V heads; [Note: relays and direct sends].
+
+    Attributes:
+        reads: of the pattern and the layout concerned; classes that differ in their directions may share it.
+        kv_heads: the K/V heads of the class.
+        directions: how shards travel.
+        prune: False sends every shard all the way, needed or not (for comparison).
+    """
+
+    reads: ReadsOfShards
+    kv_heads: slice
+    directions: tuple[Direction, ...]
+    prune: bool = True
+
+    @property
+    def pattern(self) -> Pattern:
+        """Return the pattern, bound to the query heads of one K/V head."""
+        return self.reads.pattern
+
+    @property
+    def layout(self) -> Layout:
+        """Return which token lies where."""
+        return self.reads.layout
+
+    def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
+        """Return the slots of a shard that are at the rank of `hop`: what it reads, at hop 0 all."""
+        valid = self.layout.valid_tokens(origin)
+        if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
+            return np.array([[0, valid]]) if valid else no_slots()
+        if hop > direction.limit:
+            return no_slots()
+        return self.reads.slots(origin, hop * direction.sign % self.layout.ring_size)
+
+    def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
+        """Return those of `held` that the rank of the hop before holds, too, and hands on."""
+        return intersect_slots(self.held(origin, direction, hop), self.held(origin, direction, hop - 1))
+
+    def _hops(self, origin: int, direction: Direction) -> Iterator[int]:
+        """Yield the hops of a direction, from 1 on, at which something of a shard is read."""
+        if not self.prune:
+            yield from range(1, direction.limit + 1)
+            return
+        size = self.layout.ring_size
+        hops = (distance * direction.sign % size for distance in self.reads.distances(origin))
+        yield from (hop for hop in hops if hop <= direction.limit)
+
+    def tokens_sent(self, origin: int) -> int:
+        """Return the tokens that travel for one shard in a forward pass, over all hops, per K/V head."""
+        return sum(
+            count_slots(self.held(origin, direction, hop))
+            for direction in self.directions
+            for hop in self._hops(origin, direction)
+        )
+
+    def links(self, origin: int) -> int:
+        """Return tokens times links that they cross: one for a relay, s for a direct send to hop s."""
+        total = 0
+        for direction in self.directions:
+            for hop in self._hops(origin, direction):
+                relayed = count_slots(self.relayed(origin, direction, hop))
+                total += relayed + hop * (count_slots(self.held(origin, direction, hop)) - relayed)
+        return total
+
+    def tokens_needed(self, origin: int) -> int:
+        """Return the least that must cross for one shard: the number of (token, other rank that reads it)."""
+        return sum(count_slots(self.reads.slots(origin, d)) for d in self.reads.distances(origin))
+
+    def rank(self, ring_rank: int) -> HeadClassPlan:
+        """Return the part of one rank."""
+        directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
+        return HeadClassPlan(self.kv_heads, directions, max(direction.limit for direction in self.directions))
+
+    def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
+        hops = [self._hop_plan(ring_rank, direction, hop) for hop in range(direction.limit + 1)]
+        while len(hops) > 1 and hops[-1] is None:
+            hops.pop()
+        direct_sends, gradient_returns = [], []
+        for hop in range(1, direction.limit + 1):
+            held = self.held(ring_rank, direction, hop)
+            if not len(held):
+                continue
+            reader = (ring_rank + direction.sign * hop) % self.layout.ring_size
+            leaving = subtract_slots(held, self.relayed(ring_rank, direction, hop))
+            if len(leaving):
+                direct_sends.append(DirectSend(hop, reader, leaving))
+            ending = subtract_slots(held, self.relayed(ring_rank, direction, hop + 1))
+            if len(ending):
+                gradient_returns.append(GradientReturn(hop, reader, ending))
+        return DirectionPlan(tuple(hops), tuple(direct_sends), tuple(gradient_returns))
+
+    def _hop_plan(self, ring_rank: int, direction: Direction, hop: int) -> HopPlan | None:
+        size, step = self.layout.ring_size, direction.sign
+        origin = (ring_rank - step * hop) % size
+        held = self.held(origin, direction, hop)
+        if hop and not len(held):
+            return None
+        relayed = self.relayed(origin, direction, hop) if hop else no_slots()
+        forward = self.relayed(origin, direction, hop + 1)
+        tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
+        if hop and len(tiles):
+            tiles = tiles_of_payload(tiles, held)
+        came_from, goes_to = (ring_rank - step) % size, (ring_rank + step) % size
+        return HopPlan(hop, origin, came_from, goes_to, held, relayed, forward, tiles)
+
+
+@lru_cache(maxsize=16)
+def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
+    """Return the runs of every rank: asked for by every shard, so built once."""
+    return tuple(layout.runs(rank) for rank in range(layout.ring_size))
+
+
+@lru_cache(maxsize=1 << 14)
+def _hull(layout: Layout, ring_rank: int) -> tuple[int, int]:
+    """Return the first and last position of a shard; first beyond last where it is empty."""
+    runs = _runs_of_all(layout)[ring_rank]
+    if not len(runs):
+        return 1 << 62, -(1 << 62)
+    return int(runs[:, 0].min()), int((runs[:, 0] + (runs[:, 2] - 1) * runs[:, 1]).max())

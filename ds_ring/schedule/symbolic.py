@@ -1,0 +1,253 @@
+"""One rank's schedule run on symbols: which tokens lie in each buffer, and whose gradients were added.
+
+Owns the rules that a buffer's life follows. The validator lets the ranks advance and carries the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+
+from ds_ring.errors import RingScheduleError
+from ds_ring.masks.slot_ranges import IntArray, SlotRanges, expand_ranges
+from ds_ring.schedule.steps import (
+    RESULTS,
+    SHARD,
+    Accumulate,
+    Compute,
+    Free,
+    HeadChunk,
+    Payload,
+    Recv,
+    Schedule,
+    Send,
+    Step,
+    name_of,
+)
+
+NOTHING = -1  # in a slot that was not filled yet
+ORIGIN_BITS = 40  # a token's number: its owner, then so many bits for its slot
+
+
+def tokens_of(origin: int, slots: SlotRanges) -> IntArray:
+    """Return the numbers of some slots of a shard; int64 [n]."""
+    return (origin << ORIGIN_BITS) + _each(slots)
+
+
+def _each(slots: SlotRanges) -> IntArray:
+    """Return every slot, ascending; quickly where they are one range, as in most messages."""
+    return np.arange(slots[0, 0], slots[0, 1]) if len(slots) == 1 else expand_ranges(slots)
+
+
+@dataclass
+class Content:
+    """What lies in a buffer.
+
+    Attributes:
+        tokens: number of the token in each slot, NOTHING where it was not filled; int64 [n].
+        added: of gradients, one bit for each rank whose part is in the sum; uint64 [n, words].
+        came: the chunk's last batch that the content depends on.
+        arriving: number of the batch that fills it; None once it is filled.
+        leaving: number of the last batch that sends it; None if none did.
+    """
+
+    tokens: IntArray
+    added: np.ndarray | None = None
+    came: int = -1
+    arriving: int | None = None
+    leaving: int | None = None
+
+
+@dataclass
+class SymbolicRank:
+    """Buffers of one rank's head chunks.
+
+    Attributes:
+        schedule: of the rank.
+        words: 64-bit words that have a bit for each rank.
+        computed: called with this, the index of the chunk, the step and its keys' numbers; may refuse.
+        batch: number of the present one.
+        starts: batch in which each chunk sets out.
+        contents: by chunk and buffer; freed ones are gone.
+        homes: by chunk: the own tokens' gradients when they were handed over.
+        step: the one under way, for messages.
+    """
+
+    schedule: Schedule
+    words: int
+    computed: Callable[[SymbolicRank, int, Compute, IntArray], None]
+    batch: int = 0
+    starts: list[int] = field(default_factory=list)
+    contents: dict[tuple[int, int], Content] = field(default_factory=dict)
+    homes: dict[int, Content] = field(default_factory=dict)
+    freed: set[tuple[int, int]] = field(default_factory=set)
+    step: Step | None = None
+
+    def __post_init__(self) -> None:
+        self.starts = self.schedule.starts
+        for index, chunk in enumerate(self.schedule.chunks):
+            own = np.array([[0, chunk.steps.buffers[SHARD].slots]])
+            tokens = tokens_of(self.rank, own)
+            self.contents[index, SHARD] = Content(tokens)
+            self.contents[index, RESULTS] = Content(tokens.copy(), self._nobody(len(tokens)))
+
+    @property
+    def rank(self) -> int:
+        """Return whose schedule this is."""
+        return self.schedule.ring_rank
+
+    def refuse(self, expected: str, got: str) -> NoReturn:
+        """Raise for the step under way."""
+        raise RingScheduleError(self.rank, self.batch, str(self.step or ""), expected, got)
+
+    def send(self, index: int, step: Send) -> Content:
+        """Return a copy of what is sent; its buffer is in use until the batch is over."""
+        self.step = step
+        source = self._read(index, step.buffer, step.needs)
+        part = self._part(source, step.part)
+        if not np.array_equal(part.tokens, tokens_of(step.origin, step.slots)):
+            self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
+        if step.payload is not self._chunk(index).steps.buffers[step.buffer].payload:
+            self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
+        source.leaving = self.batch
+        packed = self._fresh(index, step.packed)
+        packed.tokens, packed.leaving = part.tokens, self.batch
+        return part
+
+    def receive(self, index: int, step: Recv) -> Content:
+        """Return the buffer that will be filled."""
+        self.step = step
+        target = self._fresh(index, step.buffer)
+        if len(target.tokens) != (count := int((step.slots[:, 1] - step.slots[:, 0]).sum())):
+            self.refuse(f"a buffer of {count} tokens", f"one of {len(target.tokens)}")
+        target.arriving = self.batch
+        return target
+
+    def arrived(self, index: int, step: Recv, sent: Content) -> None:
+        """Fill the buffer of a receive when its batch is over."""
+        self.step = step
+        if not np.array_equal(sent.tokens, tokens_of(step.origin, step.slots)):
+            owner = int(sent.tokens[0] >> ORIGIN_BITS)
+            self.refuse("the tokens it names", f"as many others of ring rank {owner}: messages are swapped")
+        target = self.contents[index, step.buffer]
+        target.tokens, target.added = sent.tokens, sent.added
+        target.came, target.arriving = self.batch - self.starts[index], None
+
+    def compute(self, index: int, step: Compute) -> None:
+        """Mark the rank's own part as added to the gradients of the keys."""
+        self.step = step
+        keys = self._read(index, step.buffer, step.needs)
+        if len(keys.tokens) and (keys.tokens >> ORIGIN_BITS != step.origin).any():
+            self.refuse(f"keys of ring rank {step.origin}", f"other keys in {name_of(step.buffer)}")
+        self._live(index, RESULTS)
+        self.computed(self, index, step, keys.tokens)
+        if step.gradients is None:
+            return
+        if step.gradients == RESULTS:
+            target = self._live(index, RESULTS)
+        else:
+            target = self._fresh(index, step.gradients)
+            target.tokens, target.came = keys.tokens, keys.came
+            target.added = self._nobody(len(keys.tokens))
+        if not np.array_equal(target.tokens, keys.tokens):
+            self.refuse("gradients of the keys it reads", f"those of others in {name_of(step.gradients)}")
+        mine = self._nobody(1)
+        mine[0, self.rank // 64] = np.uint64(1) << np.uint64(self.rank % 64)
+        self._add(target, slice(None), np.broadcast_to(mine, (len(keys.tokens), self.words)))
+
+    def accumulate(self, index: int, step: Accumulate) -> None:
+        """Put what arrived where it belongs."""
+        self.step = step
+        source = self._read(index, step.source, step.needs)
+        buffer = self._chunk(index).steps.buffers[step.buffer]
+        known = (index, step.buffer) in self.contents
+        target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer)
+        where = _each(step.part)
+        if len(where) != len(source.tokens) or (len(where) and where[-1] >= len(target.tokens)):
+            self.refuse(f"{len(source.tokens)} slots of {name_of(step.buffer)}", f"{len(where)} or others")
+        target.came = max(target.came, source.came)
+        if buffer.payload is Payload.KEYS:
+            if (target.tokens[where] != NOTHING).any():
+                self.refuse(f"empty slots of {name_of(step.buffer)}", "filled ones: written twice")
+            target.tokens[where] = source.tokens
+            return
+        if source.added is None or not np.array_equal(target.tokens[where], source.tokens):
+            self.refuse(f"gradients of the tokens of {name_of(step.buffer)}", "those of other tokens")
+        self._add(target, where, source.added)
+
+    def free(self, index: int, step: Free) -> None:
+        """Forget a buffer; of RESULTS keep what was found."""
+        self.step = step
+        content = self._live(index, step.buffer)
+        if step.buffer == SHARD:
+            self.refuse("a buffer of the pass", "the caller's own shard")
+        if step.buffer == RESULTS:
+            self.homes[index] = content
+        del self.contents[index, step.buffer]
+        self.freed.add((index, step.buffer))
+
+    def over(self) -> None:
+        """Refuse buffers that nobody freed."""
+        self.step = None
+        for index, buffer in self.contents:
+            if buffer != SHARD:
+                self.refuse(f"{name_of(buffer)} of head chunk {index} to be freed", "the end of the schedule")
+
+    def _add(self, target: Content, where: IntArray | slice, added: np.ndarray) -> None:
+        assert target.added is not None
+        if (twice := target.added[where] & added).any():
+            word, bits = next((w, int(x)) for row in twice for w, x in enumerate(row) if x)
+            rank = 64 * word + (bits & -bits).bit_length() - 1
+            self.refuse("each rank's gradients once", f"those of ring rank {rank} twice")
+        target.added[where] |= added
+
+    def _chunk(self, index: int) -> HeadChunk:
+        return self.schedule.chunks[index]
+
+    def _nobody(self, count: int) -> np.ndarray:
+        return np.zeros((count, self.words), dtype=np.uint64)
+
+    def _fresh(self, index: int, buffer: int) -> Content:
+        """Return a buffer that is taken now."""
+        if (index, buffer) in self.contents:
+            self.refuse("a buffer that is free", f"{name_of(buffer)}, which is in use: overwritten")
+        slots = self._chunk(index).steps.buffers[buffer].slots
+        content = self.contents[index, buffer] = Content(np.full(slots, NOTHING))
+        self.freed.discard((index, buffer))
+        return content
+
+    def _live(self, index: int, buffer: int) -> Content:
+        """Return a buffer that may be written to or freed now."""
+        content = self.contents.get((index, buffer))
+        if content is None:
+            self._absent(index, buffer)
+        if content.arriving is not None:
+            self.refuse(f"{name_of(buffer)} to have arrived", "a message that is still on its way")
+        if content.leaving == self.batch:
+            self.refuse(f"{name_of(buffer)} to be left alone", "a change while it is being sent")
+        return content
+
+    def _read(self, index: int, buffer: int, needs: int) -> Content:
+        """Return a buffer that is filled."""
+        content = self.contents.get((index, buffer))
+        if content is None:
+            self._absent(index, buffer)
+        if content.arriving is not None or (content.tokens == NOTHING).any():
+            self.refuse(f"{name_of(buffer)} to be filled", "a read before that")
+        if content.came != needs:
+            self.refuse(f"to need batch {content.came} of its chunk", f"batch {needs}")
+        return content
+
+    def _absent(self, index: int, buffer: int) -> NoReturn:
+        state = "was freed before" if (index, buffer) in self.freed else "was never filled"
+        self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+
+    def _part(self, content: Content, part: SlotRanges) -> Content:
+        where = _each(part)
+        if len(where) and where[-1] >= len(content.tokens):
+            self.refuse(f"at most {len(content.tokens)} slots", f"slot {int(where[-1])}")
+        added = None if content.added is None else content.added[where]
+        return Content(content.tokens[where], added, content.came)
