@@ -41,9 +41,9 @@ def tiles_of_members(
     """
     nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
     bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
-    for member, branches in enumerate(members):
-        for band, alike in _by_band(branches).items():
-            bands.setdefault(band, []).append((member if len(members) > 1 else -1, alike))
+    for number, whole in enumerate(members):
+        for band, alike in _by_band(whole).items():
+            bands.setdefault(band, []).append((number if len(members) > 1 else -1, alike))
     parts = []
     for (least, most, masks), jobs in bands.items():
         near = may_touch(rectangles, least, most)

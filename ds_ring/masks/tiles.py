@@ -138,9 +138,16 @@ class Tiles:
 
     def rows(self, index: IntArray) -> Tiles:
         """Return a selection of rows (indices or a boolean mask)."""
-        columns = (self.kind, self.member, self.multiplicity, self.weight, self.mask)
-        selected = [column[index] for column in columns]
-        return Tiles(self.q.rows(index), self.k.rows(index), *selected, self.weights, self.masks, self.rule)
+        return replace(
+            self,
+            q=self.q.rows(index),
+            k=self.k.rows(index),
+            kind=self.kind[index],
+            member=self.member[index],
+            multiplicity=self.multiplicity[index],
+            weight=self.weight[index],
+            mask=self.mask[index],
+        )
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """Return the same rows with other sides; rows that became empty are dropped."""

@@ -166,14 +166,22 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
         partial.append(of_member[~is_full])
         full.append(of_member[is_full])
     shape = q.labels.shape[0], len(q.position) // block, len(k.position) // block
-    tables = (
+    rows, full_rows, columns, full_columns = (
         _table(np.concatenate(blocks), shape, by_key, device)
         for by_key in (False, True)
         for blocks in (partial, full)
     )
-    head_numbers = torch.tensor(_heads_of(rule), dtype=torch.int64, device=device)
-    sides, bands = (q.on(device), k.on(device)), _bands(rule, device)
-    tensors = HopTensors(*sides, bands, *tables, head_numbers, rule.counts_twice)
+    tensors = HopTensors(
+        q.on(device),
+        k.on(device),
+        _bands(rule, device),
+        rows,
+        full_rows,
+        columns,
+        full_columns,
+        torch.tensor(_heads_of(rule), dtype=torch.int64, device=device),
+        rule.counts_twice,
+    )
     return HopMask((q.first, q.length), (k.first, k.length), tensors)
 
 
