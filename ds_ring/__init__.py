@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the same as the table below, for whoever reads without runn
     from ds_ring.module import RingAttention, ring_attention
     from ds_ring.runtime.mesh import RingMesh
     from ds_ring.runtime.shard import gather_sequence, shard_sequence
-    from ds_ring.schedule.layout import make_layout
+    from ds_ring.schedule.layouts import make_layout
     from ds_ring.schedule.plan import build_plan
     from ds_ring.simulation.simulate import simulate
 
@@ -91,7 +91,7 @@ _MODULES = {
     "runtime.shard": ("gather_sequence", "shard_sequence"),
     "masks.dilated": ("Dilated",),
     "masks.documents": ("Documents",),
-    "schedule.layout": ("make_layout",),
+    "schedule.layouts": ("make_layout",),
     "masks.chunked": ("Chunked",),
     "masks.dense": ("Causal", "Full"),
     "masks.prefix": ("PrefixLM",),

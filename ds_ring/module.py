@@ -24,7 +24,8 @@ from ds_ring.runtime.checks import (
     why_not_these_queries,
     why_not_this_derivative,
 )
-from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refusing_context
+from ds_ring.runtime.context import Options, RingContext
+from ds_ring.runtime.contexts import context_for, context_of, refusing_context
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout

@@ -29,8 +29,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, where the hosts are
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.runtime.messages import Message
 from tests.dist.namespaces import two_hosts, why_not
 
 LIMIT_S = 580.0  # for all lengths together

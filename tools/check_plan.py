@@ -36,7 +36,8 @@ from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
 from ds_ring.estimator.zero_memory import Zero
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.context import Options
+from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring_launcher.hardware_file import read_hardware

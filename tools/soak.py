@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from ds_ring import Causal, Dilated, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.messages import Message
 
 PATTERNS = (Causal(), Dilated((64, 256), (1, 2)))
 WARM_UP = 0.1  # of the passes, before anything is called flat

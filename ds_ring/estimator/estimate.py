@@ -17,7 +17,8 @@ from ds_ring.estimator.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
 from ds_ring.estimator.zero_memory import Zero
 from ds_ring.schedule.head_chunks import chunk_bytes_on
-from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 FEW_CLASSES, MANY_RANKS = 4, 64

@@ -11,7 +11,8 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.source import Geometry

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ds_ring.profiling.job import Job
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import RingContext, context_for
+from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.context import context_of
+from ds_ring.runtime.contexts import context_of
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.replicated import ReplicatedPass

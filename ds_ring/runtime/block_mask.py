@@ -32,7 +32,7 @@ FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and a distance ha
 KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
 
 
-class Table(NamedTuple):
+class BlockTable(NamedTuple):
     """Blocks row by row: how many int32 [1, members, rows], and which int32 [1, members, rows, widest]."""
 
     counts: Tensor
@@ -79,10 +79,10 @@ class HopTensors(NamedTuple):
     q: Tokens
     k: Tokens
     bands: tuple[BandTensors, ...]
-    partial_rows: Table
-    full_rows: Table
-    partial_columns: Table
-    full_columns: Table
+    partial_rows: BlockTable
+    full_rows: BlockTable
+    partial_columns: BlockTable
+    full_columns: BlockTable
     head_numbers: Tensor
     counts_twice: bool
 
@@ -262,7 +262,7 @@ def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
     return sum(heads, ()) or (0,)
 
 
-def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> Table:
+def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> BlockTable:
     """Blocks (member, query block, key block), row by row; [Note: tables of blocks]."""
     members, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
     row = found[:, 0] * rows + found[:, 2 if by_key else 1]
@@ -273,4 +273,4 @@ def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: t
     index = np.zeros((members * rows, max(int(count.max()), 2)), dtype=np.int32)
     index[row, np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)] = column
     counts = torch.from_numpy(count.astype(np.int32)).view(1, members, rows)
-    return Table(counts.to(device), torch.from_numpy(index).view(1, members, rows, -1).to(device))
+    return BlockTable(counts.to(device), torch.from_numpy(index).view(1, members, rows, -1).to(device))

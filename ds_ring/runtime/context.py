@@ -10,18 +10,16 @@ import itertools
 import math
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingError, RingLayoutError, RingPatternError, shown
-from ds_ring.masks.dense import Causal
+from ds_ring.errors import RingError
 from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.agreement import agree
@@ -29,14 +27,13 @@ from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Kernel, get_kernel
-from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
-
-KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
 
 
 @dataclass(eq=False)
@@ -66,7 +63,7 @@ class RingContext:
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
             self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
-        _contexts[self.handle] = self
+        CONTEXTS[self.handle] = self
 
     def layout_for(self, local_tokens: int) -> Layout:
         """The layout of a call whose ring shards have so many slots."""
@@ -261,60 +258,4 @@ def _as_array(positions: Tensor | None) -> np.ndarray | None:
     return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16
 
 
-_contexts: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()
-
-
-def context_of(handle: int) -> RingContext:
-    """The context behind a handle."""
-    context = _contexts.get(handle)
-    assert context is not None, (
-        f"ring attention context {handle} is gone: its mesh was dropped before this call"
-    )
-    return context
-
-
-def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
-    """The one context for these arguments; made when first asked for, dropped with its mesh.
-
-    Raises:
-        RingPatternError, RingLayoutError: no pattern or layout at all, or a layout for another ring.
-    """
-    check_mesh(mesh)
-    if not isinstance(pattern, Pattern):
-        raise RingPatternError(
-            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
-        )
-    if not isinstance(layout, (Layout, str)):
-        raise RingLayoutError(
-            f'layout: expected a layout or its name, got {shown(layout)}; use make_layout(...), or "zigzag"'
-        )
-    if isinstance(layout, str):
-        check_layout_name(layout)
-    elif layout.ring_size != mesh.ring_size:
-        raise RingLayoutError(
-            f"layout: expected one for the mesh's ring, got one that is for {layout.ring_size} ranks, the"
-            f" mesh's ring has {mesh.ring_size}; build it with make_layout(..., ring_size={mesh.ring_size})"
-        )
-    return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
-
-
-def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
-    """A context whose every call raises `error`: for arguments that are refused before there is a context.
-
-    Why not raise at once: the other ranks are about to call, and would wait (agreement's [Note: refusals]).
-    And in a compiled graph only an operator can raise an error as it is.
-    """
-    key = (type(error), str(error))
-    return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
-
-
-def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext]) -> RingContext:
-    """The context of a key; the oldest go, since documents make a new one for every batch."""
-    table: OrderedDict[Any, RingContext] = mesh.contexts
-    if key not in table:
-        table[key] = make()
-    table.move_to_end(key)
-    passing = [old for old, context in table.items() if not context.in_a_graph]
-    if len(passing) > KEPT_CONTEXTS:
-        del table[passing[0]]
-    return table[key]
+CONTEXTS: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()

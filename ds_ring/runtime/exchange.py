@@ -17,123 +17,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
+from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.watch import keep_for_ever
-from ds_ring.masks.slot_ranges import SlotRanges
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.messages import Counters, Message, check_messages
 from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
 
-
-class TokenRange(NamedTuple):
-    """Which tokens a message of a pass is about. Nothing here reads it; it is what virtual ranks go by.
-
-    Attributes:
-        origin: ring rank in whose shard they lie.
-        slots: their slots there, in the order in which the message has them.
-        heads: the K/V heads, a slice of all that a rank has.
-    """
-
-    origin: int
-    slots: SlotRanges
-    heads: slice
-
-
-class Message(NamedTuple):
-    """A contiguous tensor and the ring rank it goes to or comes from, and what the plan says of it.
-
-    Attributes:
-        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
-        peer: ring rank.
-        what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
-        slots: as planned; None outside a pass.
-        dtype: as agreed; None outside a pass.
-        tokens: of which tokens; None outside a pass.
-    """
-
-    tensor: Tensor
-    peer: int
-    what: str = ""
-    slots: int | None = None
-    dtype: torch.dtype | None = None
-    tokens: TokenRange | None = None
-
-
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
-SECOND_OF = {"K": "V", "dK": "dV"}
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Bare point-to-point would send any of these, and the receiver would not notice (or abort).
-
-    Raises:
-        RingMismatchError: another size, dtype or order than planned, or a tensor with gaps.
-    """
-    due = None  # what must follow now, and to whom
-    for tensor, peer, what, slots, dtype, _ in messages:
-        if not tensor.is_contiguous():
-            _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
-        if slots is not None and tensor.shape[2] != slots:
-            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
-        if dtype is not None and tensor.dtype != dtype:
-            _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
-        if due != ((what, peer) if what in SECOND_OF.values() else None):
-            _refuse(what, peer, "K before V and dK before dV to each peer", "another order")
-        due = (SECOND_OF[what], peer) if what in SECOND_OF else None
-    if due is not None:
-        _refuse(*due, "it as the last message", "none")
-
-
-def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
-    raise RingMismatchError(
-        f"message {what or 'tensor'} to or from ring rank {peer}: expected {expected}, got {got}; nothing of"
-        " this hop was sent. This is a fault of ds_ring, or of code that changes it: please report it"
-    )
-
-
-@dataclass
-class Counters:
-    """What left this rank through an exchange, payloads only."""
-
-    bytes_sent: int = 0
-    messages_sent: int = 0
-    batches: int = 0
-
-    def count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """One batch more."""
-        self.batches += bool(sends or receives)
-        self.messages_sent += len(sends)
-        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
-
-
-class InFlight(Protocol):
-    """A batch under way."""
-
-    def wait(self) -> None:
-        """Return when every message of the batch has arrived."""
-        ...
-
-
-class Transport(Protocol):
-    """What a ring pass needs of an exchange: between ranks, or between virtual ones in one process."""
-
-    counters: Counters
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> InFlight:
-        """Start all messages of a hop at once."""
-        ...
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Surround a pass."""
-        ...
 
 
 @dataclass

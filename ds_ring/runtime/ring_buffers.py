@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots, expand_ranges
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import Message, TokenRange
+from ds_ring.runtime.messages import Message, TokenRange
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, HeadChunk, Payload, Recv, Send
 
 FEW_RANGES = 16  # up to here slices are copied, beyond an index is used

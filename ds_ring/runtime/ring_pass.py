@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import InFlight, Message, Transport
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.messages import InFlight, Message, Transport
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import lower_pass

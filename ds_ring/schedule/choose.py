@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -231,10 +230,3 @@ def _dilations_in(pattern: Pattern) -> list[Residue]:
     primitives = (branch.queries.primitives for branch in pattern.branches(Head()))
     residues = ([one for one in some if isinstance(one, Residue)] for some in primitives)
     return sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
-
-
-BUILDERS: dict[str, Callable[[int, int, int, Pattern | None], Layout]] = {
-    "auto": make_auto,
-    "balanced": make_balanced,
-    "residue": make_residue,
-}

@@ -12,18 +12,13 @@ ring-flash-attention; Brandon et al. 2023, Striped Attention, for the striped fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds_ring.checked_numbers import MOST_RANKS, whole_number
-from ds_ring.errors import RingLayoutError, shown
-
 if TYPE_CHECKING:
-    from ds_ring.masks.pattern import Pattern
+    pass
 
 IntArray = np.ndarray  # int64 throughout this package
 
@@ -244,68 +239,3 @@ class ResidueLayout(Layout):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, windows of {self.window}, moduli {self.moduli}"
-
-
-_BUILDERS: dict[str, Callable[[int, int, int], Layout]] = {
-    "contiguous": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 1),
-    "zigzag": lambda tokens, ring, multiple: ChunkLayout(tokens, ring, multiple, 2),
-    "striped": StripedLayout,
-}
-LAYOUT_NAMES = ("auto", "balanced", "residue", *_BUILDERS)
-
-
-def check_layout_name(name: str) -> None:
-    """Refuse what `make_layout` does not know.
-
-    Raises:
-        RingLayoutError: with the names that there are.
-    """
-    if not isinstance(name, str) or name not in LAYOUT_NAMES:
-        raise RingLayoutError(
-            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUT_NAMES)}, got another name"
-        )
-
-
-def make_layout(
-    name: str = "auto",
-    *,
-    tokens: int,
-    ring_size: int,
-    pattern: Pattern | None = None,
-    multiple_of: int = 1,
-) -> Layout:
-    """Build a layout by name.
-
-    Args:
-        name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
-            "balanced" (even work), "auto" (compares the others, see `schedule/choose.py`).
-        tokens: length T of the sequence; any T >= 1.
-        ring_size: number of shards P.
-        pattern: what will be attended.
-        multiple_of: pad every shard to a multiple of this many slots.
-
-    Raises:
-        RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
-            layout is not made for.
-    """
-    from ds_ring.masks.pattern import Pattern  # made from nothing here
-
-    tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
-    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
-    multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
-    check_layout_name(name)
-    if pattern is not None and not isinstance(pattern, Pattern):
-        raise RingLayoutError(
-            f"make_layout: pattern: expected a pattern or None, got {shown(pattern)}; use"
-            " ds_ring.Causal(), say"
-        )
-    return _made(name, tokens, ring_size, pattern, multiple_of)
-
-
-@lru_cache(maxsize=256)
-def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
-    if name in _BUILDERS:
-        return _BUILDERS[name](tokens, ring_size, multiple_of)
-    from ds_ring.schedule import choose
-
-    return choose.BUILDERS[name](tokens, ring_size, multiple_of, pattern)

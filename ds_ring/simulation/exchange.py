@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.slot_ranges import progressions_at
-from ds_ring.runtime.exchange import Counters, Message, TokenRange, check_messages
+from ds_ring.runtime.messages import Counters, Message, TokenRange, check_messages
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.simulation.source import Geometry, Source, put_rows
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.exchange import TokenRange
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
+from ds_ring.runtime.messages import TokenRange
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.plan import Plan

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh, gather_sequence, shard_sequence
-from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.context import Options
+from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.kernels.flex import FlexKernel
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool

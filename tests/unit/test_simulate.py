@@ -25,7 +25,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.masks.slot_ranges import progressions_at
-from ds_ring.runtime.exchange import Message
+from ds_ring.runtime.messages import Message
 from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module

@@ -18,9 +18,9 @@ from torch import Tensor
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slot_ranges import expand_ranges, progressions_at
-from ds_ring.runtime.exchange import TokenRange
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.merge import merge_
+from ds_ring.runtime.messages import TokenRange
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import IntArray, Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan

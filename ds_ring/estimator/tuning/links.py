@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ds_ring.estimator.tuning.clock import Clock
-from ds_ring.runtime.exchange import Exchange, Message
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.messages import Message
 
 SMALL_BYTES, LARGE_BYTES = 64 << 10, 8 << 20
 ROUNDS = 7

@@ -25,7 +25,8 @@ from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.windows import applies_window
 from ds_ring.runtime.compiled_attention import Placed
-from ds_ring.runtime.context import Options, RingContext, context_for, refusing_context
+from ds_ring.runtime.context import Options, RingContext
+from ds_ring.runtime.contexts import context_for, refusing_context
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 

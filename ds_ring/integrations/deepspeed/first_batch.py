@@ -50,7 +50,7 @@ from ds_ring.integrations.deepspeed.step_record import (
 )
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
-from ds_ring.schedule.layout import make_layout
+from ds_ring.schedule.layouts import make_layout
 
 log = logging.getLogger(__name__)
 

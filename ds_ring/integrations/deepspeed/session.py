@@ -34,7 +34,8 @@ from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
-from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layouts import make_layout
 
 
 @dataclass(frozen=True, eq=False)

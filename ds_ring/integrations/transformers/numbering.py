@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
-from ds_ring.runtime.context import refusing_context
+from ds_ring.runtime.contexts import refusing_context
 from ds_ring.runtime.mesh import RingMesh
 
 _FROM_IDS = "create_position_ids_from_input_ids"

@@ -33,11 +33,12 @@ from torch._higher_order_ops.flex_attention import (
 from torch._higher_order_ops.flex_attention import (
     flex_attention_backward as backward_operator,
 )
-from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
+from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import BandTensors, HopMask, HopTensors, hop_mask
+from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
+from ds_ring.runtime.kernels.flex_masks import block_mask_of, score_mod_of
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
 
 ALL_HEADS = slice(None)
@@ -64,85 +65,12 @@ class Calls(NamedTuple):
     backward: Call
 
 
-def _at(table: Tensor, *indices: Tensor) -> Tensor:
-    """One element, as an operator: a joint graph is derived by calling this, and `table[i, j]` would read."""
-    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
-    return found
-
-
-def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """m of a pair; what all branches have in common, be it the band or the masks, aside."""
-    pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
-    members = pairs[0][0].shape[0]
-
-    def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        total = None
-        for number, (q_label, k_label) in enumerate(pairs):
-            member = head % members
-            own = _at(q_label, member, query)
-            same = (own == _at(k_label, member, key)) & (own >= 0)
-            if len(mask.bands) > 1:
-                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
-            total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
-        assert total is not None
-        return total
-
-    return count
-
-
-def _in_band(
-    mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
-) -> Tensor:
-    """True if a pair lies within a band of distances and its masks show it."""
-    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
-    gap = q_position - k_position
-    visible = (gap >= band.least) & (gap <= band.most)
-    for function in band.functions:
-        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
-        visible = visible & function(batch, number, q_position.long(), k_position.long())
-    return visible
-
-
-def _block_mask(mask: HopTensors, block: int) -> BlockMask:
-    """The BlockMask of a hop, its mask a function of captured tensors."""
-    count, q, k = _count(mask), mask.q, mask.k
-
-    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = count(batch, head, query, key) > 0
-        if len(mask.bands) == 1:
-            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
-        return visible
-
-    return BlockMask(
-        (q.position.shape[0], k.position.shape[0]),
-        *mask.partial_rows,
-        *mask.full_rows,
-        *mask.partial_columns,
-        *mask.full_columns,
-        BLOCK_SIZE=(block, block),
-        mask_mod=mask_mod,
-    )
-
-
-def _score_mod(mask: HopTensors) -> Callable[..., Tensor]:
-    """Add log m where it can be other than 0."""
-    count = _count(mask)
-
-    def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
-
-    def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score
-
-    return weighted if mask.counts_twice else plain
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: HopTensors, block: int, scale: float, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one hop; the lse as the operator has it."""
-    blocks = _block_mask(mask, block).as_tuple()
-    out, lse, *_ = forward_operator(q, k, v, _score_mod(mask), blocks, scale, options)
+    blocks = block_mask_of(mask, block).as_tuple()
+    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask), blocks, scale, options)
     return out, lse
 
 
@@ -160,10 +88,10 @@ def _backward(
     joint_graph: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
-    blocks = _block_mask(mask, block).as_tuple()
+    blocks = block_mask_of(mask, block).as_tuple()
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
-        q, k, v, out, lse, grad_out, None, _score_mod(mask), joint_graph, blocks, scale, options, (), ()
+        q, k, v, out, lse, grad_out, None, score_mod_of(mask), joint_graph, blocks, scale, options, (), ()
     )
     return dq, dk, dv
 

@@ -11,7 +11,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import REMEMBERED, BatchShard
 from ds_ring.masks.dense import Causal
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.layout import make_layout
+from ds_ring.schedule.layouts import make_layout
 
 CONFIG = RingConfig(ring_size=2)
 MESH = RingMesh(Grid(2, 2), 0)

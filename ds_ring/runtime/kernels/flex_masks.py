@@ -1,0 +1,88 @@
+"""Make FlexAttention's mask_mod, score_mod and BlockMask from the tensors of a hop.
+
+Owns the functions that stand inside the compiled kernel. What they read are captured tensors, so that one
+compiled function serves all hops ([Note: one compilation] in flex.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ds_ring.runtime.block_mask import BandTensors, HopTensors
+
+
+def _at(table: Tensor, *indices: Tensor) -> Tensor:
+    """Return one element, as an operator: a joint graph is derived by a call; `table[i, j]` would read."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
+def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return m of a pair; what all branches have in common, be it the band or the masks, is left out."""
+    pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
+    members = pairs[0][0].shape[0]
+
+    def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        total = None
+        for number, (q_label, k_label) in enumerate(pairs):
+            member = head % members
+            own = _at(q_label, member, query)
+            same = (own == _at(k_label, member, key)) & (own >= 0)
+            if len(mask.bands) > 1:
+                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
+            total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
+        assert total is not None
+        return total
+
+    return count
+
+
+def _in_band(
+    mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """Return whether a pair lies within a band of distances and its masks show it."""
+    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
+    gap = q_position - k_position
+    visible = (gap >= band.least) & (gap <= band.most)
+    for function in band.functions:
+        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+        visible = visible & function(batch, number, q_position.long(), k_position.long())
+    return visible
+
+
+def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
+    """Return the BlockMask of a hop, its mask a function of captured tensors."""
+    count, q, k = _count(mask), mask.q, mask.k
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = count(batch, head, query, key) > 0
+        if len(mask.bands) == 1:
+            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
+        return visible
+
+    return BlockMask(
+        (q.position.shape[0], k.position.shape[0]),
+        *mask.partial_rows,
+        *mask.full_rows,
+        *mask.partial_columns,
+        *mask.full_columns,
+        BLOCK_SIZE=(block, block),
+        mask_mod=mask_mod,
+    )
+
+
+def score_mod_of(mask: HopTensors) -> Callable[..., Tensor]:
+    """Return a score_mod that adds log m where it can be other than 0."""
+    count = _count(mask)
+
+    def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
+
+    def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score
+
+    return weighted if mask.counts_twice else plain

@@ -1,0 +1,78 @@
+"""List the layouts by name, and build one: the registry that the JSON, `make_layout` and `auto` share.
+
+A new layout is a class in `layout.py` (or, if it is made for a pattern, a builder in `choose.py`) and a row
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from ds_ring.checked_numbers import MOST_RANKS, whole_number
+from ds_ring.errors import RingLayoutError, shown
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.choose import make_auto, make_balanced, make_residue
+from ds_ring.schedule.layout import ChunkLayout, Layout, StripedLayout
+
+# From tokens, ring size, a number that each shard's slots are a multiple of, and the pattern or None.
+BUILDERS: dict[str, Callable[[int, int, int, Pattern | None], Layout]] = {
+    "auto": make_auto,
+    "balanced": make_balanced,
+    "residue": make_residue,
+    "contiguous": lambda tokens, ring, multiple, pattern: ChunkLayout(tokens, ring, multiple, 1),
+    "zigzag": lambda tokens, ring, multiple, pattern: ChunkLayout(tokens, ring, multiple, 2),
+    "striped": lambda tokens, ring, multiple, pattern: StripedLayout(tokens, ring, multiple),
+}
+LAYOUT_NAMES = tuple(BUILDERS)
+
+
+def check_layout_name(name: str) -> None:
+    """Refuse what `make_layout` does not know.
+
+    Raises:
+        RingLayoutError: with the names that there are.
+    """
+    if not isinstance(name, str) or name not in LAYOUT_NAMES:
+        raise RingLayoutError(
+            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUT_NAMES)}, got another name"
+        )
+
+
+def make_layout(
+    name: str = "auto",
+    *,
+    tokens: int,
+    ring_size: int,
+    pattern: Pattern | None = None,
+    multiple_of: int = 1,
+) -> Layout:
+    """Build a layout by name.
+
+    Args:
+        name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
+            "balanced" (even work), "auto" (compares the others, see `schedule/choose.py`).
+        tokens: length T of the sequence; any T >= 1.
+        ring_size: number of shards P.
+        pattern: what will be attended.
+        multiple_of: pad every shard to a multiple of this many slots.
+
+    Raises:
+        RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
+            layout is not made for.
+    """
+    tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
+    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
+    multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
+    check_layout_name(name)
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise RingLayoutError(
+            f"make_layout: pattern: expected a pattern or None, got {shown(pattern)}; use"
+            " ds_ring.Causal(), say"
+        )
+    return _made(name, tokens, ring_size, pattern, multiple_of)
+
+
+@lru_cache(maxsize=256)
+def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
+    return BUILDERS[name](tokens, ring_size, multiple_of, pattern)
