@@ -40,13 +40,16 @@ def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArra
     q = tiles.q
     last_slot = q.slot + (q.length - 1) * q.slot_step
     dense = q.slot_step <= block
+    # steps wider than a block: each query is a piece of its own
     count = np.where(dense, last_slot // block - q.slot // block + 1, q.length)
     row, which = repeat_rows(count)
     q_block = np.where(
         dense[row], q.slot[row] // block + which, (q.slot[row] + which * q.slot_step[row]) // block
     )
+    # ceil and floor: indices of the tile's first and last query inside the block
     first = np.maximum(-((q.slot[row] - q_block * block) // q.slot_step[row]), 0)
     last = np.minimum(((q_block + 1) * block - 1 - q.slot[row]) // q.slot_step[row], q.length[row] - 1)
+    # keys that a piece's queries see together: up to its last query (j <= i), from its first on (j >= i)
     k_last = np.where(tiles.kind[row] == Kind.CAUSAL, last, tiles.k.length[row] - 1)
     is_band = tiles.kind[row] == Kind.BI_CAUSAL
     k_last = np.where(is_band, last + (tiles.k.length - q.length)[row], k_last)

@@ -27,7 +27,7 @@ LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 
 @dataclass(frozen=True)
 class Branch:
-    """Pairs of one label within a band of distances; see [Note: sum of branches].
+    """Hold the pairs of one label within a band of distances; see [Note: sum of branches].
 
     Attributes:
         queries, keys: what labels the two sides, with as many primitives each: the n-th of one is compared
@@ -56,6 +56,7 @@ class Branch:
     def distance(self) -> tuple[int, int]:
         """Return least and most distance that the band and the ranges leave."""
         least, most = self.least, self.most
+        # q - k is least for the first query and the last key, greatest for the last query and the first key
         if self.keys.end < UNBOUNDED:
             least = max(least, self.queries.first - self.keys.end + 1)
         if self.queries.end < UNBOUNDED:
@@ -66,6 +67,7 @@ class Branch:
     def is_empty(self) -> bool:
         """Return whether ranges and band leave no pair."""
         least, most = self.distance
+        # the distances of an empty range need not be empty, so ranges are looked at as well
         return least > most or self.queries.first >= self.queries.end or self.keys.first >= self.keys.end
 
     @property
@@ -76,9 +78,11 @@ class Branch:
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Label query positions q and key positions k, int64 [n] and [m]; labels compare within one call."""
         split = len(q)
+        # both sides in one array: renumbering then gives equal labels the same number on both
         both = np.where(np.concatenate([self.queries.holds(q), self.keys.holds(k)]), 0, NO_LABEL)
         for ours, theirs in self.labels_of:
             more = np.concatenate([ours.labels(q), theirs.labels(k)])
+            # mixed radix: numbers are equal only where the labels of all primitives so far are
             base = int(more.max(initial=0)) + 1
             both = np.where((both >= 0) & (more >= 0), both * base + more, NO_LABEL)
             if both.max(initial=0) >= LARGEST_LABEL:
@@ -106,6 +110,7 @@ def product(first: Iterable[Branch], second: Iterable[Branch]) -> tuple[Branch, 
         for a in first
         for b in second
     ]
+    # a pattern has at least one branch: an empty one is kept where nothing else is left
     return tuple(branch for branch in both if not branch.is_empty) or tuple(both[:1])
 
 
@@ -143,6 +148,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         return None  # m of a pair of both would be anybody's guess
     kept = list(first)
     for branch in second:
+        # first attempt: take out of the new branch what the others have already
         added = [branch]
         for other in kept:
             touched = overlapping(tuple(added), (other,)).any()
@@ -164,6 +170,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
 
 def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone say which pairs of `whole` are in `taken`."""
+    # its labels and predicates hold for all of `whole`, so none of them has to be negated
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
 
 
@@ -175,6 +182,7 @@ def subtract(whole: Branch, taken: Branch) -> list[Branch]:
     """Return the pairs of `whole` outside the ranges and the band of `taken`, as up to six branches."""
     q, k, out = taken.queries, taken.keys, taken
     inside = replace(whole, queries=_clip(whole.queries, q.first, q.end))
+    # disjoint: queries before and behind the range, then keys, then distances above and below the band
     parts = [
         replace(whole, queries=_clip(whole.queries, 0, q.first)),
         replace(whole, queries=_clip(whole.queries, q.end, UNBOUNDED)),

@@ -14,7 +14,7 @@ from ds_ring.masks.tiles import UNBOUNDED
 
 @dataclass(frozen=True)
 class Chunked(Pattern):
-    """A query attends to what came before it in its own chunk of `chunk` tokens, itself included.
+    """Attend to what came before in the query's own chunk of `chunk` tokens, itself included.
 
     Attributes:
         chunk: tokens of a chunk; the first begins at position 0.

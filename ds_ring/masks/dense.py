@@ -10,7 +10,7 @@ from ds_ring.masks.pattern import Head, Pattern
 
 @dataclass(frozen=True)
 class Full(Pattern):
-    """Every query attends to every key."""
+    """Attend to every key from every query."""
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
         return (Branch(),)
@@ -18,7 +18,7 @@ class Full(Pattern):
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """A query attends to itself and to what came before."""
+    """Attend to the query itself and to what came before."""
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
         return (Branch(least=0),)

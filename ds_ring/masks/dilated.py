@@ -22,7 +22,7 @@ HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
 
 @dataclass(frozen=True)
 class Dilated(Pattern):
-    """Several branches of (segment length, dilation rate), mixed by their softmax denominators.
+    """Describe several branches of (segment length, dilation rate), mixed by their softmax denominators.
 
     A pair takes part in branch i if both lie in the same segment of length w_i and both stand at offset
     o(h, i) modulo r_i inside it, and, if causal, the key is not after the query.
@@ -74,7 +74,9 @@ class Dilated(Pattern):
         if self.head_offsets == "zero":
             return (0,) * len(self.dilation_rates)
         if self.head_offsets == "torchscale":
+            # ceil(H / r) consecutive heads share an offset
             return tuple(head // -(-query_heads // rate) for rate in self.dilation_rates)
+        # by the K/V head, all query heads of a group read the same tokens
         index = head if self.head_offsets == "paper" else head // (query_heads // kv_heads)
         return tuple(index % rate for rate in self.dilation_rates)
 

@@ -16,7 +16,7 @@ from ds_ring.masks.pattern import Head, IntArray, Pattern
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """A token attends only to tokens of its own document; a negative id marks padding, which sees nothing.
+    """Attend within one document only; a negative id marks padding, which sees nothing.
 
     Attributes:
         starts: positions at which an id begins, ascending, the first 0.
@@ -46,6 +46,7 @@ class Documents(Pattern):
             )
         values = _one_sequence(document_ids if position_ids is None else position_ids)
         if position_ids is not None:
+            # a position that does not follow the one before it begins a document
             values = np.cumsum(np.diff(values, prepend=-1) != 1)
         starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
         object.__setattr__(self, "starts", tuple(starts.tolist()))
@@ -61,6 +62,7 @@ class Documents(Pattern):
         return (alike(self._table),)
 
     def __str__(self) -> str:
+        # numbers hash alike in every process, and ranks compare this text
         digest = hash((self.starts, self.ids))
         return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
 
@@ -80,6 +82,7 @@ def _one_sequence(values: Any) -> IntArray:
             f"Documents: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
             " for a batch of several packed sequences make one Documents for each"
         )
+    # as int64 these would be negative, which means padding
     if array.dtype == np.uint64 and int(array.max()) >= 1 << 63:
         raise RingPatternError(f"Documents: expected integers below 2**63, got {int(array.max())}")
     return array.astype(np.int64)

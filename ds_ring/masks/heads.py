@@ -10,7 +10,7 @@ from ds_ring.masks.pattern import Head, Pattern
 
 @dataclass(frozen=True)
 class HeadsOfPart(Pattern):
-    """The pattern of the heads that a Ulysses rank has, numbered from 0 there.
+    """Describe the pattern of the heads that a Ulysses rank has, numbered from 0 there.
 
     Attributes:
         whole: the pattern of all heads.

@@ -39,19 +39,23 @@ def tiles_of_members(
         rectangles: not cut yet.
         plain: without rewrites, branch by branch.
     """
+    # put first wherever tables are concatenated, so that there is always one
     nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
+    # by band, so that the rectangles of all members are cut by a band together
     bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
     for number, whole in enumerate(members):
         for band, alike in _by_band(whole).items():
             bands.setdefault(band, []).append((number if len(members) > 1 else -1, alike))
     parts = []
     for (least, most, masks), jobs in bands.items():
+        # before the joins: what the band drops as a whole need not be refined
         near = may_touch(rectangles, least, most)
         refined = [nothing]
         for member, branches in jobs:
             refined += _refine(near.for_member(member), branches, least >= 0, plain)
         found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
+            # the mask includes the band, so blocks are only kept or dropped, not cut by it
             blocks = found.in_blocks(MASK_BLOCK).masked(MaskInside(masks, least, most))
             parts.append(may_touch(blocks, least, most))
         else:
@@ -61,6 +65,7 @@ def tiles_of_members(
 
 def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
     """Drop rectangles that lie outside the band as a whole."""
+    # greatest and least q - k inside each rectangle
     farthest = tiles.q.last_position - tiles.k.position
     nearest = tiles.q.position - tiles.k.last_position
     keep = (farthest >= least) & (nearest <= most)
@@ -104,6 +109,7 @@ def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
     """Write alternatives, each a conjunction, as few products of sums: one, if they are all combinations."""
     columns = [list(dict.fromkeys(column)) for column in zip(*joined, strict=False)]
     lengths = {len(one) for one in joined}
+    # as many distinct conjunctions as combinations: then they are all of them
     whole = math.prod(len(column) for column in columns)
     if len(lengths) == 1 and len(joined) == len(set(joined)) == whole:
         return [columns]
@@ -112,6 +118,7 @@ def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
 
 def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
     """Return the rectangles of a sum of alternatives."""
+    # only dilations that label both sides alike have the faster way
     residues = [queries for queries, keys in factor if isinstance(queries, Residue) and queries == keys]
     if len(residues) == len(factor) and not plain:
         return Tiles.concat(
@@ -124,6 +131,7 @@ def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) ->
 def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     """Cut every rectangle into those whose sides have one label, the same on both."""
     (q_least, q_greatest), (k_least, k_greatest) = queries.bounds(tiles.q), keys.bounds(tiles.k)
+    # only labels that both sides may have can meet
     least, greatest = np.maximum(q_least, k_least), np.minimum(q_greatest, k_greatest)
     q_row, q, q_label = queries.split(tiles.q, least, greatest)
     k_row, k, k_label = keys.split(tiles.k, least, greatest)
@@ -131,6 +139,7 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     q_number, k_number = q_label - least[q_row], k_label - least[k_row]
     width = 1 + max(q_number.max(initial=0), k_number.max(initial=0))
     ours, theirs = q_row * width + q_number, k_row * width + k_number
+    # each number once and in the same order: pieces pair up without a search
     if np.array_equal(ours, theirs) and (np.diff(ours) > 0).all():
         return tiles.rows(q_row).sides(q, k)
     q_index, k_index = _matches(ours, theirs)

@@ -10,7 +10,7 @@ from ds_ring.masks.slot_ranges import IntArray
 
 @dataclass(frozen=True)
 class Weights:
-    """m of a pair: the number of classes that hold both of its positions.
+    """Count m of a pair: the number of classes that hold both of its positions.
 
     Attributes:
         classes: (residue, modulus) of every class, each modulus a multiple of the one before it.
@@ -21,6 +21,7 @@ class Weights:
     @property
     def period(self) -> int:
         """Return the distance at which positions are alike."""
+        # each modulus divides the next, so the last one is their least common multiple
         return self.classes[-1][1]
 
     def __call__(self, q: Any, k: Any) -> Any:
@@ -29,5 +30,6 @@ class Weights:
 
     def varies(self, position_step: IntArray, length: IntArray) -> IntArray:
         """Return where a progression of positions has members of different classes (or might have)."""
+        # steps of a multiple of the period never leave a class
         varies: IntArray = (position_step % self.period != 0) & (length > 1)
         return varies

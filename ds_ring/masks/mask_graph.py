@@ -54,6 +54,7 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
         RingPatternError: it raises, returns no boolean tensor without dimensions, or has side effects.
     """
     arguments = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
+    # make_fx returns the graph alone; the type of the result is checked as well
     results = []
 
     def kept(*args: Tensor) -> Any:
@@ -61,6 +62,7 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
         return results[-1]
 
     try:
+        # without that mode, table[position] would read the position as a Python number
         with torch.no_grad(), TransformGetItemToIndex():
             graph = make_fx(kept, tracing_mode="real")(*arguments)
     except Exception as error:
@@ -73,6 +75,7 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
     if result.dtype != torch.bool or result.dim():
         got = f"{result.dtype} of shape {tuple(result.shape)}"
         raise refusal(function, "a boolean tensor without dimensions", got)
+    # torch.cond and while_loop keep their branches as submodules of the graph
     if any(
         node.op == "get_attr" and not isinstance(constant_of(graph, node), Tensor)
         for node in graph.graph.nodes
@@ -93,6 +96,7 @@ def _refuse_side_effects(function: MaskFunction, graph: fx.GraphModule) -> None:
             for value, argument in zip(node.args, node.target._schema.arguments, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        # the function may write to what a call of its own made, not to arguments or captured tensors
         if any(_origin(value).op != "call_function" for value in written if isinstance(value, fx.Node)):
             raise refusal(function, "a mask that writes to no tensor but its own", f"a call of {node.target}")
 
@@ -101,6 +105,7 @@ def _origin(node: fx.Node) -> fx.Node:
     """Return the node whose memory a view shows."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         arguments = zip(node.args, node.target._schema.arguments, strict=False)
+        # an argument with alias information may share its memory with the result
         viewed = [v for v, a in arguments if a.alias_info is not None and isinstance(v, fx.Node)]
         if not viewed:
             break
@@ -113,6 +118,7 @@ def dependence_of(graph: fx.GraphModule) -> tuple[bool, bool]:
     nodes = list(graph.graph.nodes)
     batch, head = nodes[:2]
     writes = any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in nodes)
+    # back from the result; from every node where something is written in place, which no edge shows
     reached, left = set(), nodes if writes else [nodes[-1]]
     while left:
         node = left.pop()
@@ -169,10 +175,12 @@ def digest_of(graph: fx.GraphModule) -> str:
     def shown(x: Any) -> Any:
         if isinstance(x, fx.Node):
             return numbers[x]
+        # the kind of device only: its number differs from rank to rank
         return x.type if isinstance(x, torch.device) else x
 
     for node in graph.graph.nodes:
         target = _hash_of(constant_of(graph, node)) if node.op == "get_attr" else str(node.target)
+        # how a function calls its arguments is no part of what it does
         target = node.op if node.op == "placeholder" else target
         arguments = fx.node.map_aggregate((node.args, node.kwargs), shown)
         found.update(f"{node.op} {target} {arguments}\n".encode())
@@ -181,6 +189,7 @@ def digest_of(graph: fx.GraphModule) -> str:
 
 def _hash_of(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1)
+    # as bytes: numpy has no bfloat16
     data = values.view(torch.uint8) if values.numel() and values.dtype != torch.bool else values
     digest = hashlib.sha256(bytes(data.numpy().tobytes())).hexdigest()
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"

@@ -26,7 +26,7 @@ _SAMPLED = 64  # positions at which a mask is tried before the first pass, besid
 
 @dataclass(frozen=True)
 class MaskMod(Pattern):
-    """Any FlexAttention `mask_mod` in global positions; torch's `and_masks` and `or_masks` compose them.
+    """Attend by a `mask_mod` of FlexAttention, in global positions; torch's `and_masks`, `or_masks` compose it.
 
     It is evaluated as FlexAttention does: with 0-d tensors, by vmap over samples, heads, queries and keys.
     One that depends on the head is asked head by head, with the head's number among all query heads of the
@@ -60,6 +60,7 @@ class MaskMod(Pattern):
                 f" {shown(self.function)}; pass a function"
             )
         true_or_false(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
+        # plans are cached by pattern, so it has to hash
         try:
             hash(self.function)
         except Exception as error:
@@ -75,6 +76,7 @@ class MaskMod(Pattern):
         Raises:
             RingPatternError: it is no mask.
         """
+        # the dataclass is frozen; `AskedMask.check` compares with it later
         self.__dict__["_captured"] = list(captured_values(self.function))
         return trace_mask(self.function)
 
@@ -85,6 +87,7 @@ class MaskMod(Pattern):
         """Return the function by name, with a digest of its code and of what it captured."""
         try:
             contents = f", contents {self.facts.contents}"
+        # the first use refuses the function; a text of it must not
         except RingPatternError:
             contents = ""
         return f"MaskMod({name_of(self.function)}{contents})"
@@ -92,7 +95,7 @@ class MaskMod(Pattern):
 
 @dataclass(frozen=True)
 class AskedMask:
-    """The `PairMask` of a function: see `masks/pair_mask.py`.
+    """Represent a function as a `PairMask`: see `masks/pair_mask.py`.
 
     Attributes:
         whole: the pattern.
@@ -127,6 +130,7 @@ class AskedMask:
             )
         key = (tokens, samples, query_heads, device)
         if key not in whole._tried:
+            # spread over the whole sequence, first and last position included
             some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
             evaluate(function, facts, samples, tuple(range(query_heads)), some, some)
             whole._tried.add(key)

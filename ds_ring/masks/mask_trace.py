@@ -38,7 +38,7 @@ _STATE_DEPTH = 4  # functions within functions whose captured values are looked 
 
 
 class MaskFacts(NamedTuple):
-    """What a trace says of a mask function; [Note: the trace of a mask].
+    """Hold what a trace says of a mask function; [Note: the trace of a mask].
 
     Attributes:
         by_batch, by_head: whether the result depends on the number of the sample, or of the query head.
@@ -65,6 +65,7 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
         RingPatternError: it raises, returns no boolean tensor without dimensions, draws random numbers,
             writes to what it was given or has captured, or is not the same function every time.
     """
+    # random numbers of Python and numpy leave no node in the graph, but change this state
     before = random.getstate(), repr(np.random.get_state())
     first, second = (graph_of(function) for _ in range(2))
     contents = digest_of(first)
@@ -74,6 +75,7 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
         raise refusal(function, "a mask without random numbers", "one that draws them")
     by_batch, by_head = dependence_of(first)
     constants = (constant_of(first, node) for node in first.graph.nodes if node.op == "get_attr")
+    # a captured tensor may stand in several nodes
     unique = {id(tensor): tensor for tensor in constants}
     versions = tuple((tensor, version_of(tensor)) for tensor in unique.values())
     elementwise = first.forward if is_elementwise(first) else None
@@ -97,6 +99,7 @@ def evaluate(
     Raises:
         RingPatternError: the function raises at these positions, or returns no bool.
     """
+    # 0, without a dimension, for a number that the result does not depend on
     batch = torch.arange(samples, device=q.device) if facts.by_batch else torch.zeros_like(q[0])
     numbers: Any = heads if facts.by_head else 0
     head = torch.tensor(numbers, dtype=torch.int64, device=q.device)
@@ -105,6 +108,7 @@ def evaluate(
         shape = batch.numel(), head.numel(), len(q), len(k)
         found = _call(function, facts.elementwise, nullcontext(), *every).expand(shape)
         return found if facts.by_batch or facts.by_head else found[0, 0]
+    # the innermost vmap makes the last dimension: keys, then queries, heads, samples
     asked: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
     asked = torch.vmap(asked, in_dims=(None, None, 0, None))
     if facts.by_head:
@@ -162,10 +166,12 @@ def _value(part: object, depth: int) -> Iterator[object]:
     if part is None or isinstance(part, (bool, int, float, str, bytes)):
         yield part
     elif isinstance(part, (list, tuple)) and depth:
+        # the length tells lists of lists apart that have the same items
         yield len(part)
         for one in part:
             yield from _value(one, depth - 1)
     else:
+        # a tensor is told by its identity here; that its values changed, by its version
         yield id(part)
         if depth and callable(part) and not isinstance(part, (type, types.BuiltinFunctionType)):
             yield from captured_values(part, depth - 1)

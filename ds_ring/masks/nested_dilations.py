@@ -38,14 +38,14 @@ MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enume
 
 
 class Progression(NamedTuple):
-    """Positions p = residue (mod modulus)."""
+    """Describe the positions p = residue (mod modulus)."""
 
     residue: int
     modulus: int
 
 
 class Share(NamedTuple):
-    """Queries and keys whose common branches are exactly `branches`."""
+    """Hold queries and keys whose common branches are exactly `branches`."""
 
     queries: tuple[Progression, ...]
     keys: tuple[Progression, ...]
@@ -67,7 +67,9 @@ def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> lis
     # a single segment starts at position 0: its length need not be a multiple of the rate
     reaches = int(max(tiles.q.last_position.max(), tiles.k.last_position.max())) if len(tiles) else 0
     if not all(w % r == 0 or w > reaches for w, r in zip(lengths, rates, strict=True)):
+        # the offset inside a segment is then no residue of the position
         return [part for residue in residues for part in _one_branch(tiles, residue)]
+    # a tile has room for one `Weights`
     if _nested(lengths, rates, offsets) and (tiles.weight < 0).all():
         return _by_segment(tiles, residues, causal)
     parts = []
@@ -82,6 +84,7 @@ def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Til
     classes, parts = tuple((r.offset, r.rate) for r in residues), []
     for index, length in enumerate(r.length for r in residues):
         inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
+        # at most one token in a segment: such a class adds to the pair of a token with itself only
         far = [c for c in classes[index + 1 :] if c[1] >= length]
         if index == 0:
             found = [_same_segment(inside, length)]
@@ -95,9 +98,11 @@ def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Til
 
 def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
     """Return pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
+    # a pair that shares the smallest segment shares all of them
     parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
     for index, (small, large) in enumerate(itertools.pairwise(lengths)):
         for part in _between_segments(tiles, small, large, causal):
+            # shares the segments from number index + 1 on
             parts.append(part.times(len(lengths) - index - 1))
     return parts
 
@@ -107,6 +112,7 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
     if branch.offset >= branch.length:
         return []
     inside = _same_segment(tiles, branch.length)
+    # inside one segment the offset is a residue, which differs from segment to segment
     residue = (inside.q.position // branch.length * branch.length + branch.offset) % branch.rate
     return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
 
@@ -123,6 +129,7 @@ def _on(tiles: Tiles, share: Share) -> Tiles:
 
 def _same_segment(tiles: Tiles, length: int) -> Tiles:
     """Return the part of every rectangle whose two sides lie in one segment."""
+    # numbers of the first and the last segment that both sides reach
     first = np.maximum(tiles.q.position, tiles.k.position) // length
     last = np.minimum(tiles.q.last_position, tiles.k.last_position) // length
     row, which = repeat_rows(np.maximum(last - first + 1, 0))
@@ -133,6 +140,7 @@ def _same_segment(tiles: Tiles, length: int) -> Tiles:
 
 def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> list[Tiles]:
     """Return the pairs that share a segment of length `large` but not of `small`, which divides it."""
+    # queries whose large segment may have keys of the rectangle; one row for each of their small ones
     low = np.maximum(tiles.q.position, tiles.k.position // large * large)
     high = np.minimum(tiles.q.last_position, (tiles.k.last_position // large + 1) * large - 1)
     first, last = low // small, high // small
@@ -141,6 +149,7 @@ def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> lis
     outer = start // large * large
     tiles = tiles.rows(row)
     q = tiles.q.between(start, start + small)
+    # keys of the large segment before the small one; behind it unless the band drops them anyway
     parts = [tiles.sides(q, tiles.k.between(outer, start))]
     if not causal:
         parts.append(tiles.sides(q, tiles.k.between(start + small, outer + large)))
@@ -172,17 +181,20 @@ def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...
     """Return which positions have which branches in common; see [Note: levels]."""
     if math.lcm(*rates) <= MOST_RESIDUES:
         return tuple(_residue_shares(rates, offsets))
+    # too many residues to enumerate: each branch by itself, and the merge adds up what is done twice
     classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
     return tuple(Share((own,), (own,), (i,)) for i, own in enumerate(classes))
 
 
 def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Share]:
     period = math.lcm(*rates)
+    # residues modulo the period, by the set of branches that have them
     by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
     for residue in range(period):
         inside = frozenset(i for i, r in enumerate(rates) if residue % r == offsets[i])
         if inside:
             by_branches[inside].append(residue)
+    # by common branches and keys: the queries, so that equal rows make one rectangle
     rectangles: dict[tuple[frozenset[int], tuple[int, ...]], list[int]] = defaultdict(list)
     for own, queries in by_branches.items():
         keys_of: dict[frozenset[int], list[int]] = defaultdict(list)

@@ -12,7 +12,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(b
 
 
 class PairMask(Protocol):
-    """A predicate of single pairs, for some heads; hashable. `masks/mask_mod.py` has the one there is.
+    """Decide single pairs, for some heads; hashable. `masks/mask_mod.py` has the one there is.
 
     Attributes:
         function: of one batch number, head number, query position and key position.
@@ -53,7 +53,7 @@ class PairMask(Protocol):
 
 @dataclass(frozen=True)
 class MaskInside:
-    """The mask of PARTIAL tiles: predicates of single pairs, within a band of distances."""
+    """Evaluate the mask of PARTIAL tiles: predicates of single pairs, within a band of distances."""
 
     masks: tuple[PairMask, ...]
     least: int

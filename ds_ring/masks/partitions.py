@@ -21,7 +21,7 @@ NO_LABEL = -1  # of a token that takes no part
 
 
 class Pieces(NamedTuple):
-    """Rows of an axis cut into runs of one label; some may be empty.
+    """Hold rows of an axis cut into runs of one label; some may be empty.
 
     Attributes:
         row: which row each piece was cut from, ascending.
@@ -35,7 +35,7 @@ class Pieces(NamedTuple):
 
 
 class Primitive(ABC):
-    """One rule that labels positions. Subclasses are frozen dataclasses: values that compare and hash."""
+    """Label positions by one rule. Subclasses are frozen dataclasses: values that compare and hash."""
 
     @abstractmethod
     def labels(self, positions: IntArray) -> IntArray:
@@ -69,7 +69,7 @@ class Primitive(ABC):
 
 @dataclass(frozen=True)
 class Segment(Primitive):
-    """Consecutive segments of `length` positions: p // length."""
+    """Label consecutive segments of `length` positions: p // length."""
 
     length: int
 
@@ -86,13 +86,14 @@ class Segment(Primitive):
         return Pieces(row, axis.rows(row).between(start, start + self.length), label)
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+        # inside one segment all tokens have one label, wherever it begins
         inside = start // self.length == (start + length - 1) // self.length
         return () if inside else (start % self.length,)
 
 
 @dataclass(frozen=True)
 class Residue(Primitive):
-    """Every `rate`-th token of each segment, from `offset` on: p // length if p % length % rate == offset."""
+    """Label each `rate`-th token of a segment from `offset`: p // length if p % length % rate == offset."""
 
     length: int
     rate: int
@@ -103,6 +104,7 @@ class Residue(Primitive):
         return np.where(held, positions // self.length, NO_LABEL)
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
+        # bounds may be too wide: not every segment has a token of the residue in the row
         return Segment(self.length).bounds(axis)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
@@ -114,13 +116,14 @@ class Residue(Primitive):
         """Return where its segments begin; inside one segment, where its first token is."""
         if start // self.length != (start + length - 1) // self.length:
             return (start % self.length,)
+        # index of the first token that takes part, -1 for none; two entries, so never equal to the case above
         first = (self.offset - start % self.length) % self.rate
         return -1, first if first < length else -1
 
 
 @dataclass(frozen=True)
 class Remainder(Primitive):
-    """Tokens that stand a multiple of `rate` apart: p % rate."""
+    """Label alike tokens that stand a multiple of `rate` apart: p % rate."""
 
     rate: int
 
@@ -129,6 +132,7 @@ class Remainder(Primitive):
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         first = axis.position % self.rate
+        # such a row has one label; any other may have all of them
         alike = (axis.position_step % self.rate == 0) | (axis.length == 1)
         return np.where(alike, first, 0), np.where(alike, first, self.rate - 1)
 
@@ -143,7 +147,7 @@ class Remainder(Primitive):
 
 @dataclass(frozen=True)
 class Table(Primitive):
-    """An id for every position of one sequence, as stretches of equal ids; negative ids take no part.
+    """Hold an id for every position of one sequence, as stretches of equal ids; negative ids take no part.
 
     Attributes:
         starts: positions at which an id begins, ascending, the first 0.
@@ -175,6 +179,7 @@ class Table(Primitive):
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         starts, _, _, ascending = self._stretches
+        # an id that comes back may be anywhere: no bounds are known
         if not ascending:
             return np.zeros_like(axis.position), np.full_like(axis.position, len(starts))
         return self._stretch_of(axis.position), self._stretch_of(axis.last_position)
@@ -196,7 +201,7 @@ class Table(Primitive):
 
 @dataclass(frozen=True)
 class Partition:
-    """A conjunction: the positions first <= p < end, labelled by all primitives together.
+    """Hold a conjunction: the positions first <= p < end, labelled by all primitives together.
 
     Attributes:
         first, end: the range of positions that take part.

@@ -24,7 +24,7 @@ IntArray = np.ndarray
 
 
 class Head(NamedTuple):
-    """A query head by its number, among how many query and K/V heads of the model."""
+    """Name a query head by its number, among how many query and K/V heads of the model."""
 
     number: int = 0
     query_heads: int = 1
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern(ABC):
-    """Base of all patterns; instances are frozen values and hash by their contents.
+    """Serve as the base of all patterns; instances are frozen values and hash by their contents.
 
     Compose with `&` (attend where both do) and `|` (attend where either does).
     """
@@ -78,9 +78,11 @@ class Pattern(ABC):
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
         """Return the pattern of the query heads that share one K/V head; equal ones mean equal needs."""
         each = [self.branches(Head(head, query_heads, kv_heads)) for head in heads]
+        # predicates for the heads of the whole group: heads that differ in nothing else stay one entry
         together = [_asked_together(each, branches) for branches in each]
         if all(branches == together[0] for branches in together):
             return BoundPattern((together[0],))
+        # heads that differ have an entry each, whose predicates are asked for that head alone
         return BoundPattern(tuple(_asked_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
@@ -101,6 +103,7 @@ class Pattern(ABC):
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         """Return how often query position q attends to key position k (0: not); int arrays, broadcast."""
         total: Any = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
+        # labels are defined from position 0 on; `mask` leaves out padding (-1) afterwards
         ours, theirs = (np.maximum(x, 0).reshape(-1) for x in (q, k))
         gap = q - k
         for branch in self.branches(Head(head, query_heads, kv_heads)):
@@ -139,6 +142,7 @@ class Pattern(ABC):
             RingPatternError: the pairs of both can be told apart by no band and no range of positions.
         """
         either = Union(self, _checked(other, "|"))
+        # refused here, where it is written, and not when a plan is built
         either.branches(Head())
         return either
 
@@ -163,7 +167,7 @@ def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]
 
 @dataclass(frozen=True)
 class BoundPattern(Pattern):
-    """A pattern for the query heads of one K/V head: what plans and kernels work with.
+    """Hold a pattern for the query heads of one K/V head: what plans and kernels work with.
 
     Attributes:
         members: the branches of every query head of the group, as many for each; one entry if all are equal.
@@ -206,9 +210,11 @@ class BoundPattern(Pattern):
             if branch.masks:
                 return None
             for side in (branch.queries, branch.keys):
+                # the part of the stretch that is in range
                 if not side.is_everywhere:
                     found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
             for ours, theirs in branch.labels_of:
+                # two different primitives need not shift together
                 phase = ours.phase(start, length) if ours == theirs else None
                 if phase is None:
                     return None
@@ -218,7 +224,7 @@ class BoundPattern(Pattern):
 
 @dataclass(frozen=True)
 class Intersection(Pattern):
-    """Two patterns at once: `a & b`."""
+    """Attend where both of two patterns do: `a & b`."""
 
     first: Pattern
     second: Pattern
@@ -236,7 +242,7 @@ class Intersection(Pattern):
 
 @dataclass(frozen=True)
 class Union(Pattern):
-    """One pattern or the other, each pair counted once: `a | b`.
+    """Attend where one pattern or the other does, each pair counted once: `a | b`.
 
     Raises:
         RingPatternError: when asked for its branches, if the pairs of both cannot be told apart.

@@ -13,7 +13,7 @@ from ds_ring.masks.pattern import Head, Pattern
 
 @dataclass(frozen=True)
 class PrefixLM(Pattern):
-    """A query attends to itself, to what came before, and within the first `prefix` tokens both ways.
+    """Attend to the query itself, to what came before, and within the first `prefix` tokens both ways.
 
     Attributes:
         prefix: number of tokens that see one another.
@@ -29,5 +29,6 @@ class PrefixLM(Pattern):
         object.__setattr__(self, "prefix", prefix)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
+        # the second branch has only keys after their query, so no pair is in both
         prefix = in_range(0, self.prefix)
         return Branch(least=0), Branch(prefix, prefix, most=-1)

@@ -14,7 +14,7 @@ from ds_ring.masks.tiles import UNBOUNDED
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """A query attends to the first `sinks` tokens; meant for `SlidingWindow(w) | Sinks(n)`.
+    """Attend to the first `sinks` tokens; meant for `SlidingWindow(w) | Sinks(n)`.
 
     Attributes:
         sinks: number of tokens that all see.

@@ -21,7 +21,7 @@ Slice = tuple[tuple[int, int], tuple[int, int], str]
 
 @dataclass(frozen=True)
 class Slices(Pattern):
-    """A query attends to the keys of the slices that it is in (MagiAttention's q_ranges, k_ranges, types).
+    """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
 
     A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
     all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
@@ -55,6 +55,7 @@ class Slices(Pattern):
 
 
 def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
+    # q - k on the diagonal through the lower right corner, and through the upper left one
     least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
     most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
     return Branch(in_range(*queries), in_range(*keys), least, most)
@@ -78,6 +79,7 @@ def _checked_range(where: str, given: Any) -> tuple[int, int]:
     if not isinstance(given, (list, tuple)) or len(given) != 2:
         raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
     start, end = given
+    # a range may begin at 0, which `whole_number` refuses
     if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
         start = whole_number(start, f"{where}: start", RingPatternError)
     end = whole_number(end, f"{where}: end", RingPatternError)

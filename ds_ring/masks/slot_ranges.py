@@ -28,12 +28,14 @@ def expand_ranges(ranges: SlotRanges) -> IntArray:
 def ranges_of_progressions(rows: IntArray) -> SlotRanges:
     """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
     slot, step, length = rows.T
+    # without strides no slot has to be looked at by itself
     if ((step == 1) | (length == 1)).all():
         return _merge_ranges(slot, slot + length)
     first, last = int(slot.min()), int((slot + (length - 1) * step).max())
     member = np.zeros(last - first + 3, dtype=bool)  # a False on either side
     for start, every, count in np.unique(rows, axis=0).tolist():
         member[start - first + 1 : start - first + 2 + (count - 1) * every : every] = True
+    # changes alternate between starts and ends
     return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
 
 
@@ -42,6 +44,7 @@ def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
     order = np.argsort(start, kind="stable")
     start, farthest = start[order], np.maximum.accumulate(end[order])
     first = np.ones(len(start), dtype=bool)
+    # strictly beyond all ends so far: ranges that touch become one
     first[1:] = start[1:] > farthest[:-1]
     last = np.append(first[1:], True)[: len(first)]
     return np.stack([start[first], farthest[last]], axis=1)
@@ -57,6 +60,7 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
         [one[:, 1], other[:, 1], one[:, 0], other[:, 0]]
     )  # ends first where edges are equal
     order = np.argsort(edges, kind="stable")
+    # sets that are open at each edge; with both open, the next edge is an end
     depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
     inside = np.flatnonzero(depth == 2)
     return np.stack([edges[order[inside]], edges[order[inside + 1]]], axis=1)
@@ -64,6 +68,7 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     """Return the slots of `whole` that are not in its subset `part`."""
+    # `part` is inside `whole`, so the sorted starts and ends of what is left pair up
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
     keep = end > start

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What of a tile is attended; i and j count queries and keys inside the tile."""
+    """Name what of a tile is attended; i and j count queries and keys inside the tile."""
 
     FULL = 0
     CAUSAL = 1  # square, j <= i
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One side of every tile: `length` tokens, at slot + i * slot_step, with position + i * position_step."""
+    """Hold one side of all tiles: `length` tokens, at slot + i * slot_step, position + i * position_step."""
 
     slot: IntArray
     slot_step: IntArray
@@ -64,6 +64,7 @@ class Axis:
 
     def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
         """Take of every row the tokens at positions low <= p < high; the length may become 0."""
+        # ceil: index of the first token at or beyond either bound
         first = np.clip(-((self.position - low) // self.position_step), 0, self.length)
         end = np.clip(-((self.position - high) // self.position_step), first, self.length)
         return self.take(first, end - first)
@@ -72,6 +73,8 @@ class Axis:
         """Take of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
         if modulus == 1:
             return self
+        # least i >= 0 with position + i * position_step = residue (mod modulus), by modular inverse;
+        # rows have few different steps, so one inverse serves many rows
         first, step = np.zeros_like(self.slot), np.ones_like(self.slot)
         exists = np.ones(len(self.slot), dtype=bool)
         for position_step in np.unique(self.position_step).tolist():
@@ -79,6 +82,7 @@ class Axis:
             common = math.gcd(position_step, modulus)
             reduced = modulus // common
             gap = (residue if isinstance(residue, int) else residue[rows]) - self.position[rows]
+            # no solution unless the greatest common divisor divides the gap
             exists[rows] = gap % common == 0
             inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
             first[rows], step[rows] = gap // common * inverse % reduced, reduced
@@ -99,7 +103,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A table of tiles.
+    """Hold a table of tiles.
 
     Attributes:
         q, k: the query and the key side.
@@ -190,6 +194,7 @@ class Tiles:
         assert (self.weight < 0).all(), "weights of weights"
         q, k = self.q, self.k
         varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
+        # an m that is constant in a tile goes into its multiplicity: no function to evaluate inside
         constant = np.where(varies, 1, weights(q.position, k.position))
         return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
@@ -230,6 +235,7 @@ class Tiles:
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
+        # FULL, for all members, m = 1, without weight and mask
         return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 
 

@@ -30,6 +30,7 @@ def cut_by_distance(tiles: Tiles, least: IntArray | int, most: IntArray | int) -
     nearest = tiles.q.position - tiles.k.last_position
     farthest = tiles.q.last_position - tiles.k.position
     whole = (nearest >= least) & (farthest <= most)
+    # what is neither whole nor cut lies outside the bounds and is dropped
     cut = ~whole & (farthest >= least) & (nearest <= most)
     if not cut.any():
         return tiles if whole.all() else tiles.rows(whole)
@@ -39,6 +40,7 @@ def cut_by_distance(tiles: Tiles, least: IntArray | int, most: IntArray | int) -
 def distances_of_kind(tiles: Tiles) -> tuple[IntArray, IntArray]:
     """Return the least and the most distance of the pairs that each tile shows, by its kind."""
     diagonal = tiles.q.position - tiles.k.position  # of query i and key i, sides having one step
+    # j - i of a band goes from 0 to keys - queries
     edge = (tiles.k.length - tiles.q.length) * tiles.k.position_step
     bi_causal = tiles.kind == Kind.BI_CAUSAL
     least = np.where(bi_causal, diagonal - edge, np.where(tiles.kind == Kind.CAUSAL, diagonal, -UNBOUNDED))
@@ -51,6 +53,7 @@ def _equal_steps(tiles: Tiles) -> tuple[Tiles, IntArray]:
     q_step, k_step = tiles.q.position_step, tiles.k.position_step
     if (q_step == k_step).all():
         return tiles, np.arange(len(tiles))
+    # each side is split into common // step interleaved progressions; all combinations are rows
     common = np.lcm(q_step, k_step)
     row, which = repeat_rows((common // q_step) * (common // k_step))
     tiles, q_parts, k_parts = tiles.rows(row), (common // q_step)[row], (common // k_step)[row]
@@ -66,6 +69,7 @@ def _cut(tiles: Tiles, least: IntArray, most: IntArray) -> list[Tiles]:
     tiles, row = _equal_steps(tiles)
     least, most = least[row], most[row]
     step = tiles.q.position_step
+    # the pair (i, j) has distance gap + (i - j) * step
     gap = tiles.q.position - tiles.k.position
     low = -((gap - least) // step)  # ceil((least - gap) / step): i - j >= low
     high = (most - gap) // step  # i - j <= high
@@ -87,11 +91,13 @@ def _drop_empty(
     tiles: Tiles, low: IntArray, high: IntArray, least: IntArray, most: IntArray
 ) -> tuple[Tiles, IntArray, IntArray, IntArray, IntArray]:
     """Drop tiles, then rows and columns, in which no pair has low <= i - j <= high."""
+    # row i sees a key only if low <= i < keys + high; columns likewise
     q_first = np.maximum(0, low)
     q_end = np.minimum(tiles.q.length, tiles.k.length + high)
     k_first = np.maximum(0, -high)
     k_end = np.minimum(tiles.k.length, tiles.q.length - low)
     keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
+    # low and high are for i - j counted from the new corner
     shift = q_first - k_first
     part = replace(tiles, q=tiles.q.take(q_first, q_end - q_first), k=tiles.k.take(k_first, k_end - k_first))
     return part.rows(keep), (low - shift)[keep], (high - shift)[keep], least[keep], most[keep]
@@ -101,6 +107,7 @@ def _cut_causal(tiles: Tiles, low: IntArray) -> list[Tiles]:
     """Cut by j <= i - low with low <= 0 and no empty rows or columns."""
     nq, nk, left = tiles.q.length, tiles.k.length, -low
     side = nk - left
+    # columns that all rows see; the triangle; rows below it
     return [
         tiles.take(0, nq, 0, left),
         tiles.take(0, side, left, side).of_kind(Kind.CAUSAL),
@@ -112,6 +119,7 @@ def _cut_inverse_causal(tiles: Tiles, high: IntArray) -> list[Tiles]:
     """Cut by j >= i - high with high >= 0 and no empty rows or columns: `_cut_causal` turned around."""
     nq, nk = tiles.q.length, tiles.k.length
     side = nq - high
+    # columns that all rows see; the triangle; rows above it
     return [
         tiles.take(0, nq, side, nk - side),
         tiles.take(nq - side, side, 0, side).of_kind(Kind.INVERSE_CAUSAL),
@@ -123,7 +131,9 @@ def _cut_bi_causal(
     tiles: Tiles, least: IntArray, most: IntArray, low: IntArray, high: IntArray
 ) -> list[Tiles]:
     """Cut by both bounds: parallelograms of rows whose keys are all there, and what is around them."""
+    # rows i whose keys i - high to i - low are all there
     whole_first, whole_end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
+    # at least as many such rows as the band has keys in a row; otherwise strips
     is_long = whole_end - whole_first > high - low
     parts = []
     if not is_long.all():
@@ -136,6 +146,7 @@ def _cut_bi_causal(
         length, keys = end - first, tiles.k.length
         band = tiles.take(first, length, first - high, length + high - low).of_kind(Kind.BI_CAUSAL)
         after = np.maximum(end - high, 0)
+        # other rows, over the keys that the band leaves them
         before = _sub_rectangles(tiles, 0, first, 0, np.minimum(first - low, keys))
         behind = _sub_rectangles(tiles, end, tiles.q.length - end, after, keys - after)
         parts.append(band)

@@ -13,7 +13,7 @@ from ds_ring.masks.pattern import Head, Pattern
 
 @dataclass(frozen=True)
 class SlidingWindow(Pattern):
-    """A query attends to the `window` positions that end with itself (Beltagy et al. 2020, Longformer).
+    """Attend to the `window` positions that end with the query itself (Beltagy et al. 2020, Longformer).
 
     Attributes:
         window: number of positions seen, itself included, as in Mistral and FlashAttention's
@@ -38,7 +38,7 @@ class SlidingWindow(Pattern):
 
 @dataclass(frozen=True)
 class DilatedWindow(Pattern):
-    """A query attends to `window` positions `rate` apart that end with itself (Longformer's dilated window).
+    """Attend to `window` positions `rate` apart that end with the query itself (Longformer's dilated window).
 
     Attributes:
         window: number of positions seen, itself included; they reach back (window - 1) x rate tokens.
@@ -61,6 +61,7 @@ class DilatedWindow(Pattern):
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
+        # the remainder picks every `rate`-th position, the band how many of them
         return (alike(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
 
 

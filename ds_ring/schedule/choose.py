@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Candidate(NamedTuple):
-    """A layout with what it costs; see [Note: the cost of a layout].
+    """Hold a layout with what it costs; see [Note: the cost of a layout].
 
     Attributes:
         layout: the layout.
@@ -47,20 +47,21 @@ class Candidate(NamedTuple):
 
 
 def bound_to_one_head(pattern: Pattern) -> Pattern:
-    """The pattern of head 0: layouts are chosen for one head, since the heads' work is alike."""
+    """Return the pattern of head 0: layouts are chosen for one head, since the heads' work is alike."""
     return pattern.bind((0,), 1, 1)
 
 
 def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
-    """Attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
+    """Count attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
+    # runs lie one after the other in the query slots: a tile's first slot tells its run
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
     return np.bincount(row, weights=tiles.pairs, minlength=len(runs)).astype(np.int64)
 
 
 def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
-    """Attended pairs of every rank, for one head; int64 [ring_size]."""
+    """Count attended pairs of every rank, for one head; int64 [ring_size]."""
     runs = [layout.runs(rank) for rank in range(layout.ring_size)]
     ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
     work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
@@ -68,7 +69,7 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
 
 
 class Option(NamedTuple):
-    """A layout and how even it is; what it sends is looked at only where that decides."""
+    """Hold a layout and how even it is; what it sends is looked at only where that decides."""
 
     layout: Layout
     imbalance: float
@@ -79,13 +80,13 @@ def _imbalance(work: IntArray) -> float:
 
 
 def tokens_sent(pattern: Pattern, layout: Layout) -> int:
-    """Tokens that a forward pass sends for the sampled shards, per K/V head; the directions do not matter."""
+    """Count tokens that a forward pass sends for the sampled shards, per K/V head, in whichever direction."""
     head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
     return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
 def _best(pattern: Pattern, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
-    """The best option, and all that were compared by what they send; see [Note: the cost of a layout]."""
+    """Return the best option, and all that were compared by what they send; [Note: the cost of a layout]."""
     even = sorted((o for o in options if o.imbalance <= EVEN), key=lambda o: len(o.layout.runs(0)))
     compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
     rated = [Candidate(*option, tokens_sent(pattern, option.layout)) for option in compared]
@@ -99,6 +100,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | 
     bound = bound_to_one_head(pattern)
     chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
     options = [Option(layout, _imbalance(work_of_ranks(bound, layout))) for layout in chunks]
+    # pieces mean more runs, so they are tried only where no chunk layout is even
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
     best, rated = _best(bound, options)
@@ -108,7 +110,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | 
 
 
 def make_balanced(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
-    """Pieces of the sequence, so assigned that every rank has the same work; [Note: the cost of a layout].
+    """Assign pieces of the sequence so that every rank has the same work; [Note: the cost of a layout].
 
     Raises:
         RingLayoutError: no pattern given.
@@ -125,8 +127,9 @@ def make_balanced(tokens: int, ring_size: int, multiple_of: int, pattern: Patter
 
 
 def _balanced_options(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern) -> list[Option]:
-    """Even cuts, and pieces dealt out in two ways, finer and finer until some are even."""
+    """Return even cuts, and pieces dealt out in two ways, finer and finer until some are even."""
     sizes, found = (tokens, ring_size, multiple_of), []
+    # at most one piece for each token; 0 where there are fewer tokens than ranks
     finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
     if not finest:
         return []
@@ -143,6 +146,7 @@ def _balanced_options(tokens: int, ring_size: int, multiple_of: int, pattern: Pa
         for owners in (_snake(piece_work, ring_size), _nearest(piece_work, ring_size)):
             load = np.bincount(owners, weights=piece_work, minlength=ring_size)
             found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(load)))
+        # from coarse to fine: finer pieces only until there are enough even layouts to compare
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
             break
     return found
@@ -155,9 +159,10 @@ def _work_of_pieces(pattern: Pattern, tokens: int, pieces: int) -> IntArray:
 
 
 def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
-    """Contiguous shards of equal work, if their lengths stay within the slack."""
+    """Return contiguous shards of equal work, if their lengths stay within the slack."""
     bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
     total = np.concatenate([[0], np.cumsum(work)])
+    # the work before each cut; inside a piece it is taken to grow linearly
     goals = total[-1] * np.arange(1, ring_size) / ring_size
     cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
     if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
@@ -166,7 +171,7 @@ def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) ->
 
 
 def _snake(work: IntArray, ring_size: int) -> IntArray:
-    """Pieces by falling work, dealt out forth and back; every rank gets the same number."""
+    """Deal out pieces by falling work, forth and back; every rank gets the same number."""
     place = np.argsort(-work, kind="stable")
     turn, seat = np.divmod(np.arange(len(work)), ring_size)
     owners = np.empty(len(work), dtype=np.int64)
@@ -175,18 +180,21 @@ def _snake(work: IntArray, ring_size: int) -> IntArray:
 
 
 def _nearest(work: IntArray, ring_size: int) -> IntArray:
-    """Contiguous shards, and pieces swapped between the fullest and the emptiest rank while it helps."""
+    """Give contiguous shards, pieces swapped between the fullest and the emptiest rank while it helps."""
     per_rank = len(work) // ring_size
     owners = np.arange(len(work)) // per_rank
     load = np.bincount(owners, weights=work, minlength=ring_size)
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())
+        # moving this much work from one to the other would make the two equal
         excess = (load[full] - load[empty]) / 2
         if load[full] <= (1 + (EVEN - 1) / 2) * load.mean():
             break
         give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
+        # [pieces of the fullest, pieces of the emptiest]: work that a swap moves
         gain = work[give][:, None] - work[take][None, :]
         best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
+        # no swap brings the two closer together
         if not 0 < gain[best] < 2 * excess:
             break
         owners[give[best[0]]], owners[take[best[1]]] = empty, full
@@ -196,7 +204,7 @@ def _nearest(work: IntArray, ring_size: int) -> IntArray:
 
 
 def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
-    """The residue layout of a dilated pattern (alone or in a composition).
+    """Return the residue layout of a dilated pattern (alone or in a composition).
 
     Raises:
         RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
@@ -208,6 +216,7 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern
             ' give a pattern with Dilated(...), or take "auto"'
         )
     window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
+    # each divides the next, as `ResidueLayout` asks for
     moduli = [math.lcm(*rates[: i + 1]) for i in range(len(rates))]
     if moduli[-1] > window:
         raise RingLayoutError(

@@ -21,7 +21,7 @@ SLOT = (1 << ORIGIN_BITS) - 1  # of a token's number
 
 
 class Coverage:
-    """What was computed so far.
+    """Record what was computed so far.
 
     Args:
         plan: says what should be.
@@ -45,6 +45,7 @@ class Coverage:
             for rank in range(len(schedules))
             for which in set(classes)
         }
+        # by ring rank and chunk: int64 [ring_size], pairs still due with the keys of each rank
         self.left = {
             (rank, index): due[rank, which].copy()
             for rank in range(len(schedules))
@@ -66,6 +67,7 @@ class Coverage:
         """
         tiles = step.tiles
         if len(tokens):
+            # all tokens of the buffer, whether a tile reads them or not: dK and dV are made for all of them
             word, bit = rank.rank // 64, np.uint64(1) << np.uint64(rank.rank % 64)
             self.readers[index, step.origin][tokens & SLOT, word] |= bit
         if not len(tiles):
@@ -94,6 +96,7 @@ class Coverage:
         for one in ranks if self.backward else ():
             for index, home in one.homes.items():
                 assert home.added is not None
+                # ranks that computed with a token and whose part is not in its gradient
                 missing = self.readers[index, one.rank] & ~home.added
                 if missing.any():
                     row, word = np.argwhere(missing)[0].tolist()
@@ -116,6 +119,7 @@ def _pairs_due(plan: Plan, rank: int, which: int) -> IntArray:
     """Return the pairs of a rank's queries with the keys of every rank; int64 [ring_size]."""
     runs = [plan.layout.runs(owner) for owner in range(plan.ring_size)]
     tiles = plan.classes[which].pattern.tiles(runs[rank], np.concatenate(runs))
+    # key slots count the real tokens of all shards, one shard after the other
     ends = np.cumsum([int(run[:, 2].sum()) for run in runs])
     owners = np.searchsorted(ends, tiles.k.slot, side="right")
     due = np.zeros(plan.ring_size, dtype=np.int64)

@@ -19,7 +19,7 @@ from ds_ring.errors import RingMeshError, shown
 
 
 class Coordinates(NamedTuple):
-    """Where one global rank stands on each axis."""
+    """Hold where one global rank stands on each axis."""
 
     data: int
     ring: int
@@ -27,7 +27,7 @@ class Coordinates(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """All positive divisors of `number`, ascending."""
+    """Return all positive divisors of `number`, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
@@ -97,17 +97,17 @@ class Grid:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Where each rank stands in the order."""
+        """Return where each rank stands in the order."""
         return {rank: place for place, rank in enumerate(self.order)}
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share one sequence: ring x ulysses (DeepSpeed's `sequence_parallel_size`)."""
+        """Count ranks that share one sequence: ring x ulysses (DeepSpeed's `sequence_parallel_size`)."""
         return self.ring_size * self.ulysses_size
 
     @property
     def data_size(self) -> int:
-        """Replicas that see different samples."""
+        """Count replicas that see different samples."""
         return self.world_size // self.sequence_size
 
     def coordinates(self, global_rank: int) -> Coordinates:

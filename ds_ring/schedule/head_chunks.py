@@ -36,6 +36,7 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
     """
     step = kv_heads.step or 1
     heads = range(kv_heads.start, kv_heads.stop, step)
+    # divisors only, so that all chunks are of one size
     sizes = [n for n in range(1, len(heads) + 1) if len(heads) % n == 0]
     size = next((n for n in sizes if n * head_bytes >= chunk_bytes), len(heads))  # all: nothing to send
     chunks = (heads[first : first + size] for first in range(0, len(heads), size))
@@ -44,6 +45,7 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
 
 def query_heads_of(kv_heads: slice, group: int) -> slice:
     """Return the query heads that share the K/V heads of a slice, `group` of them each."""
+    # only here may a slice have a step: see `_slices` in `plan.py`
     if group == 1:
         return kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group)

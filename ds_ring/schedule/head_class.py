@@ -52,6 +52,7 @@ class ReadsOfShards:
         """Return the slots of a shard that the rank `distance` up the ring reads."""
         key = origin, distance
         if key not in self._slots:
+            # finding a shard's reads makes tiles for all ranks: not done where the band rules the reader out
             near = origin in self._reads or self._may_touch(origin, distance)
             self._slots[key] = self._of_shard(origin).at(distance) if near else no_slots()
         return self._slots[key]
@@ -63,6 +64,7 @@ class ReadsOfShards:
     def _of_shard(self, origin: int) -> Reads:
         if origin not in self._reads:
             runs = _runs_of_all(self.layout)
+            # in the order of their distance 1, 2, ... up the ring
             readers = [*runs[origin + 1 :], *runs[:origin]]
             self._reads[origin] = find_reads(self.pattern, readers, runs[origin])
         return self._reads[origin]
@@ -109,6 +111,7 @@ class HeadClass:
             return np.array([[0, valid]]) if valid else no_slots()
         if hop > direction.limit:
             return no_slots()
+        # reads go by the distance up the ring, hops by the direction of travel
         return self.reads.slots(origin, hop * direction.sign % self.layout.ring_size)
 
     def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
@@ -152,6 +155,7 @@ class HeadClass:
 
     def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
         hops = [self._hop_plan(ring_rank, direction, hop) for hop in range(direction.limit + 1)]
+        # only at the end: a hop's index in the tuple is its number
         while len(hops) > 1 and hops[-1] is None:
             hops.pop()
         direct_sends, gradient_returns = [], []
@@ -160,9 +164,11 @@ class HeadClass:
             if not len(held):
                 continue
             reader = (ring_rank + direction.sign * hop) % self.layout.ring_size
+            # what the rank before the reader does not have, this rank, the owner, sends
             leaving = subtract_slots(held, self.relayed(ring_rank, direction, hop))
             if len(leaving):
                 direct_sends.append(DirectSend(hop, reader, leaving))
+            # what the reader does not hand on comes back from there
             ending = subtract_slots(held, self.relayed(ring_rank, direction, hop + 1))
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
@@ -177,6 +183,7 @@ class HeadClass:
         relayed = self.relayed(origin, direction, hop) if hop else no_slots()
         forward = self.relayed(origin, direction, hop + 1)
         tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
+        # at hop 0 keys lie in place, so key slots are those of the shard already
         if hop and len(tiles):
             tiles = tiles_of_payload(tiles, held)
         came_from, goes_to = (ring_rank - step) % size, (ring_rank + step) % size
@@ -194,5 +201,6 @@ def _hull(layout: Layout, ring_rank: int) -> tuple[int, int]:
     """Return the first and last position of a shard; first beyond last where it is empty."""
     runs = _runs_of_all(layout)[ring_rank]
     if not len(runs):
+        # beyond UNBOUNDED: no band reaches an empty shard
         return 1 << 62, -(1 << 62)
     return int(runs[:, 0].min()), int((runs[:, 0] + (runs[:, 2] - 1) * runs[:, 1]).max())

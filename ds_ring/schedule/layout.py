@@ -25,7 +25,7 @@ IntArray = np.ndarray  # int64 throughout this package
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """The bijection position <-> (ring rank, slot) for `tokens` tokens over `ring_size` ranks.
+    """Describe the bijection position <-> (ring rank, slot) for `tokens` tokens over `ring_size` ranks.
 
     Attributes:
         tokens: length T of the real sequence.
@@ -40,35 +40,36 @@ class Layout(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name under which `make_layout` builds this layout."""
+        """Return the name under which `make_layout` builds this layout."""
 
     @abstractmethod
     def runs(self, ring_rank: int) -> IntArray:
-        """Runs of one shard in slot order: int64 [n, 3] of (start, step, length), none empty."""
+        """Return the runs of one shard in slot order: int64 [n, 3] of (start, step, length), none empty."""
 
     @property
     @abstractmethod
     def longest_shard(self) -> int:
-        """Real tokens of the fullest shard."""
+        """Count real tokens of the fullest shard."""
 
     @property
     def local_tokens(self) -> int:
-        """Slots of every shard, padding included; the local length S of a sharded tensor."""
+        """Return the slots of every shard, padding included; the local length S of a sharded tensor."""
+        # at least one slot, so that no local tensor is empty
         return -(-max(self.longest_shard, 1) // self.multiple_of) * self.multiple_of
 
     def valid_tokens(self, ring_rank: int) -> int:
-        """Real tokens of one shard; they fill slots 0 .. valid_tokens-1."""
+        """Count real tokens of one shard; they fill slots 0 .. valid_tokens-1."""
         return int(self.runs(ring_rank)[:, 2].sum())
 
     def positions(self, ring_rank: int) -> IntArray:
-        """Global position of every slot of a shard, int64 [local_tokens]; -1 for padding slots."""
+        """Return the global position of every slot of a shard, int64 [local_tokens]; -1 for padding slots."""
         positions = np.full(self.local_tokens, -1, dtype=np.int64)
         real = expand_runs(self.runs(ring_rank))
         positions[: len(real)] = real
         return positions
 
     def slots_by_position(self) -> IntArray:
-        """For every position, its index ring_rank * local_tokens + slot; int64 [tokens]."""
+        """Return for every position its index ring_rank * local_tokens + slot; int64 [tokens]."""
         order = np.empty(self.tokens, dtype=np.int64)
         for ring_rank in range(self.ring_size):
             real = expand_runs(self.runs(ring_rank))
@@ -80,7 +81,7 @@ class Layout(ABC):
 
 
 def expand_runs(runs: IntArray) -> IntArray:
-    """The members of runs (start, step, length), one after the other; int64 [sum of lengths]."""
+    """Return the members of runs (start, step, length), one after the other; int64 [sum of lengths]."""
     start, step, length = runs[:, 0], runs[:, 1], runs[:, 2]
     total = int(length.sum())
     first = np.cumsum(length) - length
@@ -95,7 +96,7 @@ def _as_runs(rows: list[tuple[int, int, int]]) -> IntArray:
 
 @dataclass(frozen=True)
 class ChunkLayout(Layout):
-    """The sequence cut into consecutive chunks, each given to one rank.
+    """Describe the sequence cut into consecutive chunks, each given to one rank.
 
     Chunk lengths differ by at most one token, so that a ragged length leaves every rank the same work.
     """
@@ -108,15 +109,15 @@ class ChunkLayout(Layout):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the whole sequence."""
+        """Return the number of chunks of the whole sequence."""
         return self.ring_size * self.chunks_per_rank
 
     def boundary(self, chunk: int) -> int:
-        """Position at which a chunk begins."""
+        """Return the position at which a chunk begins."""
         return self.tokens * chunk // self.chunks
 
     def chunks_of(self, ring_rank: int) -> list[int]:
-        """The chunks of a rank, ascending: p alone, or p and its mirror image."""
+        """Return the chunks of a rank, ascending: p alone, or p and its mirror image."""
         if self.chunks_per_rank == 1:
             return [ring_rank]
         return [ring_rank, self.chunks - 1 - ring_rank]
@@ -141,7 +142,7 @@ class ChunkLayout(Layout):
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """Token t lies on rank t mod P (Brandon et al. 2023, Striped Attention)."""
+    """Put token t on rank t mod P (Brandon et al. 2023, Striped Attention)."""
 
     @property
     def name(self) -> str:
@@ -158,7 +159,7 @@ class StripedLayout(Layout):
 
 @dataclass(frozen=True)
 class PieceLayout(Layout):
-    """The sequence cut at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending.
+    """Cut the sequence at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending.
 
     Attributes:
         boundaries: positions at which pieces begin, and T at the end; ascending.
@@ -197,7 +198,7 @@ class PieceLayout(Layout):
 
 @dataclass(frozen=True)
 class ResidueLayout(Layout):
-    """Tokens of each window sorted by residue class, so that a dilation becomes block-sparse.
+    """Sort tokens of each window by residue class, so that a dilation becomes block-sparse.
 
     Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
     moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
@@ -219,6 +220,7 @@ class ResidueLayout(Layout):
 
     @property
     def _chunks(self) -> ChunkLayout:
+        # a chunk layout of windows instead of tokens
         windows = -(-self.tokens // self.window)
         return ChunkLayout(windows, self.ring_size, 1, self.chunks_per_rank)
 
@@ -226,9 +228,12 @@ class ResidueLayout(Layout):
         windows = expand_runs(self._chunks.runs(ring_rank)) * self.window
         period = self.moduli[-1]
         residues = np.arange(min(period, self.window))
+        # lexsort's last key counts most, so the first modulus comes last
         order = np.lexsort([residues % modulus for modulus in reversed(self.moduli)])
+        # one run for each residue of each window, in slot order
         starts = (windows[:, None] + residues[order][None, :]).reshape(-1)
         ends = np.repeat(np.minimum(windows + self.window, self.tokens), len(residues))
+        # ceil; 0 where the last window ends before the residue
         length = np.maximum(-((starts - ends) // period), 0)
         runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
         return runs[length > 0]

@@ -73,6 +73,7 @@ def make_layout(
     return _made(name, tokens, ring_size, pattern, multiple_of)
 
 
+# kept, because a layout made for a pattern takes tiles of the whole sequence
 @lru_cache(maxsize=256)
 def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
     return BUILDERS[name](tokens, ring_size, multiple_of, pattern)

@@ -64,6 +64,7 @@ def lower_pass(
     chunks = [
         (one, kv_heads) for one in classes for kv_heads in head_chunks(one.kv_heads, head_bytes, chunk_bytes)
     ]
+    # few chunks have large buffers: see [Note: one chunk after another]
     later = int(backward and len(chunks) < MANY_CHUNKS)
     return Schedule(
         chunks[0][0].ring_rank,
@@ -86,6 +87,7 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     own = plan.directions[0].at(0)
     assert own is not None, "a rank always has its own shard"
     valid = count_slots(own.held)
+    # numbers 0 and 1: SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
     directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
     rounds: list[Round] = []
@@ -108,7 +110,7 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
 
 
 class _Direction:
-    """One direction of travel: which buffers hold its keys and gradients at the present hop.
+    """Follow one direction of travel: which buffers hold its keys and gradients at the present hop.
 
     Args:
         plan: the direction on this rank.
@@ -138,9 +140,11 @@ class _Direction:
             steps.append(self._send(self.keys, here, here.goes_to, here.forward))
         own = self.plan.at(0)
         for direct in self.plan.direct_sends:
+            # in the batch before the hop at which it is read
             if direct.hop == hop + 1 and own is not None:
                 steps.append(self._send(SHARD, own, direct.receiver, direct.slots))
         if coming is not None:
+            # at hop 1 the neighbour is the origin, and everything is relayed
             for sender, slots in ((coming.came_from, coming.relayed), (coming.origin, coming.from_origin)):
                 if len(slots):
                     buffer = self._new(Payload.KEYS, slots)
@@ -152,10 +156,12 @@ class _Direction:
         """Return the messages of what the hop before found, and of what belongs to this hop's keys."""
         done, here = self.plan.at(hop - 1), self.plan.at(hop)
         steps: list[Send | Recv] = []
+        # the own shard's gradients stay in RESULTS
         leaving = done if done is not None and done.hop > 0 else None
         if leaving is not None and len(leaving.forward):
             found = self.gradients[leaving.hop]
             steps.append(self._send(found, leaving, leaving.goes_to, leaving.forward))
+        # at hop 1 the keys come from their owner, who sends no sum: its own part is in its RESULTS
         if here is not None and here.hop > 1 and len(here.relayed):
             buffer = self._new(Payload.GRADIENTS, here.relayed)
             self.partial = buffer, here.in_payload(here.relayed)
@@ -181,6 +187,7 @@ class _Direction:
         if self.backward:
             if hop:
                 self.gradients[hop] = self._new(Payload.GRADIENTS, here.held)
+                # until a neighbour's sum is added the gradients depend on the keys alone
                 self.came[self.gradients[hop]] = self.came[self.keys]
             gradients = self.gradients[hop]
         return [Compute(hop, self.keys, here.tiles, gradients, here.origin, self.came[self.keys])]
@@ -189,6 +196,7 @@ class _Direction:
         """Return what is done once the batch posted before a hop is over."""
         steps: list[Accumulate | Free] = []
         if self.parts:
+            # the present keys were computed and sent in the batch that is over
             steps += [*self.let_go(), *self._join(hop)]
         if self.partial is not None:
             buffer, part = self.partial
@@ -203,6 +211,7 @@ class _Direction:
     def _join(self, hop: int) -> list[Accumulate | Free]:
         """Make the next keys of their parts: what the neighbour handed on and what the origin sent."""
         parts, self.parts = self.parts, []
+        # one message brought everything: its buffer is the payload, nothing is copied
         if len(parts) == 1:
             self.keys = parts[0][0]
             self.came[self.keys] = hop
@@ -221,6 +230,7 @@ class _Direction:
         """Return the step that sends some slots of a hop's shard; at hop 0 they lie in place."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
         payload = self.buffers[buffer].payload
+        # numbered in any case, used where the slots do not lie side by side in memory
         packed = self._new(payload, slots)
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer])

@@ -17,7 +17,7 @@ from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
 
 
 class Reads(NamedTuple):
-    """Progressions of a shard's slots that other ranks read, and how many ranks up the ring they sit.
+    """Hold progressions of a shard's slots that other ranks read, and how many ranks up the ring they sit.
 
     Attributes:
         slots: int64 [n, 3] of (slot, slot step, length), no two rows equal for the same distance.
@@ -28,27 +28,29 @@ class Reads(NamedTuple):
     distances: IntArray
 
     def at(self, distance: int) -> SlotRanges:
-        """All that one reader reads."""
+        """Return all that one reader reads."""
         first, end = np.searchsorted(self.distances, [distance, distance + 1])
         return ranges_of_progressions(self.slots[first:end])
 
 
 def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
-    """What the readers, given by their runs in the order of their distance 1, 2, ..., read of a shard."""
+    """Find what the readers, given by their runs in order of their distance 1, 2, ..., read of a shard."""
     if not reader_runs or not len(origin_runs):
         return Reads(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))
     runs = np.concatenate(reader_runs)
     distance_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
+    # one table for all readers, whose runs lie one after the other in its query slots
     table = pattern.tiles(runs, origin_runs)
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     distances = distance_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
     rows = np.stack([distances, table.k.slot, table.k.slot_step, table.k.length], axis=1)
+    # queries of one reader often read the same keys; sorted by distance first
     rows = np.unique(rows, axis=0)
     return Reads(rows[:, 1:], rows[:, 0])
 
 
 def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
-    """The same tiles with key slots that index the packed payload.
+    """Return the same tiles with key slots that index the packed payload.
 
     A tile's keys are a progression of the shard's slots; packed, their stride may change where the payload
     holds more or less. Such a tile is cut there.
@@ -76,11 +78,13 @@ def _members(slot: int, step: int, length: int) -> IntArray:
 
 
 def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
-    """Rows whose keys do not stay a progression when packed."""
+    """Find rows whose keys do not stay a progression when packed."""
     k = tiles.k
     first, last = locate_slots(k.slot, held), locate_slots(k.slot + (k.length - 1) * k.slot_step, held)
+    # neighbouring slots stay neighbours when packed, and two keys always are a progression
     suspicious = (k.slot_step > 1) & (k.length > 2) & (len(held) > 1)
     broken = np.zeros(len(tiles), dtype=bool)
+    # tiles of different queries share their keys, so each progression is looked at once
     verdicts: dict[tuple[int, int, int], bool] = {}
     for row in np.flatnonzero(suspicious):
         key = (int(k.slot[row]), int(k.slot_step[row]), int(k.length[row]))
@@ -93,7 +97,7 @@ def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
 
 
 def _cut_where_stride_changes(row: Tiles, held: SlotRanges) -> list[Tiles]:
-    """One tile as several, the keys of each a progression of the payload."""
+    """Cut one tile into several, the keys of each a progression of the payload."""
     length = int(row.k.length[0])
     where = locate_slots(_members(int(row.k.slot[0]), int(row.k.slot_step[0]), length), held)
     pieces, first = [], 0

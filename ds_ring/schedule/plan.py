@@ -30,7 +30,7 @@ SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choos
 
 @dataclass(frozen=True)
 class Plan:
-    """pattern x layout, ready to be lowered; build with `build_plan`.
+    """Hold pattern x layout, ready to be lowered; build with `build_plan`.
 
     Attributes:
         pattern, layout: what it was built from.
@@ -47,16 +47,16 @@ class Plan:
 
     @property
     def ring_size(self) -> int:
-        """Number of ranks P."""
+        """Return the number of ranks P."""
         return self.layout.ring_size
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Count query heads that share a K/V head."""
         return self.query_heads // self.kv_heads
 
     def rank(self, ring_rank: int) -> RankPlan:
-        """The plan of one rank, built when first asked for."""
+        """Return the plan of one rank, built when first asked for."""
         if ring_rank not in self._ranks:
             classes = tuple(head_class.rank(ring_rank) for head_class in self.classes)
             self._ranks[ring_rank] = RankPlan(ring_rank, classes, self.group, self.kv_heads)
@@ -68,18 +68,18 @@ class Plan:
 
     @property
     def tokens_sent(self) -> int:
-        """Token-units that travel in a forward pass, summed over ranks, hops and K/V heads."""
+        """Count token-units that travel in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
         return self._over_heads([sum(map(head_class.tokens_sent, origins)) for head_class in self.classes])
 
     @property
     def tokens_needed(self) -> int:
-        """Token-units that must cross at the least: each token once to every other rank that reads it."""
+        """Count token-units that must cross at least: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
         return self._over_heads([sum(map(head_class.tokens_needed, origins)) for head_class in self.classes])
 
     def summary(self) -> str:
-        """A table for people: per rank, head class, and hop the tiles, pairs and tokens held and sent on."""
+        """Return a table for people: by rank, class, hop the tiles, pairs and tokens held and sent on."""
         lines = [f"{self.pattern} on {self.layout}"]
         for head_class in self.classes:
             ways = " and ".join("up" if direction.sign > 0 else "down" for direction in head_class.directions)
@@ -96,7 +96,7 @@ class Plan:
 
 
 def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tuple[slice, Pattern]]:
-    """K/V heads that are read alike, as slices, with the pattern of the query heads that share one."""
+    """Return K/V heads that are read alike, as slices, with the pattern of the query heads that share one."""
     group = query_heads // kv_heads
     classes: dict[Pattern, list[int]] = defaultdict(list)
     for head in range(kv_heads):
@@ -106,7 +106,8 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
 
 
 def _slices(heads: list[int], group: int) -> list[slice]:
-    """A list of K/V heads as slices, such that the query heads that share them are a slice as well."""
+    """Write a list of K/V heads as slices, such that the query heads that share them are a slice as well."""
+    # groups of query heads are consecutive only for K/V heads that are
     steps = set(np.diff(heads).tolist()) or {1}
     if len(steps) == 1 and (group == 1 or steps == {1}):
         return [slice(heads[0], heads[-1] + 1, steps.pop())]
@@ -114,7 +115,7 @@ def _slices(heads: list[int], group: int) -> list[slice]:
 
 
 def sampled_origins(size: int) -> list[int]:
-    """Shards that stand for all of a ring when costs are compared; all of them up to 16."""
+    """Pick shards that stand for all of a ring when costs are compared; all of them up to 16."""
     if size <= 16:
         return list(range(size))
     # spread by the golden ratio: at regular distances they would all lie at the same place of a segment
@@ -122,12 +123,12 @@ def sampled_origins(size: int) -> list[int]:
 
 
 def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
-    """All shards of a ring travel in one direction."""
+    """Let all shards of a ring travel in one direction."""
     return (Direction(sign, size - 1),)
 
 
 def choose_directions(reads: ReadsOfShards) -> tuple[Direction, ...]:
-    """The directions whose tokens cross the fewest links; up on a tie, one rather than two.
+    """Choose the directions whose tokens cross the fewest links; up on a tie, one rather than two.
 
     What is sent is the same whichever way; [Note: relays and direct sends]. Two directions serve every reader
     from the nearer side, which is what a pattern that looks both ways needs.
@@ -135,14 +136,16 @@ def choose_directions(reads: ReadsOfShards) -> tuple[Direction, ...]:
     size = reads.layout.ring_size
     if size <= 2:
         return one_way(size)
+    # size - 1 hops together, so every other rank is reached once
     both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
     origins = sampled_origins(size)
     ways = (one_way(size), one_way(size, -1), both_ways)
+    # of equal sums `min` takes the first way
     return min(ways, key=lambda way: sum(map(HeadClass(reads, slice(0, 1), way).links, origins)))
 
 
 def check_length(pattern: Pattern, layout: Layout) -> None:
-    """RingPatternError unless the pattern is one for the layout's sequence.
+    """Raise RingPatternError unless the pattern is one for the layout's sequence.
 
     Queries that are on every rank may know less of a cache than it has room for: those are not checked.
     """

@@ -117,6 +117,7 @@ class DirectionPlan:
     @property
     def forward_batches(self) -> int:
         """Return the batches of the forward pass in which this rank computes, receives or sends."""
+        # what is read at hop s is sent in batch s - 1, the s-th
         return max(len(self.hops), self.direct_sends[-1].hop if self.direct_sends else 0)
 
     @property
@@ -128,6 +129,7 @@ class DirectionPlan:
     @cached_property
     def backward_batches(self) -> int:
         """Return the batches of the backward pass: gradients return after the last hop."""
+        # gradients of hop s are sent in batch s + 1
         last_home = self.gradient_returns[-1].hop + 1 if self.gradient_returns else 0
         last_send = len(self.hops) if len(self.hops) > 1 else 0
         return max(last_home, last_send) + 1
@@ -159,6 +161,7 @@ class HeadClassPlan:
     @property
     def hops(self) -> list[HopPlan]:
         """Return every hop at which something is computed, held or sent on, in order."""
+        # hop 0 is the same in both directions and counts once
         own = [v for v in self.directions[0].hops[:1] if v is not None]
         return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
 
@@ -166,6 +169,7 @@ class HeadClassPlan:
         """Return attended pairs per K/V head: over the `group` query heads that share it."""
         total = 0
         for hop_plan in self.hops:
+            # a tile for all members is computed for each query head of the group
             heads = np.where(hop_plan.tiles.member < 0, group, 1)
             total += int((hop_plan.tiles.pairs * heads).sum())
         return total

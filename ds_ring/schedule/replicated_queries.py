@@ -21,7 +21,7 @@ from ds_ring.schedule.plan import head_classes
 
 
 class HeadTiles(NamedTuple):
-    """The tiles of the heads that are read alike.
+    """Hold the tiles of the heads that are read alike.
 
     Attributes:
         heads: query heads, a slice of all of them.
@@ -35,7 +35,7 @@ class HeadTiles(NamedTuple):
 
 
 def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntArray | None) -> IntArray:
-    """Global positions of replicated queries, int64 [queries].
+    """Return global positions of replicated queries, int64 [queries].
 
     Args:
         pattern, layout: of the call.
@@ -73,12 +73,13 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
 
 
 def query_runs(positions: IntArray) -> IntArray:
-    """Any list of positions as runs (start, step, length), in its own order; int64 [n, 3].
+    """Write any list of positions as runs (start, step, length), in its own order; int64 [n, 3].
 
     A progression stays one run where it is longer than its step is wide: a diagonal splits the two sides of
     a tile to their common step, and a few positions far apart are cheaper one by one.
     """
     steps = np.diff(positions)
+    # indices in `steps` at which each stretch of equal steps ends
     turns = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))
     runs, first = [], 0
     while first < len(positions):
@@ -86,6 +87,7 @@ def query_runs(positions: IntArray) -> IntArray:
         if first < len(steps):
             step = int(steps[first])
             length = int(turns[np.searchsorted(turns, first, side="right")]) - first + 1
+        # runs ascend, so positions that repeat or fall are single ones
         if step < 1 or length <= step:
             step, length = 1, 1
         runs.append((int(positions[first]), step, length))
@@ -97,7 +99,7 @@ def query_runs(positions: IntArray) -> IntArray:
 def replicated_tiles(
     pattern: Pattern, layout: Layout, ring_rank: int, positions: bytes, query_heads: int, kv_heads: int
 ) -> tuple[HeadTiles, ...]:
-    """What a rank computes: all queries against its own shard.
+    """Return what a rank computes: all queries against its own shard.
 
     Args:
         pattern: what attends to what.

@@ -24,7 +24,7 @@ from ds_ring.masks.tiles import Tiles
 
 
 class Payload(Enum):
-    """The two tensors that travel together; the first one is sent first."""
+    """Name the two tensors that travel together; the first one is sent first."""
 
     KEYS = ("K", "V")  # in the dtype of the inputs
     GRADIENTS = ("dK", "dV")  # in the accumulators' dtype
@@ -42,7 +42,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, [batch, heads of the chunk, slots, head_dim] each.
+    """Describe memory for a pair of tensors, [batch, heads of the chunk, slots, head_dim] each.
 
     Attributes:
         payload: what they are, and with it their dtype.
@@ -167,7 +167,7 @@ Step: TypeAlias = Send | Recv | Compute | Accumulate | Free
 
 
 class Round(NamedTuple):
-    """What one head chunk does in one batch, in this order; [Note: batches].
+    """Hold what one head chunk does in one batch, in this order; [Note: batches].
 
     Attributes:
         arrived: what is done with the messages of the chunk's batch before.
@@ -181,12 +181,12 @@ class Round(NamedTuple):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All of them."""
+        """Return all of them."""
         return (*self.arrived, *self.posted, *self.computed)
 
 
 class ChunkSteps(NamedTuple):
-    """The steps of any chunk of heads that are read alike.
+    """Hold the steps of any chunk of heads that are read alike.
 
     Attributes:
         buffers: by their number in the steps.
@@ -198,7 +198,7 @@ class ChunkSteps(NamedTuple):
 
 
 class HeadChunk(NamedTuple):
-    """Heads that go round the ring together.
+    """Describe heads that go round the ring together.
 
     Attributes:
         kv_heads: K/V heads, a slice of all that the rank has.
@@ -214,7 +214,7 @@ class HeadChunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One batch of a pass; [Note: batches].
+    """Hold one batch of a pass; [Note: batches].
 
     Attributes:
         number: from 0.
@@ -229,7 +229,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that one rank does in a forward or in a backward pass.
+    """Hold all that one rank does in a forward or in a backward pass.
 
     Attributes:
         ring_rank: whose schedule this is.
@@ -257,4 +257,5 @@ class Schedule:
                 begun += 1
             under_way = [index for index in under_way if ends[index] > number]
             rounds = [(index, self.chunks[index].steps.rounds[number - starts[index]]) for index in under_way]
+            # batch b of a chunk brings the keys of its hop b + 1
             yield Batch(number, number - starts[begun - 1] + 1, rounds)

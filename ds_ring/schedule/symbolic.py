@@ -44,7 +44,7 @@ def _each(slots: SlotRanges) -> IntArray:
 
 @dataclass
 class Content:
-    """What lies in a buffer.
+    """Hold what lies in a buffer.
 
     Attributes:
         tokens: number of the token in each slot, NOTHING where it was not filled; int64 [n].
@@ -63,7 +63,7 @@ class Content:
 
 @dataclass
 class SymbolicRank:
-    """Buffers of one rank's head chunks.
+    """Track buffers of one rank's head chunks.
 
     Attributes:
         schedule: of the rank.
@@ -112,6 +112,7 @@ class SymbolicRank:
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
         if step.payload is not self._chunk(index).steps.buffers[step.buffer].payload:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
+        # reads are allowed until the batch is over, changes are not: see `_live`
         source.leaving = self.batch
         packed = self._fresh(index, step.packed)
         packed.tokens, packed.leaving = part.tokens, self.batch
@@ -149,6 +150,7 @@ class SymbolicRank:
         if step.gradients == RESULTS:
             target = self._live(index, RESULTS)
         else:
+            # a sum begins here; sums of other ranks are added by Accumulate
             target = self._fresh(index, step.gradients)
             target.tokens, target.came = keys.tokens, keys.came
             target.added = self._nobody(len(keys.tokens))
@@ -163,6 +165,7 @@ class SymbolicRank:
         self.step = step
         source = self._read(index, step.source, step.needs)
         buffer = self._chunk(index).steps.buffers[step.buffer]
+        # keys of several parts: the first part takes the buffer
         known = (index, step.buffer) in self.contents
         target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer)
         where = _each(step.part)
@@ -200,6 +203,7 @@ class SymbolicRank:
         assert target.added is not None
         if (twice := target.added[where] & added).any():
             word, bits = next((w, int(x)) for row in twice for w, x in enumerate(row) if x)
+            # the lowest bit that is set in both
             rank = 64 * word + (bits & -bits).bit_length() - 1
             self.refuse("each rank's gradients once", f"those of ring rank {rank} twice")
         target.added[where] |= added

@@ -24,7 +24,7 @@ from ds_ring.schedule.symbolic import Content, SymbolicRank
 
 
 class _End(NamedTuple):
-    """One end of a message: the batch it is posted in, and the step of a head chunk that posts it."""
+    """Hold one end of a message: the batch it is posted in, and the step of a head chunk that posts it."""
 
     rank: int
     batch: int
@@ -117,7 +117,7 @@ def _match(send: _End | None, receive: _End | None) -> None:
 
 @dataclass(eq=False)
 class _Flying:
-    """A message of which one end is posted, or both."""
+    """Hold a message of which one end is posted, or both."""
 
     send: _End | None = None
     content: Content | None = None
@@ -129,7 +129,7 @@ class _Flying:
 
 
 class _Ring:
-    """All ranks under way: each goes on as soon as all messages of its batch have both ends posted."""
+    """Run all ranks: each goes on as soon as all messages of its batch have both ends posted."""
 
     def __init__(self, schedules: Sequence[Schedule], coverage: Coverage) -> None:
         words = -(-len(schedules) // 64)
@@ -154,6 +154,7 @@ class _Ring:
             concerned = self._advance(rank, batch)
             ready.extend(peer for peer in sorted(concerned) if self._may_go_on(peer))
         if through < len(self.ranks):
+            # ranks that are through have nothing posted and may go on
             self._refuse_circle(next(r for r in range(len(self.ranks)) if not self._may_go_on(r)))
         return self.ranks
 
@@ -174,6 +175,7 @@ class _Ring:
                 end = _End(rank.rank, batch.number, index, rank.schedule.chunks[index], post)
                 if self._post(rank, end):
                     concerned.add(post.peer)
+        # after the posts of all chunks: [Note: batches]
         for index, steps in batch.rounds:
             for compute in steps.computed:
                 rank.compute(index, compute)
@@ -183,6 +185,7 @@ class _Ring:
         """Post one end of a message; return whether the other one was there."""
         step = end.step
         queue = self.queues[(end.rank, step.peer) if isinstance(step, Send) else (step.peer, end.rank)]
+        # a queue holds sends without a receive, or receives without a send, never both
         if queue and (queue[0].send is None) == isinstance(step, Send):
             message = queue.popleft()
         else:
@@ -207,6 +210,7 @@ class _Ring:
     def _refuse_circle(self, rank: int) -> NoReturn:
         """Raise for ranks that wait for one another."""
         path: list[int] = []
+        # from each rank to the other end of its first open message
         while rank not in path:
             path.append(rank)
             message = next(message for message in self.posted[rank] if not message.is_complete)

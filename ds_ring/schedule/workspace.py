@@ -21,7 +21,7 @@ FLOAT = 4
 
 
 class HopShape(NamedTuple):
-    """Of one group of heads at one hop.
+    """Hold the sizes of one group of heads at one hop.
 
     Attributes:
         rows: batch x query heads of the group.
@@ -41,7 +41,7 @@ class HopShape(NamedTuple):
 
 
 def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
-    """Most bytes alive inside the kernel and the merge, at one hop.
+    """Return the most bytes alive inside the kernel and the merge, at one hop.
 
     Args:
         kernel: "cpu" or "flex".
@@ -61,38 +61,39 @@ def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) 
 
 
 def _cpu_forward(tiles: Tiles, shape: HopShape) -> int:
-    """A call's output, its lse, and the merge's five temporaries of that size."""
+    """Count a call's output, its lse, and the merge's five temporaries of that size."""
     queries = min(BLOCK, int(tiles.q.length.max()))
     return queries * shape.rows * (shape.head_dim + 6) * FLOAT + ATEN_FORWARD_BYTES
 
 
 def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
-    """dq twice (aten's accumulator and its result), dk, dv."""
+    """Count dq twice (aten's accumulator and its result), dk, dv."""
     queries, keys = _call_sides(tiles)
     per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
     return per_slot * shape.head_dim * FLOAT + ATEN_BACKWARD_BYTES
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
-    """Most queries and most keys of a backward call."""
+    """Return most queries and most keys of a backward call."""
     most = BIASED if (tiles.weight >= 0).any() else BLOCK
     rectangular = tiles.kind != Kind.BI_CAUSAL
     if rectangular.any():
         queries, keys = (int(side.length[rectangular].max()) for side in (tiles.q, tiles.k))
         return min(most, queries), min(most, keys)
     strip, width = _strip(tiles)
+    # so many queries see some key of a strip
     return min(strip + width - 1, most), strip
 
 
 def _strip(tiles: Tiles) -> tuple[int, int]:
-    """Keys of a backward strip, and the width of the widest band."""
+    """Return keys of a backward strip, and the width of the widest band."""
     band = tiles.kind == Kind.BI_CAUSAL
     width = int((tiles.k.length - tiles.q.length + 1)[band].max())
     return (2 * TRIANGLE if width >= 8 * TRIANGLE else TRIANGLE), width
 
 
 def _bias(tiles: Tiles, backward: bool) -> int:
-    """What hides the corners of a band's strips, kept and once more inside aten."""
+    """Count what hides the corners of a band's strips, kept and once more inside aten."""
     if not (tiles.kind == Kind.BI_CAUSAL).any():
         return 0
     strip, width = _strip(tiles)
@@ -104,13 +105,13 @@ def _bias(tiles: Tiles, backward: bool) -> int:
 
 
 def _float_copies(shape: HopShape, backward: bool) -> int:
-    """The CPU kernel computes low precision in float32: q (backward: grad_out and out as well), k, v."""
+    """Count float32 copies of low precision on the CPU: q (backward: grad_out and out as well), k, v."""
     queries = (3 if backward else 1) * shape.rows * shape.queries
     return (queries + 2 * shape.kv_rows * shape.keys) * shape.head_dim * FLOAT
 
 
 def _flex(shape: HopShape, backward: bool) -> int:
-    """One call for the whole hop: out, its float32 form and the merge's weights; or dq, dk, dv and delta."""
+    """Count one call for the whole hop: out, its float32 form, the merge's weights; or dq, dk, dv, delta."""
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
     if backward:
         return (queries + 2 * keys) * shape.head_dim * shape.element_bytes + 2 * queries * FLOAT
