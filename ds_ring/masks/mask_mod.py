@@ -26,7 +26,7 @@ _SAMPLED = 64  # positions at which a mask is tried before the first pass, besid
 
 @dataclass(frozen=True)
 class MaskMod(Pattern):
-    """Attend by a `mask_mod` of FlexAttention, in global positions; torch's `and_masks`, `or_masks` compose it.
+    """Attend by a FlexAttention `mask_mod` of global positions; torch's `and_masks`, `or_masks` compose it.
 
     It is evaluated as FlexAttention does: with 0-d tensors, by vmap over samples, heads, queries and keys.
     One that depends on the head is asked head by head, with the head's number among all query heads of the
