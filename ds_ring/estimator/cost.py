@@ -1,4 +1,4 @@
-"""FLOPs, bytes and time of a plan on given hardware, per attention pass of one rank. Pure arithmetic.
+"""Compute FLOPs, bytes and time of a plan on given hardware, per attention pass of one rank. Pure arithmetic.
 
 Owns what a pass costs on hardware that is described, not measured. The time of a schedule is `pass_time.py`'s
 and memory `pass_memory.py`'s; layers, other matrices and ZeRO are `estimate.py`'s.
@@ -79,8 +79,10 @@ class PassCost:
 def executed_pairs(tiles: Tiles) -> int:
     """Return the pairs that a kernel multiplies: corners of triangles and bands as well, in blocks of 128."""
     q, k = tiles.q.length, tiles.k.length
+    # The halves of the smallest triangles beyond the diagonal: (side - 1) / 2 keys for each query.
     corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
     edged = (tiles.kind != Kind.FULL) & (tiles.kind != Kind.PARTIAL)
+    # A band has two such edges, a triangle one.
     whole = tiles.pairs + np.where(edged, corner * np.where(tiles.kind == Kind.BI_CAUSAL, 2, 1), 0)
     return int(np.minimum(whole, q * k).sum())
 
@@ -99,11 +101,13 @@ def bytes_sent(parts: list[Part], shape: PassShape) -> tuple[int, int]:
 def _sent(schedule: Schedule, shape: PassShape) -> int:
     sizes = {Payload.KEYS: shape.element_bytes, Payload.GRADIENTS: FLOAT}
     slots: dict[int, int] = {}  # by chunk's steps: slots that are sent, times bytes of an element
+    # Chunks that are read alike share one object of steps: looked at once, counted for each.
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
             slots[id(chunk.steps)] = sum(count_slots(post.slots) * sizes[post.payload] for post in posted)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
+    # K and V, or dK and dV.
     return 2 * shape.batch * shape.head_dim * heads
 
 
@@ -133,6 +137,7 @@ def pass_cost(
         work = {key: work_of(one, shape.group, executed_pairs) for key, one in steps.items()}
         lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
+        # The same in both directions; the last turn's figures stay.
         pairs, executed = (shape.batch * int(sum(n * w[:, i].sum() for n, w in heads)) for i in (0, 1))
     compute, transfer, kernel = (
         np.concatenate([getattr(line, name) for line in lines]) for name in ("compute", "transfer", "kernel")

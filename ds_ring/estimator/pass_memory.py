@@ -1,4 +1,4 @@
-"""Peak memory of a ring pass on one rank: its steps with bytes for buffers. Pure arithmetic.
+"""Estimate the peak memory of a ring pass on one rank: its steps with bytes for buffers. Pure arithmetic.
 
 Owns the count of message buffers, accumulators and kernel workspace; what stays at home (q, k, v, out and
 their gradients) is `model_memory.py`'s. The steps are those that real ranks run, so what is alive at once is
@@ -34,7 +34,7 @@ CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what the
 
 @dataclass(frozen=True)
 class PassShape:
-    """The tensors of a pass on one rank.
+    """Describe the tensors of a pass on one rank.
 
     Attributes:
         batch: B.
@@ -71,7 +71,7 @@ class PassShape:
 
 
 class PassMemory(NamedTuple):
-    """Bytes beside what stays at home.
+    """Hold the bytes beside what stays at home.
 
     Attributes:
         buffers: of messages; kept from pass to pass.
@@ -85,7 +85,7 @@ class PassMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """As if all were highest at once, which they are within a few percent."""
+        """Return the sum as if all were highest at once, which they are within a few percent."""
         return sum(self)
 
 
@@ -115,7 +115,7 @@ def _shortened(schedule: Schedule) -> Schedule:
 
 
 class _Meter:
-    """Bytes alive by what they are for, and the most there were.
+    """Count bytes alive by what they are for, and the most there were.
 
     Args:
         shape: of the tensors.
@@ -136,11 +136,13 @@ class _Meter:
         for batch in schedule.batches():
             for index, steps in batch.rounds:
                 chunk = schedule.chunks[index]
+                # As in `RingPass`: results are made in the batch in which the chunk sets out.
                 if (index, RESULTS) not in self.sizes:
                     self.sizes[index, RESULTS] = size = self._results_bytes(chunk, schedule.backward)
                     self.accumulators += size
                 for step in (*steps.arrived, *steps.posted):
                     self._do(index, chunk, step)
+            # After the messages of all chunks: these are in flight while any of them computes.
             for index, steps in batch.rounds:
                 for compute in steps.computed:
                     self._do(index, schedule.chunks[index], compute)
@@ -167,6 +169,7 @@ class _Meter:
         if (index, buffer) not in self.sizes:
             payload, slots = chunk.steps.buffers[buffer]
             element = FLOAT if payload is Payload.GRADIENTS else self.shape.element_bytes
+            # K and V, or dK and dV.
             size = 2 * slots * self._rows(chunk.kv_heads) * self.shape.head_dim * element
             self.sizes[index, buffer] = size
             self.used += size
@@ -179,6 +182,7 @@ class _Meter:
         heads = count_heads(chunk.kv_heads)
         neighbours = shape.batch == 1 and ((chunk.kv_heads.step or 1) == 1 or heads == 1)
         dense = not own or (shape.contiguous and neighbours)
+        # With one head of one sample every range of slots is one piece.
         one_head = shape.batch * heads == 1 and (shape.contiguous or not own)
         return len(step.part) <= 1 and ((count_slots(step.part) == slots and dense) or one_head)
 
@@ -186,6 +190,7 @@ class _Meter:
         """Return the bytes of float32 results beside those of the inputs' dtype."""
         if self.shape.element_bytes >= FLOAT:
             return 0
+        # out, or dQ with the own shard's dK and dV.
         rows = self._rows(chunk.query_heads) + (2 * self._rows(chunk.kv_heads) if backward else 0)
         return rows * self.shape.local_tokens * self.shape.head_dim * FLOAT
 

@@ -1,4 +1,4 @@
-"""Time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
+"""Model the time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
 
 Owns what a batch of a schedule takes: arithmetic, the rank's own work of posting, and the messages that
 arrive meanwhile. Which rates are true of a machine is the caller's: `cost.py` reads a hardware description,
@@ -27,7 +27,7 @@ Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
 
 
 class Rates(NamedTuple):
-    """What a machine takes for the work of a pass, seconds.
+    """Describe what a machine takes for the work of a pass, seconds.
 
     Attributes:
         flops_per_s: of the kernel.
@@ -47,7 +47,7 @@ class Rates(NamedTuple):
 
 
 class TimeLine(NamedTuple):
-    """Seconds of every batch of a pass; float64 [batches] each.
+    """Hold the seconds of every batch of a pass; float64 [batches] each.
 
     Attributes:
         kernel: in the kernel.
@@ -72,6 +72,7 @@ class TimeLine(NamedTuple):
 
 def by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
     """Yield tiles with the number of query heads they are for, of the `group` that share a K/V head."""
+    # A table may hold tiles of one head in the group beside tiles of all.
     single = tiles.member >= 0
     if not single.any():
         yield tiles, group
@@ -96,6 +97,7 @@ def work_of(steps: ChunkSteps, group: int, executed: Callable[[Tiles], int]) -> 
     for row, steps_now in zip(work, steps.rounds, strict=False):
         for step in steps_now.computed:
             for tiles, heads in by_member(step.tiles, group) if len(step.tiles) else ():
+                # Pairs count for every query head; a tile is one call for all heads that it is for.
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
@@ -114,6 +116,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
     """
     flops = (BACKWARD_FLOPS if schedule.backward else FORWARD_FLOPS) * shape.head_dim
     starts = schedule.starts
+    # Chunks overlap: a batch takes what all chunks under way in it take.
     line = np.zeros(
         (3, max(at + len(work[id(c.steps)]) for at, c in zip(starts, schedule.chunks, strict=True)))
     )
@@ -122,6 +125,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         _, executed, tiles, keys, gradients = mine.T
         rows = shape.batch * count_heads(chunk.kv_heads)
         calls = np.minimum(tiles, 1) if rates.one_call else tiles
+        # Bytes received; dK and dV are float32 whatever the inputs are.
         size = 2 * rows * shape.head_dim * (keys * shape.element_bytes + gradients * FLOAT)
         kernel = executed * rows * flops / rates.flops_per_s + calls * rates.tile_s
         transfer = size / rates.bytes_per_s + np.where(size > 0, rates.latency_s, 0.0)

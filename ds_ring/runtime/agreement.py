@@ -1,13 +1,8 @@
-"""What ranks must agree on before the first payload of a call: the header, and the errors that follow.
+"""Compare what ranks must agree on before the first payload of a call: the header, and its errors.
 
 Owns the header and the messages about it; how it travels is the exchange's, what stands in it the caller's.
 The header is a digest, so that agreeing costs next to nothing; only ranks that turn out to disagree send
 each other what they meant, and all of them can say who differs in what.
-
-[Note: refusals]
-A rank that must refuse its own input still takes part, so that the others raise too instead of waiting for
-it. Headers go over the whole sequence group, ring and Ulysses ranks alike: whoever would wait for the
-refusing rank, directly or through somebody else, hears of it.
 """
 
 from __future__ import annotations
@@ -30,6 +25,10 @@ _NAMED_RANKS = 4
 Report = dict[str, str]
 
 
+# [Note: refusals]
+# A rank that must refuse its own input still takes part, so that the others raise too instead of waiting for
+# it. Headers go over the whole sequence group, ring and Ulysses ranks alike: whoever would wait for the
+# refusing rank, directly or through somebody else, hears of it.
 def agree(
     exchange: Exchange,
     operation: str,
@@ -57,13 +56,16 @@ def _agree(
     exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None
 ) -> None:
     mesh = exchange.mesh
+    # Refused calls count as well: ranks that go on after one must still have equal numbers.
     exchange.call = next(mesh.calls)
     mine = {_OPERATION: operation, "number of the call": str(exchange.call)}
     mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
+    # The refusal stands first: headers are compared lexicographically, so least[0] is 1 only if all refuse.
     header = torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
     try:
         least, greatest = exchange.spread(header).tolist()
         all_refuse, all_equal = least[0] == 1, least == greatest
+        # Collective as well: every rank sees the same least and greatest, and decides alike.
         reports = [] if all_refuse or all_equal else _all_reports(exchange, mine)
     except RingPeerError as unheard:
         if refused is not None:  # nobody to tell: the own fault is still the better message
@@ -81,18 +83,20 @@ def _digest(report: Report) -> int:
 
 
 def _all_reports(exchange: Exchange, mine: Report) -> list[Report]:
-    """Every rank's report, by sequence rank."""
+    """Return every rank's report, by sequence rank."""
     text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
+    # An all-gather takes equal sizes only: padded with spaces, which JSON ignores.
     data = text.encode().ljust(_REPORT_BYTES)
     assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
     mesh = exchange.mesh
+    # A bytearray, since torch warns of memory that it cannot write to.
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
     return [json.loads(bytes(row.tolist())) for row in rows]
 
 
 def _describe(mesh: RingMesh, reports: list[Report]) -> str:
-    """The message for reports that differ."""
+    """Return the message for reports that differ."""
     refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
     if refusing:
         return (

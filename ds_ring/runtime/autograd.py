@@ -1,4 +1,4 @@
-"""The operators `ds_ring::ring_attention` and `ds_ring::replicated_attention`, and their gradients.
+"""Register the operators `ds_ring::ring_attention` and `ds_ring::replicated_attention`, and their gradients.
 
 Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one
 opaque node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a
@@ -26,10 +26,11 @@ from ds_ring.runtime.ring_pass import RingPass
 def _pass_of(
     q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None
 ) -> RingPass | GatherPass:
-    """The pass of a context (back, if there is a gradient), after every rank has agreed to it."""
+    """Return the pass of a context (back, if there is a gradient), after every rank has agreed to it."""
     context = context_of(handle)
     plan, kernel, scale = context.prepare(q, k, v, grad_out)
     ring_rank, options = context.mesh.ring_rank, context.options
+    # The yardstick sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     chunk_bytes = options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
@@ -47,29 +48,32 @@ def _pass_of(
 
 
 def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
-    """The other ranks are told of whatever else is raised in a pass: they would wait for this one."""
+    """Tell the other ranks of whatever else is raised in a pass: they would wait for this one."""
     return nullcontext() if made.exchange is None else made.exchange.guarded()
 
 
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
 def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
+    """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
     with context_of(handle).mesh.in_call():
+        # Outside the guard: a refused call sends nothing, and the mesh can still be used after it.
         made = _pass_of(q, k, v, handle)
         with _guarded(made):
             return made.forward(q, k, v)
 
 
+# Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.
 @ring_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
+# An operator as well, so that the backward graph has one opaque node for the pass, too.
 @torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=())
 def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); see `RingPass.backward`."""
+    """Return (dq, dk, dv); see `RingPass.backward`."""
     with context_of(handle).mesh.in_call():
         made = _pass_of(q, k, v, handle, grad_out)
         with _guarded(made):
@@ -86,6 +90,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, handle = inputs
     out, lse = output
+    # No hop's K/V: they go round again in the backward pass, which keeps memory at O(T / P).
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.handle = handle
     ctx.context = context_of(handle)  # alive until the backward pass
@@ -120,7 +125,7 @@ ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_co
 def _replicated(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None
 ) -> ReplicatedPass:
-    """The pass of a context for replicated queries, after every rank has agreed to it."""
+    """Return the pass of a context for replicated queries, after every rank has agreed to it."""
     context = context_of(handle)
     tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out)
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
@@ -130,7 +135,7 @@ def _replicated(
 def replicated_attention_op(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [B, H, Q, D], equal on all ranks, over the ring's k, v; see `ReplicatedPass.forward`.
+    """Return (out, lse) of q [B, H, Q, D], equal on all ranks, over the ring's k, v; see `ReplicatedPass`.
 
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
@@ -156,7 +161,7 @@ def replicated_attention_backward_op(
     lse: Tensor,
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); see `ReplicatedPass.backward`."""
+    """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     with context_of(handle).mesh.in_call():
         made = _replicated(q, k, v, positions, handle, grad_out)
         with _guarded(made):

@@ -1,13 +1,8 @@
-"""Tiles of a hop -> what FlexAttention reads: blocks to visit, and labels of tokens for what is inside.
+"""Turn tiles of a hop into what FlexAttention reads: blocks to visit, and token labels for what is inside.
 
 Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
 that the tiles were cut from (`masks/branches.py`). Tokens that no tile covers have no label and are not
 seen.
-
-[Note: tables of blocks]
-`BlockMask.from_kv_blocks` is not used: it turns the rows into columns through a dense table of all (n / B)^2
-blocks. Both directions are sorted from the list of blocks here, trimmed to the widest row. No side of a table
-is below 2: torch.compile takes a size of 1 for a constant and would compile again.
 """
 
 from __future__ import annotations
@@ -33,14 +28,14 @@ KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
 
 
 class BlockTable(NamedTuple):
-    """Blocks row by row: how many int32 [1, members, rows], and which int32 [1, members, rows, widest]."""
+    """Hold blocks row by row: how many int32 [1, members, rows], which int32 [1, members, rows, widest]."""
 
     counts: Tensor
     blocks: Tensor
 
 
 class Tokens(NamedTuple):
-    """The queries or the keys of a hop, from the first block that a tile touches to the last slot of one.
+    """Hold the queries or the keys of a hop, from the first block a tile touches to the last slot of one.
 
     Attributes:
         position: int32 [n]; 0 where no tile covers the slot.
@@ -52,7 +47,7 @@ class Tokens(NamedTuple):
 
 
 class BandTensors(NamedTuple):
-    """What limits a branch beside its labels.
+    """Hold what limits a branch beside its labels.
 
     Attributes:
         least, most: of query position - key position; int32, 0-d.
@@ -65,7 +60,7 @@ class BandTensors(NamedTuple):
 
 
 class HopTensors(NamedTuple):
-    """One hop on the device: all that a compiled function needs to know of it, without a number that varies.
+    """Hold one hop on the device: all that a compiled function needs of it, without a number that varies.
 
     Attributes:
         q, k: its tokens.
@@ -88,14 +83,14 @@ class HopTensors(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all tables on the device."""
+        """Return the bytes of all tables on the device."""
         tables = (self.partial_rows, self.full_rows, self.partial_columns, self.full_columns)
         tokens = (x for side in (self.q, self.k) for x in (side.position, *side.labels))
         return sum(x.nbytes for table in tables for x in table) + sum(x.nbytes for x in tokens)
 
 
 class HopMask(NamedTuple):
-    """One hop: where in the local tensors its tokens lie, and its tensors.
+    """Hold one hop: where in the local tensors its tokens lie, and its tensors.
 
     Attributes:
         q_rows, k_rows: first slot, a multiple of the block, and number of slots.
@@ -108,7 +103,7 @@ class HopMask(NamedTuple):
 
 
 def hop_mask(tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0) -> HopMask:
-    """The mask of a table of tiles (not empty); the same object gives the same answer at once.
+    """Return the mask of a table of tiles (not empty); the same object gives the same answer at once.
 
     Args:
         tiles: of one hop, with a rule.
@@ -133,7 +128,7 @@ _kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = Ordered
 
 @dataclass(frozen=True)
 class _Side:
-    """`Tokens` in numpy, padded to whole blocks with tokens of no label; labels [members, branches, n]."""
+    """Hold `Tokens` in numpy, padded to whole blocks with no label; labels [members, branches, n]."""
 
     first: int
     length: int
@@ -141,7 +136,7 @@ class _Side:
     labels: IntArray
 
     def blocks(self, block: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Of every block the least and the greatest position, and the label if all of it has one (or -1)."""
+        """Return each block's least and greatest position, and its label if all of it has one (or -1)."""
         position = self.position.reshape(-1, block)
         labels = self.labels.reshape(*self.labels.shape[:2], -1, block)
         least = labels.min(-1)
@@ -158,6 +153,7 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _sides(tiles, block, shortest, slots)
     partial, full = [], []
+    # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
     for member in range(q.labels.shape[0]):
         found = blocks_of_tiles(shifted.for_member(member), block)
@@ -186,11 +182,12 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
 
 
 def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, _Side]:
-    """Both sides, labelled together."""
+    """Return both sides, labelled together."""
     assert tiles.rule is not None
     sides = [_positions(tiles.q, block, shortest, slots), _positions(tiles.k, block)]
     both = np.concatenate([position for _, _, position in sides])
     assert both.max(initial=0) <= FARTHEST, f"position {both.max()} does not fit into 32 bits"
+    # Slots that no tile covers (-1) are labelled as position 0 would be, then lose the label.
     parts = tiles.rule.labels(*(np.maximum(position, 0) for _, _, position in sides))
     q, k = (
         _Side(first, length, np.maximum(position, 0), np.where(position < 0, NO_LABEL, part))
@@ -200,10 +197,12 @@ def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, 
 
 
 def _positions(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> tuple[int, int, IntArray]:
-    """First slot, number of slots, and the position of each (-1: none), padded to whole blocks."""
+    """Return first slot, number of slots, and the position of each (-1: none), padded to whole blocks."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
+    # Tiles share runs: each distinct one is written once.
     slot, slot_step, position, step, length = np.unique(np.stack(columns, axis=1), axis=0).T
     first = int(slot.min()) // block * block
+    # Too few queries would make Inductor compile anew: the part begins earlier, or ends later.
     if slots:
         first = min(first, (slots - shortest) // block * block)
     end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)
@@ -225,13 +224,14 @@ def _are_full(
     k: tuple[IntArray, ...],
     branches: tuple[Branch, ...],
 ) -> IntArray:
-    """True for the blocks (query block, key block) of which every pair is attended.
+    """Return True for the blocks (query block, key block) of which every pair is attended.
 
     A block is one if some branch without a mask has all its queries and keys under one label, within its
     band; others that are full cost a mask and are still right.
     """
     (q_least, q_most, q_label), (k_least, k_most, k_label) = q, k
     i, j = found.T
+    # Bounds of query position - key position in each block.
     nearest, farthest = q_least[i] - k_most[j], q_most[i] - k_least[j]
     full = np.zeros(len(found), dtype=bool)
     for number, branch in enumerate(branches):
@@ -243,13 +243,14 @@ def _are_full(
 
 
 def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
-    """What limits the branches beside their labels, once where all are alike; see `BandTensors`."""
+    """Return what limits the branches beside their labels, once where all are alike; see `BandTensors`."""
     branches = rule.members[0]
     bands = [(b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches]
     if len(set(bands)) == 1:
         bands = bands[:1]
     found = []
     for *bounds, functions in bands:
+        # No distance is beyond these, so a bound that is none stays without effect.
         clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in bounds)
         least, most = (torch.tensor(x, dtype=torch.int32, device=device) for x in clipped)
         found.append(BandTensors(least, most, functions))
@@ -257,20 +258,26 @@ def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
 
 
 def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
-    """Numbers of the query heads of a group, where a mask depends on them."""
+    """Return the numbers of the query heads of a group, where a mask depends on them."""
     heads = [next((m.heads for b in member for m in b.masks if m.heads), ()) for member in rule.members]
     return sum(heads, ()) or (0,)
 
 
+# [Note: tables of blocks]
+# `BlockMask.from_kv_blocks` is not used: it turns the rows into columns through a dense table of all (n /
+# B)^2 blocks. Both directions are sorted from the list of blocks here, trimmed to the widest row. No side of
+# a table is below 2: torch.compile takes a size of 1 for a constant and would compile again.
 def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> BlockTable:
-    """Blocks (member, query block, key block), row by row; [Note: tables of blocks]."""
+    """Sort blocks (member, query block, key block) row by row; [Note: tables of blocks]."""
     members, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
     row = found[:, 0] * rows + found[:, 2 if by_key else 1]
     column = found[:, 1 if by_key else 2]
+    # By row, then by column: lexsort's last key counts first.
     order = np.lexsort([column, row])
     row, column = row[order], column[order]
     count = np.bincount(row, minlength=members * rows)
     index = np.zeros((members * rows, max(int(count.max()), 2)), dtype=np.int32)
+    # The place of an entry in its row: its number less those of the rows before.
     index[row, np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)] = column
     counts = torch.from_numpy(count.astype(np.int32)).view(1, members, rows)
     return BlockTable(counts.to(device), torch.from_numpy(index).view(1, members, rows, -1).to(device))

@@ -1,4 +1,4 @@
-"""Local checks: what one rank can say about its own tensors, with no other rank in mind.
+"""Check what one rank can say about its own tensors, with no other rank in mind.
 
 Owns the limits on q, k and v and the messages about them. Telling the other ranks is agreement.py's.
 """
@@ -21,13 +21,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_an_operand(name: str, x: object) -> str | None:
-    """Why the dispatcher would not run a real operator on `x`; None if it would.
+    """Return why the dispatcher would not run a real operator on `x`; None if it would.
 
     Such a tensor never reaches the operator's body, where all other checks are made: a meta tensor is
     answered by the fake implementation, without a word to the ranks that hold real ones.
     """
     if not isinstance(x, Tensor):
         return f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+    # A DTensor, by its attributes: nothing has to be imported for it.
     if hasattr(x, "to_local") and hasattr(x, "placements"):
         return (
             f"{name}: expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its"
@@ -51,7 +52,7 @@ def why_not_an_operand(name: str, x: object) -> str | None:
 
 
 def why_not_this_derivative() -> str | None:
-    """Why attention cannot be called under the torch.func transform or dual level of now; else None.
+    """Return why attention cannot be called under the torch.func transform or dual level of now; else None.
 
     A custom operator drops tangents and has no rule for torch.func.grad; torch.func.vmap is right (one sample
     after the other), and backward() is what it has a gradient for.
@@ -71,7 +72,7 @@ def why_not_this_derivative() -> str | None:
 
 
 def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
-    """Why the `queries` argument cannot be honoured beside the others; None if it can."""
+    """Return why the `queries` argument cannot be honoured beside the others; None if it can."""
     if not isinstance(queries, str) or queries not in QUERIES:
         return f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}"
     if queries == "sharded" and placed:
@@ -96,7 +97,8 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
 
 
 def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+    """Return why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+    # type(), since True is an int as well.
     if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
         return (
             f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
@@ -144,6 +146,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name}: expected q's dtype and device, got others: {name} is {x.dtype} on {x.device}, q is"
                 f" {q.dtype} on {q.device}; cast or move them to agree"
             )
+    # They travel as two messages of one size.
     if k.shape != v.shape:
         raise RingShapeError(
             f"k and v: expected tensors of one shape, got {tuple(k.shape)} and {tuple(v.shape)}; pad the"
@@ -167,6 +170,7 @@ def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
             f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
             " grouped-query attention pass k and v with their own, smaller number of heads"
         )
+    # Query heads are a multiple of K/V heads, so they split as well.
     if kv_heads % ulysses_size:
         raise RingShapeError(
             f"Ulysses splits heads: {kv_heads} K/V heads (of {query_heads} query heads) are not divisible by"

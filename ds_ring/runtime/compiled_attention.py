@@ -1,13 +1,6 @@
-"""The operator `ds_ring::placed_attention`: attention whose context is data and not a constant of the graph.
+"""Register the operator `ds_ring::placed_attention`: its context is data and no constant of the graph.
 
 Owns the number under which a graph finds a placement while it runs, and the operator that reads it.
-
-[Note: placements in compiled code]
-A model that knows nothing of the ring is compiled once for a length of local tokens, and many global lengths,
-and every set of packed documents, have that length. A handle written into the graph would attend with the
-layout of the batch that was traced. So the graph computes the handle in every run (`place_attention` in
-graph_placement.py), as an int64 [1] on the CPU, and attention takes it as a tensor; the backward
-pass gets the one that its forward pass had.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ Rows = tuple[int, ...]
 
 @dataclass(eq=False)
 class Placed:
-    """The attention of a batch.
+    """Hold the attention of a batch.
 
     Attributes:
         parts: a context, and the rows of the batch that it is for; every rank has them in the same order.
@@ -46,7 +39,7 @@ class Placed:
         _placed[self.handle] = self
 
     def parts_of(self, q: Tensor) -> Sequence[tuple[RingContext, Rows]]:
-        """The parts; a batch of another size is refused, on all ranks."""
+        """Return the parts; a batch of another size is refused, on all ranks."""
         rows = sum(len(rows) for _, rows in self.parts)
         if rows not in (0, q.shape[0]):
             why = (
@@ -66,12 +59,19 @@ def _of(which: Tensor) -> Placed:
     return found
 
 
+# [Note: placements in compiled code]
+# A model that knows nothing of the ring is compiled once for a length of local tokens, and many global
+# lengths, and every set of packed documents, have that length. A handle written into the graph would attend
+# with the layout of the batch that was traced. So the graph computes the handle in every run
+# (`place_attention` in graph_placement.py), as an int64 [1] on the CPU, and attention takes it as a tensor;
+# the backward pass gets the one that its forward pass had.
 @torch.library.custom_op("ds_ring::placed_attention", mutates_args=())
 def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
+    """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
     parts = _of(which).parts_of(q)
     if not parts[0][1]:
         return ring_attention_op(q, k, v, parts[0][0].handle)
+    # Uninitialised: the parts' rows are all rows of the batch (`parts_of` compares their number).
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     for context, rows in parts:
         index = list(rows)
@@ -88,7 +88,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
 def placed_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
+    """Return (dq, dk, dv)."""
     parts = _of(which).parts_of(q)
     if not parts[0][1]:
         return ring_attention_backward_op(grad_out, q, k, v, out, lse, parts[0][0].handle)

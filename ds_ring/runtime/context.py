@@ -1,4 +1,4 @@
-"""One way of attending: pattern, layout, mesh and options together, with the plans made from them.
+"""Hold one way of attending: pattern, layout, mesh and options together, with the plans made from them.
 
 Owns the table from the integer that a compiled graph can carry to the Python objects behind it. A context
 is kept alive by its mesh's table and by whoever holds it; the global table holds it weakly.
@@ -38,7 +38,7 @@ from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, repl
 
 @dataclass(eq=False)
 class RingContext:
-    """Everything that a call needs besides its tensors.
+    """Hold everything that a call needs besides its tensors.
 
     Attributes:
         pattern: what attends to what.
@@ -66,7 +66,7 @@ class RingContext:
         CONTEXTS[self.handle] = self
 
     def layout_for(self, local_tokens: int) -> Layout:
-        """The layout of a call whose ring shards have so many slots."""
+        """Return the layout of a call whose ring shards have so many slots."""
         if isinstance(self.layout, Layout):
             return self.layout
         ring = self.mesh.ring_size
@@ -80,7 +80,7 @@ class RingContext:
 
     @property
     def _pattern_here(self) -> Pattern:
-        """The pattern of the heads that this rank has in a pass: a dilated one goes by the head's number."""
+        """Return the pattern of this rank's heads in a pass: a dilated one goes by the head's number."""
         mesh = self.mesh
         if mesh.ulysses_size == 1:
             return self.pattern
@@ -97,12 +97,14 @@ class RingContext:
             RingError: what is wrong on this rank, in most cases a RingShapeError.
         """
         if self.refused is not None:
+            # One error object for all calls: each raise would lengthen its traceback.
             raise self.refused.with_traceback(None)
         check_tensors(q, k, v)
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
+        # Patterns count the heads of all Ulysses ranks: before the swap q has them all, after it H / U.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
         return layout, self._kernel(q)
@@ -129,12 +131,13 @@ class RingContext:
             if refused is not None:
                 raise refused
             return
+        # Tensors that are refused may have no four dimensions to describe.
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
         agree(self.exchange, operation, fields, refused)
 
     @cached_property
     def _settings(self) -> dict[str, str]:
-        """What is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
+        """Return what is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
         options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
         del options["hop_timeout_s"]
         return {"pattern": str(self.pattern), "layout": str(self.layout), **options}
@@ -173,6 +176,7 @@ class RingContext:
             layout, kernel = self.check(q, k, v)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
         except RingError as error:
+            # Not raised here: the others wait for this rank's header ([Note: refusals] in agreement.py).
             refused = error
         self.agree("attention forward" if grad_out is None else "attention backward", q, k, refused)
         _note_forward_pass(grad_out)
@@ -182,14 +186,14 @@ class RingContext:
         return plan, kernel, self._scale(q)
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
-        """`runtime/finite.py`'s, if the options ask for it."""
+        """Call `runtime/finite.py`'s, if the options ask for it."""
         if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
     def prepare_replicated(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None
     ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:
-        """`prepare` for queries that are on every rank: tiles with this rank's keys, kernel and scale.
+        """Prepare a pass for queries that are on every rank: tiles with this rank's keys, kernel and scale.
 
         Raises:
             RingShapeError, RingMismatchError: as in `prepare`.
@@ -206,6 +210,7 @@ class RingContext:
             self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
             kernel = self._kernel(q)
+            # As bytes, which can be hashed: the tiles are kept by them.
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",
@@ -221,10 +226,11 @@ class RingContext:
         return tiles, kernel, self._scale(q)
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
-        """Checksums of what must be equal on all ranks: it is small, and nothing else would show it."""
+        """Return checksums of what must be equal on all ranks: small, and nothing else would show it."""
         if self.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
             return {}
         given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+        # As uint8: numpy has no bfloat16.
         sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
         return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
 

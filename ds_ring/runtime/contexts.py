@@ -71,6 +71,7 @@ def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext])
     if key not in table:
         table[key] = make()
     table.move_to_end(key)
+    # A handle in a compiled graph is used for as long as the graph, so its context is never dropped.
     passing = [old for old, context in table.items() if not context.in_a_graph]
     if len(passing) > KEPT_CONTEXTS:
         del table[passing[0]]

@@ -1,16 +1,8 @@
-"""The exchange: the only file that moves tensors between ranks.
+"""Move tensors between ranks: the exchange, the only file that does.
 
 Owns point-to-point messages of a hop, the header that is agreed on before the first payload of a call, the
 all-gather yardstick and the Ulysses all-to-all, deadlines on all of them, and the count of what was sent.
 Knows nothing of attention.
-
-[Note: rules of the exchange]
-Bare point-to-point hangs, corrupts and aborts in known ways (project DESIGN, section 7). The rules here:
-one batch per hop that holds every send and receive (blocking send-then-receive deadlocks at one element);
-only contiguous buffers; headers compared before the first payload, since a message of another size or
-dtype is otherwise received as silent garbage; buffers in flight are never written; every Work is kept
-and waited for, with a deadline. Messages between two ranks are matched by order alone (NCCL ignores
-tags), so both sides list a batch in the same order; with two ranks, previous and next are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving o
 
 @dataclass
 class Pending:
-    """A batch in flight. Its buffers must not be written, nor its receive buffers read, before `wait`."""
+    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`."""
 
     works: list[dist.Work]
     peers: list[tuple[int, ...]]
@@ -60,6 +52,7 @@ class Pending:
             if self.works:
                 wait_for(self.works, self.peers, self.mesh, self.place, self.deadline, self._on_device)
         except RingPeerError:
+            # torch may still read and write them: their memory must not be used again.
             keep_for_ever(self.sent, self.received)
             if self._on_device and self.mesh.ring_group is not None:
                 self.mesh.ring_group.abort()  # or NCCL's kernels would spin for ever
@@ -71,6 +64,7 @@ class Pending:
                 " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
                 " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
             )
+        # A second wait then has nothing to do: without overlap a batch is waited for twice.
         self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
 
     @property
@@ -82,8 +76,15 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
 
 
+# [Note: rules of the exchange]
+# Bare point-to-point hangs, corrupts and aborts in known ways (project DESIGN, section 7). The rules here:
+# one batch per hop that holds every send and receive (blocking send-then-receive deadlocks at one element);
+# only contiguous buffers; headers compared before the first payload, since a message of another size or dtype
+# is otherwise received as silent garbage; buffers in flight are never written; every Work is kept and waited
+# for, with a deadline. Messages between two ranks are matched by order alone (NCCL ignores tags), so both
+# sides list a batch in the same order; with two ranks, previous and next are the same.
 class Exchange:
-    """Messages of one ring.
+    """Send and receive the messages of one ring.
 
     Args:
         mesh: who is who.
@@ -103,6 +104,7 @@ class Exchange:
         Raises:
             RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
         """
+        # Both before anything is posted, so that a refusal leaves nothing in flight.
         check_messages(sends)
         check_messages(receives)
         operations = []
@@ -120,10 +122,12 @@ class Exchange:
         peers: list[tuple[int, ...]] = [(operation.peer,) for operation in operations]
         sent = [operation.tensor for operation in operations if operation.op is dist.isend]
         received = [operation.tensor for operation in operations if operation.op is dist.irecv]
+        # From the post on, not from the wait: with overlap a hop's attention lies between them.
         deadline = time.monotonic() + self.hop_timeout_s
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
+            # Some messages of the batch may have been posted already.
             keep_for_ever(sent, received)
             cause = f"could not start {place}: {str(error).splitlines()[0]}"
             if self.mesh.watch is not None:
@@ -135,7 +139,7 @@ class Exchange:
         return self._latest
 
     def _check_alive(self, hop: int | None) -> None:
-        """After a fault nothing works any more, and every call says why."""
+        """Refuse to go on after a fault: nothing works any more, and every call says why."""
         watch = self.mesh.watch
         if watch is not None and watch.fault is not None:
             raise error_of(self.mesh, hop, watch.fault)
@@ -172,6 +176,7 @@ class Exchange:
         while reach < mesh.sequence_size:
             heard = torch.empty_like(known)
             self._swap_headers(known, heard, reach).wait()
+            # As tuples, which Python compares lexicographically, so each result is one rank's header.
             rows = [tuple(row) for row in (*known.tolist(), *heard.tolist())]
             known = torch.tensor([min(rows), max(rows)], dtype=torch.int64)
             reach *= 2
@@ -179,6 +184,7 @@ class Exchange:
 
     def _swap_headers(self, known: Tensor, heard: Tensor, reach: int) -> Pending:
         """Send to the rank `reach` ahead in the sequence, receive from the one as far behind."""
+        # Headers are CPU tensors: NCCL could not send them.
         mesh, group = self.mesh, self.mesh.cpu_group
         ahead, behind = ((mesh.sequence_rank + step) % mesh.sequence_size for step in (reach, -reach))
         operations = [
@@ -188,9 +194,10 @@ class Exchange:
         return self._start(operations, None)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
-        """Every rank's (equally shaped, contiguous) tensor, in group order."""
+        """Return every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
+        # One allocation; its slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
         self._check_alive(None)
         own = tensor.contiguous()
@@ -199,24 +206,26 @@ class Exchange:
         return parts
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
-        """The sum over the ranks of a group, in place."""
+        """Sum over the ranks of a group, in place."""
         self._check_alive(None)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
 
     def all_to_all(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-        """Part i of this rank goes to rank i of the group; all parts have one shape."""
+        """Send part i of this rank to rank i of the group; all parts have one shape."""
         if group is None:
             return list(parts)
         sends = [part.contiguous() for part in parts]
         received = [torch.empty_like(part) for part in sends]
         self._check_alive(None)
         self._finish(dist.all_to_all(received, sends, group=group, async_op=True), group, sends, received)
+        # One part stays here; all have one size, so any of them may be left out.
         self.counters.bytes_sent += sum(part.nbytes for part in sends[1:])
         return received
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
-        """The sum over ranks of their part for this rank, in group order (the same bits every time)."""
+        """Return the sum of all ranks' parts for this rank, in group order (the same bits every time)."""
+        # Not dist.reduce_scatter: the order in which a backend adds is its own, and changes the last bits.
         received = self.all_to_all(parts, group)
         total = received[0]
         for part in received[1:]:

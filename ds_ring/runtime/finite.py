@@ -1,4 +1,4 @@
-"""`check_finite`: where the first NaN or infinity is. Owns the look at a tensor and the message."""
+"""Say where the first NaN or infinity is: `check_finite`. Owns the look at a tensor and the message."""
 
 from __future__ import annotations
 

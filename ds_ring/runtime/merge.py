@@ -1,4 +1,4 @@
-"""Merging partial attention results over disjoint keys. Owns this formula and nothing else.
+"""Merge partial attention results over disjoint keys. Owns this formula and nothing else.
 
     lse = logaddexp(lse1, lse2),  out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 
@@ -26,6 +26,7 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
     """
     part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
     merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
+    # Changes rows without keys only: their weights are exp(-inf) = 0.
     finite_BHS = merged_BHS.clamp_min(torch.finfo(merged_BHS.dtype).min)
     old_weight = torch.exp(lse_BHS - finite_BHS).unsqueeze(-1)
     new_weight = torch.exp(part_lse_BHS - finite_BHS).unsqueeze(-1)
@@ -34,5 +35,5 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in: float64 stays, everything else is float32."""
+    """Return what results are accumulated in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""The grid as process groups: who is my neighbour, and through which group do I speak to it.
+"""Map the grid to process groups: who is my neighbour, and through which group do I speak to it.
 
 Owns process groups; the numbering is `schedule/grid.py`'s. A mesh is passed around explicitly: several can
 live in one process. A mesh of one rank needs no process group at all.
@@ -43,7 +43,7 @@ class MeshOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class RingMesh:
-    """This process's place in the data x ring x ulysses grid, and its groups.
+    """Hold this process's place in the data x ring x ulysses grid, and its groups.
 
     Attributes:
         grid: the numbering of the world.
@@ -80,7 +80,7 @@ class RingMesh:
 
     @classmethod
     def single(cls) -> RingMesh:
-        """A ring of one rank that never communicates; works without torch.distributed."""
+        """Return a ring of one rank that never communicates; works without torch.distributed."""
         return cls(Grid(1, 1), 0)
 
     @classmethod
@@ -184,6 +184,7 @@ class RingMesh:
             check_seconds(value, name)
         if exit_after_fault_s is not None:
             check_seconds(exit_after_fault_s, "exit_after_fault_s")
+        # Before any group is made: from here on every rank hears of the death of another one.
         if watch is None and grid.sequence_size > 1:
             watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
         with leave_on_error(watch):
@@ -207,7 +208,7 @@ class RingMesh:
 
     @contextmanager
     def in_call(self) -> Iterator[None]:
-        """Around whatever ranks do together on this mesh.
+        """Surround whatever ranks do together on this mesh.
 
         Raises:
             RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
@@ -218,7 +219,7 @@ class RingMesh:
 
     @property
     def trace(self) -> Trace | None:
-        """What passes on this mesh are noted in; None for nothing."""
+        """Return what passes on this mesh are noted in; None for nothing."""
         return self.traces[-1] if self.traces else None
 
     @property
@@ -251,21 +252,21 @@ class RingMesh:
 
     @property
     def sequence_rank(self) -> int:
-        """Place in the sequence group: ring_rank * U + ulysses_rank."""
+        """Return the place in the sequence group: ring_rank * U + ulysses_rank."""
         return self.ring_rank * self.ulysses_size + self.ulysses_rank
 
     def global_rank_of(self, ring_rank: int) -> int:
-        """World rank of another member of this rank's ring; the index wraps around."""
+        """Return the world rank of another member of this rank's ring; the index wraps around."""
         data, _, ulysses = self.grid.coordinates(self.global_rank)
         return self.grid.global_rank(data, ring_rank, ulysses)
 
     def ring_rank_of(self, global_rank: int) -> int | None:
-        """Ring rank of a rank of the world that shares this rank's sequence; None for any other."""
+        """Return the ring rank of a world rank that shares this rank's sequence; None for any other."""
         data, ring_rank, _ = self.grid.coordinates(global_rank)
         return ring_rank if data == self.data_rank else None
 
     def global_rank_in_sequence(self, sequence_rank: int) -> int:
-        """World rank of another member of this rank's sequence; the index wraps around."""
+        """Return the world rank of another member of this rank's sequence; the index wraps around."""
         ring_rank, ulysses_rank = divmod(sequence_rank % self.sequence_size, self.ulysses_size)
         return self.grid.global_rank(self.data_rank, ring_rank, ulysses_rank)
 

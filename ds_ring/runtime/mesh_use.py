@@ -1,4 +1,4 @@
-"""Who may use a mesh: the process that made it, until it is closed, one thread at a time.
+"""Guard who may use a mesh: the process that made it, until it is closed, one thread at a time.
 
 Owns that state and the errors about it. A mesh's calls are counted and its messages matched by order, so two
 threads that call at once would mix their tensors up; a forked child would speak through its parent's sockets.
@@ -15,7 +15,7 @@ from ds_ring.errors import RingMeshError
 
 
 class MeshUse:
-    """Whether a mesh can be used, and by which thread it is used now.
+    """Hold whether a mesh can be used, and by which thread it is used now.
 
     Attributes:
         closed: `RingMesh.close` was called.
@@ -47,7 +47,7 @@ class MeshUse:
 
     @contextmanager
     def one_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Around a call on the mesh; calls within it are part of it. Never waits.
+        """Surround a call on the mesh; calls within it are part of it. Never waits.
 
         Args:
             tell: is told of two threads at once, before the error is raised here.

@@ -62,12 +62,16 @@ def check_messages(messages: Sequence[Message]) -> None:
     """
     due = None  # what must follow now, and to whom
     for tensor, peer, what, slots, dtype, _ in messages:
+        # NCCL would send memory from the first element on, gaps included.
         if not tensor.is_contiguous():
             _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
+        # A smaller message fills part of the receiver's buffer, silently; a larger one aborts its process.
         if slots is not None and tensor.shape[2] != slots:
             _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
+        # Another dtype with as many bytes arrives as other numbers, silently.
         if dtype is not None and tensor.dtype != dtype:
             _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
+        # Two messages of one size that come in the other order are swapped, silently.
         if due != ((what, peer) if what in SECOND_OF.values() else None):
             _refuse(what, peer, "K before V and dK before dV to each peer", "another order")
         due = (SECOND_OF[what], peer) if what in SECOND_OF else None

@@ -1,4 +1,4 @@
-"""How a pass is carried out: the options of a call, checked. Owns them, and nothing that carries them out."""
+"""Check the options of a call: how a pass is carried out. Owns them, and nothing that carries them out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 @dataclass(frozen=True)
 class Options:
-    """How a pass is carried out; none of them changes its result.
+    """Describe how a pass is carried out; none of the options changes its result.
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
@@ -68,7 +68,7 @@ class Options:
             object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
 
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
-        """The smallest K or V message worth a head chunk of its own, bytes."""
+        """Return the smallest K or V message worth a head chunk of its own, bytes."""
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
 
 

@@ -66,11 +66,13 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
                 f"expected groups in the order of the world with torch {torch.__version__}, which sorts the"
                 f" ranks of a group, got {unsorted}; sort them, or use torch 2.13"
             )
+    # In the same order on every rank of the world: torch matches the calls of new_group by order.
     sequence = _my_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
     ring = _my_group(grid.ring_groups(), timeout, None)
     ulysses = _my_group(grid.ulysses_groups(), timeout, None)
     data = _my_group(grid.data_groups(), timeout, None)
+    # Headers are CPU tensors, which NCCL does not take.
     cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
     _connect(ring)
     return Groups(ring, ulysses, sequence, data, cpu)
@@ -93,6 +95,7 @@ def sequences_of(
             f"device_mesh: expected a DeviceMesh with the dimensions {inner}, got"
             f" {shown(names or device_mesh)}; name them by mesh_dim_names of init_device_mesh"
         )
+    # To [sequences, ring x Ulysses], the Ulysses dimension fastest: ring_rank * ulysses_size + ulysses_rank.
     ranks, outer = device_mesh.mesh, [name for name in names if name not in inner]
     ranks = ranks.permute([names.index(name) for name in [*outer, *inner]]).flatten(-len(inner))
     ulysses_size = 1 if ulysses_dim is None else device_mesh.mesh.shape[names.index(ulysses_dim)]

@@ -1,22 +1,7 @@
-"""`queries="replicated"`: few queries on every rank against keys and values that stay where they are.
+"""Run `queries="replicated"`: few queries on every rank against keys and values that stay where they are.
 
 A rank attends all queries to its own shard, and the partial results become one on all ranks.
 For decoding with a long cache and for cross attention; many queries belong on the ring (`RingPass`).
-
-[Note: one all-reduce]
-Queries are cut into P parts; every rank sends part r of its partial result to rank r, which adds the P
-partial results up in rank order, and an all-gather hands the parts around. So 2 (P - 1) / P of the result's
-size leaves each rank however many keys there are, no rank holds P results, and since one rank computes each
-row all ranks get the same bits. Forward the rows are (out, lse) and are merged, backward they are dq and
-summed.
-
-[Note: gradients of replicated queries]
-The result is the same on all ranks and so is, by convention, the loss that each of them computes from it:
-grad_out is equal on all ranks and counts once. Then dq is the whole gradient, equal on all ranks (the sum of
-what their shards contribute), and dk, dv are the gradients of this rank's shard. Nothing is multiplied by P.
-Where an engine sums parameter gradients over the ring, what is upstream of k and v comes out right, and what
-is upstream of q P times too large: scale dq by 1 / P there. Ranks with losses of their own (each of some
-rows, say) must sum grad_out over the ring before it gets here.
 """
 
 from __future__ import annotations
@@ -36,7 +21,7 @@ from ds_ring.schedule.replicated_queries import HeadTiles
 
 @dataclass(frozen=True)
 class ReplicatedPass:
-    """What both directions need. Q is the number of queries, S of this rank's key slots.
+    """Hold what both directions need. Q is the number of queries, S of this rank's key slots.
 
     Attributes:
         classes: the tiles of every class of heads.
@@ -51,7 +36,7 @@ class ReplicatedPass:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of all queries over all ranks' keys.
+        """Return attention of all queries over all ranks' keys.
 
         Args:
             q: [B, H, Q, D], the same on all ranks.
@@ -70,15 +55,23 @@ class ReplicatedPass:
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         if self.exchange is not None:
+            # [B * H * Q, D + 1]: the lse goes as one more column, in the same message.
             rows_ND = torch.cat([out, lse.unsqueeze(-1)], dim=-1).flatten(0, 2)
             whole = _all_reduce(self.exchange, rows_ND, _merge_rows).view(*q.shape[:3], -1)
             out, lse = whole[..., :-1], whole[..., -1].contiguous()
         return out.to(q.dtype).contiguous(), lse
 
+    # [Note: gradients of replicated queries]
+    # The result is the same on all ranks and so is, by convention, the loss that each of them computes from
+    # it: grad_out is equal on all ranks and counts once. Then dq is the whole gradient, equal on all ranks
+    # (the sum of what their shards contribute), and dk, dv are the gradients of this rank's shard. Nothing is
+    # multiplied by P. Where an engine sums parameter gradients over the ring, what is upstream of k and v
+    # comes out right, and what is upstream of q P times too large: scale dq by 1 / P there. Ranks with losses
+    # of their own (each of some rows, say) must sum grad_out over the ring before it gets here.
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The whole dq, and dk, dv of this rank's shard; see [Note: gradients of replicated queries].
+        """Return the whole dq, and this rank's dk, dv; see [Note: gradients of replicated queries].
 
         Args:
             grad_out: [B, H, Q, D], the same on all ranks.
@@ -97,21 +90,29 @@ class ReplicatedPass:
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)
         if self.exchange is not None:
+            # dk and dv need no message: the keys are on this rank only.
             dq = _all_reduce(self.exchange, dq.flatten(0, 2), _sum_rows).view(q.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+# [Note: one all-reduce]
+# Queries are cut into P parts; every rank sends part r of its partial result to rank r, which adds the P
+# partial results up in rank order, and an all-gather hands the parts around. So 2 (P - 1) / P of the result's
+# size leaves each rank however many keys there are, no rank holds P results, and since one rank computes each
+# row all ranks get the same bits. Forward the rows are (out, lse) and are merged, backward they are dq and
+# summed.
 def _all_reduce(exchange: Exchange, rows: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """All ranks' [N, width] rows combined in rank order, the same bits everywhere; [Note: one all-reduce]."""
+    """Combine all ranks' [N, width] rows in rank order, the same bits everywhere; [Note: one all-reduce]."""
     group, size = exchange.mesh.ring_group, exchange.mesh.ring_size
     missing = -len(rows) % size
+    # Rows of zeros make the parts equally long, and are cut off at the end.
     parts = pad(rows, (0, 0, 0, missing)).chunk(size)
     mine = combine(exchange.all_to_all(parts, group))
     return torch.cat(exchange.all_gather(mine, group, size))[: len(rows)]
 
 
 def _merge_rows(partials: list[Tensor]) -> Tensor:
-    """Rows of (out, lse) over disjoint keys as one."""
+    """Merge rows of (out, lse) over disjoint keys into one."""
     total = partials[0]
     for partial in partials[1:]:
         merge_(total[:, :-1], total[:, -1], partial[:, :-1], partial[:, -1])

@@ -1,4 +1,4 @@
-"""The buffers of a head chunk under way: sends, receives, accumulates and frees them as the steps say.
+"""Send, receive, accumulate and free the buffers of a head chunk under way, as the steps say.
 
 Owns the tensors behind the buffer numbers of `schedule/steps.py`. When a step is done is the ring pass's.
 """
@@ -19,14 +19,14 @@ FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
 
 
 class Pair(NamedTuple):
-    """Two tensors that travel together: K and V, or dK and dV; [B, G, slots, D] each."""
+    """Hold two tensors that travel together: K and V, or dK and dV; [B, G, slots, D] each."""
 
     first: Tensor
     second: Tensor
 
 
 class RingBuffers:
-    """The buffers of one head chunk.
+    """Hold the buffers of one head chunk.
 
     Args:
         chunk: whose steps are run.
@@ -37,7 +37,9 @@ class RingBuffers:
 
     def __init__(self, chunk: HeadChunk, pool: Buffers, shard: Pair, home: Pair | None = None) -> None:
         self.chunk, self.pool = chunk, pool
+        # SHARD and RESULTS are the caller's tensors: no step gives them to the pool.
         self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
+        # Copies made for sends, by the number of their buffer: at most the two tensors of a payload.
         self._packed: dict[int, list[Tensor]] = {}
 
     def pair(self, buffer: int) -> Pair:
@@ -56,11 +58,13 @@ class RingBuffers:
         """Return accumulators for a hop: fresh ones, or those of the own shard as they are."""
         if buffer not in self._pairs:
             for tensor in self._take(buffer):
+                # A buffer of the pool still holds what was in it last.
                 tensor.zero_()
         return self._pairs[buffer]
 
     def accumulate(self, step: Accumulate) -> None:
         """Add gradients to what is there; write keys into a buffer that the first of them takes."""
+        # Keys from several ranks may fill one buffer: the first part takes it, later ones find it.
         fresh = step.buffer not in self._pairs
         target = self._take(step.buffer) if fresh else self._pairs[step.buffer]
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
@@ -80,6 +84,7 @@ class RingBuffers:
 
     def _like(self, payload: Payload) -> Pair:
         """Return tensors that have the dtype and the heads of a payload."""
+        # K and V travel in the dtype of the inputs, dK and dV in that of the accumulators.
         return self._pairs[SHARD if payload is Payload.KEYS else RESULTS]
 
     def _pack(self, step: Send) -> Pair:
@@ -87,6 +92,7 @@ class RingBuffers:
         return Pair(*(self._packed_part(tensor, step) for tensor in self._pairs[step.buffer]))
 
     def _packed_part(self, tensor: Tensor, step: Send) -> Tensor:
+        # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
         ranges = step.part
         if len(ranges) == 1:
             (start, end) = ranges[0].tolist()

@@ -1,4 +1,4 @@
-"""The ring pass: runs the steps of a rank on tensors, forward and backward.
+"""Run the steps of a rank on tensors, forward and backward: the ring pass.
 
 Owns what a step means for tensors. In which order steps come is `schedule/lowering.py`'s, what is computed
 the kernel's, how it travels the exchange's, how parts add up `merge`'s. A new pattern, layout or kernel
@@ -28,7 +28,7 @@ from ds_ring.schedule.steps import RESULTS, Accumulate, Compute, HeadChunk, Roun
 
 @dataclass(frozen=True)
 class RingPass:
-    """What both passes need.
+    """Run both passes; hold what they need.
 
     Attributes:
         plan: this rank's part of the plan.
@@ -66,10 +66,12 @@ class RingPass:
         Returns:
             out [B, H, S, D] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
+        # No key is seen yet: out 0 and lse -inf, the neutral element of the merge.
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
 
         def begin(chunk: HeadChunk) -> _Chunk:
+            # Heads are slices, so these are views: chunks read and write the caller's tensors.
             heads, own = chunk.query_heads, Pair(k[:, chunk.kv_heads], v[:, chunk.kv_heads])
             buffers = RingBuffers(chunk, self.buffers, own)
             return _ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
@@ -96,6 +98,7 @@ class RingPass:
             kv = chunk.kv_heads
             queries = _Queries(*(x[:, chunk.query_heads] for x in (grad_out, q, out, lse)))
             totals = _Totals(lse.dtype, (dq[:, chunk.query_heads], dk[:, kv], dv[:, kv]), self.trace)
+            # What other ranks found for the own keys is added to the own shard's dK and dV.
             home = Pair(*totals.accumulators[1:])
             buffers = RingBuffers(chunk, self.buffers, Pair(k[:, kv], v[:, kv]), home)
             return _BackwardChunk(self, buffers, queries, totals)
@@ -106,6 +109,7 @@ class RingPass:
     def _schedule(self, k: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:
             self.trace.phase = "backward" if backward else "forward"
+        # Bytes of local K of one head; 0 on a ring of one, where chunks would gain nothing.
         head_bytes = k.nbytes // k.shape[1] if self.exchange is not None else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
@@ -117,11 +121,13 @@ class RingPass:
             with self._span("send", batch.hop):
                 messages = _Messages([], [])
                 for index, steps in batch.rounds:
+                    # Not earlier: a chunk takes memory only from the batch on in which it sets out.
                     if index not in under_way:
                         under_way[index] = begin(schedule.chunks[index])
                     if _arrive_and_post(under_way[index], steps, messages):
                         del under_way[index]
                 pending = self._post(messages, batch.hop)
+            # What was posted is for the next hop; what is computed meanwhile is one hop behind.
             with self._span("compute", batch.hop - 1):
                 for index, steps in batch.rounds:
                     for step in steps.computed:
@@ -147,7 +153,7 @@ class RingPass:
 
 
 class _Messages(NamedTuple):
-    """Of one batch."""
+    """Hold the messages of one batch."""
 
     sends: list[Message]
     receives: list[Message]
@@ -163,11 +169,13 @@ def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
     for step in steps.arrived:
         if isinstance(step, Accumulate):
             chunk.buffers.accumulate(step)
+        # Freeing RESULTS means that the chunk is done; none of it is the pool's memory.
         elif step.buffer == RESULTS:
             chunk.finish()
             done = True
         else:
             chunk.buffers.free(step.buffer)
+    # Two ranks match the messages between them by order alone, so the schedule's order is kept.
     for post in steps.posted:
         side = messages.sends if isinstance(post, Send) else messages.receives
         side.extend(chunk.buffers.messages(post))
@@ -175,7 +183,7 @@ def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
 
 
 class _Chunk(Protocol):
-    """A head chunk under way."""
+    """Describe a head chunk under way."""
 
     buffers: RingBuffers
 
@@ -189,7 +197,7 @@ class _Chunk(Protocol):
 
 
 class _Totals:
-    """Zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
+    """Hold zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
         self.results, self._trace = results, trace
@@ -214,7 +222,7 @@ class _Totals:
 
 
 class _ForwardChunk:
-    """Heads of a forward pass: each hop's part is merged into out and lse."""
+    """Compute heads of a forward pass: each hop's part is merged into out and lse."""
 
     def __init__(self, ring: RingPass, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
         self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
@@ -225,6 +233,7 @@ class _ForwardChunk:
         (total,), lse = self.totals.accumulators, self.lse
         keys_values = self.buffers.pair(step.buffer)
         for part in self.ring.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
+            # `rows.of` gives a view, so that the accumulators are changed in place.
             rows, heads = part.q_rows, part.heads
             merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
             del part  # or it would live on while the kernel computes the next one
@@ -237,7 +246,7 @@ class _ForwardChunk:
 
 
 class _Queries(NamedTuple):
-    """What stays at home in the backward pass; [B, H, S, D], the lse [B, H, S]."""
+    """Hold what stays at home in the backward pass; [B, H, S, D], the lse [B, H, S]."""
 
     grad_out: Tensor
     q: Tensor
@@ -246,7 +255,7 @@ class _Queries(NamedTuple):
 
 
 class _BackwardChunk:
-    """Heads of a backward pass: gradients are added to dQ, and to the accumulators of each hop's keys."""
+    """Compute heads of a backward pass: gradients go to dQ, and to the accumulators of each hop's keys."""
 
     def __init__(self, ring: RingPass, buffers: RingBuffers, queries: _Queries, totals: _Totals) -> None:
         self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
@@ -255,10 +264,12 @@ class _BackwardChunk:
         """Find the gradients of a step's tiles; add them up."""
         grad_out, q, out, lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
+        # Hop 0 adds to the own shard's accumulators, which exist already; other hops start from zeros.
         keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
         dq, scale = self.totals.accumulators[0], self.ring.scale
         for part in self.ring.kernel.backward(grad_out, q, *keys_values, out, lse, step.tiles, scale):
             part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+            # Of all K/V heads: the kernel has summed over the query heads that share one.
             part.k_rows.of(grads.first).add_(part.dk_BGSD)
             part.k_rows.of(grads.second).add_(part.dv_BGSD)
             del part

@@ -1,4 +1,7 @@
-"""Tensors <-> shards. Owns the permutation of a layout applied to a tensor, and nothing of attention."""
+"""Turn tensors into shards and back.
+
+Owns the permutation of a layout applied to a tensor, and nothing of attention.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def shard_sequence(
     mesh: RingMesh | None = None,
     pad_value: float = 0,
 ) -> Tensor:
-    """This rank's tokens of a tensor that every rank holds whole. Differentiable.
+    """Return this rank's tokens of a tensor that every rank holds whole. Differentiable.
 
     Args:
         x_global: any tensor with layout.tokens entries in `dim`.
@@ -71,7 +74,7 @@ def shard_sequence(
             f" 0..{layout.ring_size - 1}"
         )
     positions = _positions(layout, int(rank), *_cut(layout, mesh))
-    index = positions.clamp_min(0).to(x_global.device)
+    index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
     local = x_global.index_select(dim, index)
     if bool((positions < 0).any()):
         shape = [1] * local.dim()
@@ -99,7 +102,7 @@ def _check(function: str, x: object, layout: object, dim: object) -> None:
 
 
 def _entries(x: Tensor, dim: int) -> int:
-    """Length of a dimension; 0 where there is none of that number."""
+    """Return the length of a dimension; 0 where there is none of that number."""
     return x.shape[dim] if -x.dim() <= dim < x.dim() else 0
 
 
@@ -112,7 +115,7 @@ def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutEr
 
 
 def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
-    """First slot and end of the part of a shard that this Ulysses rank holds."""
+    """Return first slot and end of the part of a shard that this Ulysses rank holds."""
     if mesh is None or mesh.ulysses_size == 1:
         return 0, layout.local_tokens
     if layout.local_tokens % mesh.ulysses_size:
@@ -154,7 +157,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
-    """The whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
+    """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
 
     The gradient is that of the sum of all ranks' losses (as in torch.distributed.nn): where every rank
     computes the same loss from the gathered tensor, divide it by mesh.sequence_size.
@@ -165,19 +168,22 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
     """
     check_mesh(mesh)
+    # Not raised yet: the other ranks are about to gather, and `_agree` tells them first.
     refused = _refusal(x_local, layout, mesh, dim)
     fields: dict[str, object] = {}
     if refused is None:
         shape = tuple(x_local.shape)
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
     _agree(mesh, "gather_sequence", fields, x_local, refused)
+    # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
     rows = x_local.movedim(dim, 0).contiguous()
     whole = _AllGather.apply(rows, mesh)
+    # The index has the slot of each position, and padding slots have none: they fall away.
     return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
 
 
 def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingError | None:
-    """Why this rank cannot gather; None if it can."""
+    """Return why this rank cannot gather; None if it can."""
     try:
         _check("gather_sequence", x_local, layout, dim)
     except (RingShapeError, RingLayoutError) as error:

@@ -1,4 +1,4 @@
-"""Measuring a pass: the peak of tensor memory, in real runs and in fake ones, and what happened when.
+"""Measure a pass: the peak of tensor memory, in real runs and in fake ones, and what happened when.
 
 Owns the two ways of counting memory. Real: the running sum of the profiler's allocation events, which is
 exact and includes kernel workspaces (a resident-set figure is neither); what another thread frees, gloo's
@@ -29,26 +29,26 @@ _MARK = "ds_ring span "  # and its number: a span's name among the profiler's ev
 
 
 class MessageSize(NamedTuple):
-    """A message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
+    """Describe a message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
 
     peer: int
     payload_bytes: int
 
 
 class PostedBatch(NamedTuple):
-    """What a step posts, in the order in which it does: messages of two ranks are matched by order alone."""
+    """Describe what a step posts, in that order: messages of two ranks are matched by order alone."""
 
     sends: tuple[MessageSize, ...] = ()
     receives: tuple[MessageSize, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
-        """Payload that leaves."""
+        """Return the payload that leaves."""
         return sum(message.payload_bytes for message in self.sends)
 
     @property
     def bytes_received(self) -> int:
-        """Payload that arrives."""
+        """Return the payload that arrives."""
         return sum(message.payload_bytes for message in self.receives)
 
 
@@ -56,7 +56,7 @@ NOTHING_SENT = PostedBatch()
 
 
 class Span(NamedTuple):
-    """Something that a ring pass did.
+    """Describe something that a ring pass did.
 
     Attributes:
         what: "send" (take what arrived, pack and post the next batch), "compute" (a hop's attention of every
@@ -84,7 +84,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Trace:
-    """What passes did, in order.
+    """Hold what passes did, in order.
 
     Attributes:
         ring_rank: whose passes.
@@ -109,6 +109,7 @@ class Trace:
         profiled = _profiler_enabled()
         now_ns = time.thread_time_ns if self.processor_time else time.time_ns
         start_ns = now_ns()
+        # record_function costs time where no profiler listens, so it is left out there.
         with record_function(f"{_MARK}{len(self.spans)}") if profiled else nullcontext():
             yield
         where = (self.phase, self._step(what), hop)
@@ -120,6 +121,7 @@ class Trace:
         last = self.spans[-1] if self.spans else None
         if last is None or last.phase != self.phase:
             return 0
+        # A step begins with its "send"; "compute" and "wait" have the same number.
         return last.step + (what == "send")
 
 
@@ -135,7 +137,7 @@ def tracing(mesh: RingMesh) -> Iterator[Trace]:
 
 
 class Level(NamedTuple):
-    """Tensor memory from `time_ns` of the profiler's clock on, above what lived when measuring began."""
+    """Hold tensor memory from `time_ns` of the profiler's clock on, above what lived when measuring began."""
 
     time_ns: int
     live_bytes: int
@@ -143,7 +145,7 @@ class Level(NamedTuple):
 
 @dataclass
 class MemoryPeak:
-    """Filled when the measured block ends.
+    """Hold what was measured; filled when the measured block ends.
 
     Attributes:
         peak_bytes: highest total of live tensor bytes above what lived at the start of the block.
@@ -178,12 +180,12 @@ def measure_cpu_memory() -> Iterator[MemoryPeak]:
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for tensors that only pretend: a pass over them sends nothing and must compare nothing."""
+    """Return True for tensors that only pretend: a pass over them sends nothing and must compare nothing."""
     return isinstance(x, FakeTensor)
 
 
 def fake_memory_peak(work: Callable[[], object]) -> int:
-    """Peak bytes of the (fake) tensors that `work` makes; call under `FakeTensorMode`."""
+    """Return peak bytes of the (fake) tensors that `work` makes; call under `FakeTensorMode`."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -195,5 +197,5 @@ def fake_memory_peak(work: Callable[[], object]) -> int:
 
 
 def shard_unit_bytes(batch: int, heads: int, local_tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one local tensor [batch, heads, local_tokens, head_dim]: the unit of the memory tables."""
+    """Return the bytes of a local [batch, heads, local_tokens, head_dim]: the unit of the memory tables."""
     return batch * heads * local_tokens * head_dim * dtype.itemsize

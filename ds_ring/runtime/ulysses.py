@@ -1,4 +1,4 @@
-"""Ulysses: trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
+"""Trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
 
 Owns the differentiable all-to-all as the operator `ds_ring::swap_heads_tokens`. The U ranks of a Ulysses
 group hold consecutive parts of one ring shard; before the pass each gets the whole shard of H / U heads,
@@ -23,7 +23,7 @@ HEADS, TOKENS = 1, 2
 
 
 class Swap(NamedTuple):
-    """One of the four all-to-alls of a step.
+    """Describe one of the four all-to-alls of a step.
 
     Attributes:
         split_dim: the dimension that is split over the Ulysses ranks.
@@ -36,6 +36,7 @@ class Swap(NamedTuple):
     gradient: str
 
 
+# Two operations under four names: ranks agree on the name, so swaps of two places in a step cannot meet.
 _SWAPS = {
     "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
     "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
@@ -46,11 +47,12 @@ _SWAPS = {
 
 @torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=())
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
-    """The all-to-all of that name, for each of some [B, H, S, D]."""
+    """Run the all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
     with context.mesh.in_call():
         context.agree(name, tensors[0], tensors[-1], _refusal(context, name, tensors))
         swap, mesh = _SWAPS[name], context.mesh
+        # A sequence of one rank has none; its all-to-all hands the parts back.
         exchange = context.exchange or Exchange(mesh)
         swapped = []
         for x in tensors:
@@ -60,7 +62,7 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
 
 
 def _refusal(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:
-    """Why q, k and v cannot be taken apart; what comes after them was made by this package."""
+    """Return why q, k and v cannot be taken apart; what comes after them was made by this package."""
     if name == "Ulysses of q, k, v":
         q, k, v = tensors
         try:
@@ -92,10 +94,10 @@ swap_op.register_autograd(_backward, setup_context=_setup)
 
 
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor]:
-    """[B, H, S / U, D] of all heads -> [B, H / U, S, D] of this rank's heads, for each."""
+    """Turn [B, H, S / U, D] of all heads into [B, H / U, S, D] of this rank's heads, for each."""
     return swap_op([q, k, v], "Ulysses of q, k, v", handle)
 
 
 def heads_to_tokens(out_BHSD: Tensor, handle: int) -> Tensor:
-    """[B, H / U, S, D] of this rank's heads -> [B, H, S / U, D] of all heads."""
+    """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads."""
     return swap_op([out_BHSD], "Ulysses of out", handle)[0]

@@ -1,13 +1,6 @@
-"""Waiting for torch's works so that nothing can hang: a deadline, a watch, and a thread that may get stuck.
+"""Wait for torch's works so that nothing can hang: a deadline, a watch, and a thread that may get stuck.
 
 Owns the wait and the error that it ends in. What is waited for is the exchange's.
-
-[Note: a wait that can be left]
-Nothing interrupts a wait in gloo: a peer that is killed in the middle of a large message, or stopped, is not
-signalled to the ranks that wait for it. So a thread waits, and the caller waits for that thread, for the
-deadline or for the watch, whichever comes first. A thread that is stuck is left behind, with the buffers that
-torch may still write to. A wait that completes is never failed: what has arrived is used, and the fault is
-raised by the next wait that does not complete.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ ASK_S = 20e-6  # between two looks at an event
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the program a wait is: the number of the call, and the hop."""
+    """Describe where in the program a wait is: the number of the call, and the hop."""
 
     call: int
     hop: int | None
@@ -48,7 +41,7 @@ class Place:
 
 @dataclass
 class _Job:
-    """Works that a thread waits for, one after the other."""
+    """Hold works that a thread waits for, one after the other."""
 
     works: Sequence[dist.Work]
     wake: threading.Event = field(default_factory=threading.Event)
@@ -60,9 +53,10 @@ class _Job:
         return self.error is not None or self.done == len(self.works)
 
     def run(self) -> None:
-        """To the end, or to the first error."""
+        """Run to the end, or to the first error."""
         try:
             for work in self.works:
+                # The deadline is the caller's; torch's own timeout must not come first.
                 work.wait(datetime.timedelta(seconds=FOR_EVER_S))
                 self.done += 1
         except RuntimeError as error:
@@ -71,7 +65,7 @@ class _Job:
 
 
 class _Waiters:
-    """Threads that wait; a free one is used again, one that is stuck is replaced."""
+    """Keep threads that wait; a free one is used again, one that is stuck is replaced."""
 
     def __init__(self) -> None:
         self._free: list[SimpleQueue[_Job]] = []
@@ -82,6 +76,7 @@ class _Waiters:
             queue = self._free.pop() if self._free else None
         if queue is None:
             queue = SimpleQueue()
+            # A daemon: one that is stuck must not hold up the end of the process.
             threading.Thread(target=self._serve, args=(queue,), name="ds_ring waiter", daemon=True).start()
         queue.put(job)
 
@@ -97,6 +92,12 @@ class _Waiters:
 _waiters = _Waiters()
 
 
+# [Note: a wait that can be left]
+# Nothing interrupts a wait in gloo: a peer that is killed in the middle of a large message, or stopped, is
+# not signalled to the ranks that wait for it. So a thread waits, and the caller waits for that thread, for
+# the deadline or for the watch, whichever comes first. A thread that is stuck is left behind, with the
+# buffers that torch may still write to. A wait that completes is never failed: what has arrived is used, and
+# the fault is raised by the next wait that does not complete.
 def wait_for(
     works: Sequence[dist.Work],
     peers: Sequence[Sequence[int]],
@@ -121,11 +122,13 @@ def wait_for(
     if on_device:
         _ask(job, min(PATIENCE_S, deadline - time.monotonic()))
     else:
+        # Only waits longer than PATIENCE_S are told to the monitor.
         _waiters.start(job)
         job.wake.wait(PATIENCE_S)
     if not job.finished and watch is None:
         _pause(job, deadline - time.monotonic(), on_device)
     elif (not job.finished or job.error is not None) and watch is not None:
+        # So that the monitor's verdict ends the wait as the works themselves do.
         watch.expect(job.wake)
         try:
             _wait_watched(job, watch, peers, place, deadline, on_device)
@@ -134,12 +137,13 @@ def wait_for(
     if job.finished and job.error is None:
         return
     if not job.finished:
+        # torch may still write to its buffers.
         keep_for_ever(job)
     raise blame(mesh, place.hop, _of(peers, job), _cause(job, place)) from job.error
 
 
 def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
-    """Whom the first unfinished work depends on."""
+    """Return whom the first unfinished work depends on."""
     return peers[min(job.done, len(peers) - 1)]
 
 
@@ -149,11 +153,14 @@ def _wait_watched(
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
     while not job.finished and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
+        # By identity: each work has an entry of its own in `peers`, even where two are equal.
         if told is not _of(peers, job):
             told = _of(peers, job)
             watch.waits(told, place.key, str(place))
+        # At most a second at once: no event says that one work of several is done.
         _pause(job, min(left_s, 1.0), on_device)
     if watch.fault is not None:
+        # What comes within this time is used, and the fault is raised by a later wait.
         _until(lambda: job.finished, 0.0 if on_device else PATIENCE_S)
     elif not job.finished or job.error is not None:
         watch.waits(_of(peers, job), place.key, str(place))
@@ -199,7 +206,7 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
-    """The error for a wait that failed: the verdict, or this rank's own view where there is none."""
+    """Return the error for a wait that failed: the verdict, or this rank's own view where there is none."""
     fault = None if mesh.watch is None else verdict(mesh.watch)
     if fault is not None:
         return error_of(mesh, hop, fault)
@@ -208,7 +215,7 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
-    """The monitor's verdict, as this rank's error."""
+    """Return the monitor's verdict, as this rank's error."""
     if mesh.watch is not None:
         mesh.watch.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)

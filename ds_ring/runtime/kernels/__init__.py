@@ -1,4 +1,4 @@
-"""Kernels by name: one hop's attention, forward and backward. A new kernel is one entry of `_KERNELS`."""
+"""Name kernels: one hop's attention, forward and backward. A new kernel is one entry of `_KERNELS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def get_kernel(
     name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None
 ) -> Kernel:
-    """The kernel of a name for a kind of device; "auto" takes the fast one there and logs once which.
+    """Return the kernel of a name for a kind of device; "auto" takes the fast one and logs once which.
 
     Args:
         name: "auto", "cpu", "flex" or "reference".
@@ -52,13 +52,16 @@ def get_kernel(
         raise RingConfigError(
             f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(_KERNELS))}, got another name"
         )
+    # A fast kernel runs on its own kind of device, the reference kernel on any.
     if name in _FAST.values() and _FAST.get(device_type) != name:
         raise RingConfigError(
             f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
         )
+    # A key of its own in the JSON, and only flex takes it.
     sizes = {"block_size": block_size} if name == "flex" and block_size is not None else {}
     try:
         return _KERNELS[name](**dict(options), **sizes)
+    # Options are keyword arguments of the kernel: one that it does not have is a TypeError.
     except TypeError as error:
         raise RingConfigError(
             f"kernel_options {dict(options)} for kernel {name!r}: {error}; remove what it does not take"

@@ -1,18 +1,4 @@
-"""From tiles to the calls of a kernel that takes rectangles and small triangles. Index arithmetic only.
-
-[Note: small triangles]
-`is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
-`TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
-TRIANGLE / side of it. The squares of one size lie at a regular distance along the diagonal, and so do the
-smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so
-that neither small calls nor large workspaces cost. Equal small tiles at a regular distance are folded alike.
-
-[Note: strips of a band]
-A window's triangles would be small ones only. Instead a band is cut into strips, each one masked rectangle
-with a corner too many at both ends. Forward strips are of queries: a row is complete at once and nothing
-is merged. Backward strips are of keys: aten is faster on many queries and few keys than the other way
-round, dK and dV are complete at once, and only dQ is added up.
-"""
+"""Turn tiles into calls of a kernel that takes rectangles and small triangles. Index arithmetic only."""
 
 from __future__ import annotations
 
@@ -31,7 +17,7 @@ SMALL = 1024  # tiles of up to so many queries are folded with equal ones
 
 @dataclass(frozen=True)
 class Sizes:
-    """How tiles are cut.
+    """Describe how tiles are cut.
 
     Attributes:
         block: most queries of one call, and most keys of one that returns dK and dV.
@@ -46,13 +32,19 @@ class Sizes:
 
 @lru_cache(maxsize=512)
 def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
-    """All calls for a table of tiles (the same object gives the same answer at once)."""
+    """Return all calls for a table of tiles (the same object gives the same answer at once)."""
     pieces = (piece for tile in each_tile(tiles) for piece in _split(tile, sizes))
     return tuple(_fold(pieces, sizes.block))
 
 
+# [Note: small triangles]
+# `is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
+# `TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
+# TRIANGLE / side of it. The squares of one size lie at a regular distance along the diagonal, and so do the
+# smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so that
+# neither small calls nor large workspaces cost. Equal small tiles at a regular distance are folded alike.
 def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """A tile as calls of the permitted sizes."""
+    """Yield a tile as calls of the permitted sizes."""
     if tile.kind == Kind.PARTIAL:  # small already, and its mask is its own
         yield tile
     elif tile.kind == Kind.FULL:
@@ -60,6 +52,7 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     elif tile.kind == Kind.BI_CAUSAL:
         yield from _band(tile, sizes)
     else:
+        # The smallest triangles along the diagonal, the one that the end clips, and the squares between them.
         side, triangle = tile.q_rows.length, sizes.triangle
         yield from _repeated(tile, (0, 0), (triangle, triangle), triangle, side // triangle, sizes)
         rest = side % triangle
@@ -69,7 +62,8 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """A full tile in pieces; forward, keys need no workspace and their number no bound."""
+    """Yield a full tile in pieces; forward, keys need no workspace and their number no bound."""
+    # With a bias for each pair a call has at most BIASED on a side, as the bias is cut from a square.
     most = sizes.block if tile.inside is None else min(sizes.block, BIASED)
     bounded = sizes.backward or tile.inside is not None
     k_parts = _parts(tile.k_rows.length, most if bounded else tile.k_rows.length)
@@ -78,10 +72,11 @@ def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _squares(tile: Tile, below: bool, sizes: Sizes) -> Iterator[Tile]:
-    """The full squares of a triangle: of every size triangle * 2^n, each second one along the diagonal."""
+    """Yield the full squares of a triangle: of every size triangle * 2^n, each second one on the diagonal."""
     total, side = tile.q_rows.length, sizes.triangle
     while side < total:
         first = (side, 0) if below else (0, side)
+        # Squares that fit entirely; the end of the triangle may clip one more.
         whole = total // (2 * side)
         yield from _repeated(tile, first, (side, side), 2 * side, whole, sizes)
         start = (2 * whole + 1) * side
@@ -93,10 +88,16 @@ def _squares(tile: Tile, below: bool, sizes: Sizes) -> Iterator[Tile]:
         side *= 2
 
 
+# [Note: strips of a band]
+# A window's triangles would be small ones only. Instead a band is cut into strips, each one masked rectangle
+# with a corner too many at both ends. Forward strips are of queries: a row is complete at once and nothing is
+# merged. Backward strips are of keys: aten is faster on many queries and few keys than the other way round,
+# dK and dV are complete at once, and only dQ is added up.
 def _band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """[Note: strips of a band]; one wider than a block, or than it is long, as triangles and rectangles."""
+    """Cut a band, [Note: strips of a band]; wider than a block, or than it is long, as `_short_band` does."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     strip = _strip(width, sizes)
+    # Strips would exceed a block: pieces as long as the band is wide are triangles and rectangles.
     if width + strip > sizes.block:
         for first, length in _parts(queries, width):
             yield from _short_band(tile.part(first, length, first, length + width - 1), sizes)
@@ -114,12 +115,14 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
     if queries <= edge:
         yield from _short_band(tile, sizes)
         return
+    # The first and the last `edge` keys are seen by fewer queries than the others: a triangle each.
     if edge:
         first, last = tile.part(0, edge, 0, edge), tile.part(queries - edge, edge, queries, edge)
         yield from _split(first._replace(kind=Kind.INVERSE_CAUSAL), sizes)
         yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
     count, rest = divmod(queries - edge, strip)
     apart = -(-(strip + edge) // strip)  # strips whose queries do not overlap
+    # dQ of a call is added to one strided view, in which no query may stand twice.
     for turn in range(min(apart, count)):
         first_at = (turn * strip, edge + turn * strip)
         times = (count - turn + apart - 1) // apart
@@ -129,14 +132,14 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _strip(width: int, sizes: Sizes) -> int:
-    """Side of a strip: the waste in its corners against the price of narrow calls (measured)."""
+    """Return a strip's side: the waste in its corners against the price of narrow calls (measured)."""
     if sizes.backward:
         return 2 * sizes.triangle if width >= 8 * sizes.triangle else sizes.triangle
     return max(sizes.triangle // (2 if width >= 4 * sizes.triangle else 4), 1)
 
 
 def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """A band not longer than it is wide: a triangle, what all queries see, and a triangle."""
+    """Yield a band not longer than it is wide: a triangle, what all queries see, and a triangle."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     yield from _split(tile.part(0, queries, 0, queries)._replace(kind=Kind.INVERSE_CAUSAL), sizes)
     if width > queries:
@@ -149,9 +152,10 @@ def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 def _repeated(
     tile: Tile, first: tuple[int, int], shape: tuple[int, int], every: int, count: int, sizes: Sizes
 ) -> Iterator[Tile]:
-    """`count` pieces of one shape from `first` on, one `every` so many queries and keys."""
+    """Yield `count` pieces of one shape from `first` on, one `every` so many queries and keys."""
     (i, j), (queries, keys) = first, shape
     pieces = [tile.part(i + n * every, queries, j + n * every, keys) for n in range(count)]
+    # One bias serves all repetitions of a call: pieces with different ones are calls of their own.
     if queries > sizes.block or (count > 1 and pieces[0].inside != pieces[1].inside):
         for piece in pieces:
             yield from _split(piece, sizes) if queries > sizes.block else (piece,)
@@ -163,17 +167,18 @@ def _repeated(
 
 
 def _parts(length: int, most: int) -> list[tuple[int, int]]:
-    """(first, length) of consecutive parts of at most `most`, of nearly equal length."""
+    """Return (first, length) of consecutive parts of at most `most`, of nearly equal length."""
     count = -(-length // most)
     bounds = [length * part // count for part in range(count + 1)]
     return [(first, end - first) for first, end in itertools.pairwise(bounds)]
 
 
 def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
-    """Small equal pieces at a regular distance as one repeated piece; the others as they are."""
+    """Yield small equal pieces at a regular distance as one repeated piece; the others as they are."""
     alike: dict[tuple[object, ...], list[Tile]] = defaultdict(list)
     for piece in pieces:
         q, k = piece.q_rows, piece.k_rows
+        # Repeated strips, and calls that already fill more than half a block, stay as they are.
         whole = q.repeats > 1 and (piece.kind == Kind.BI_CAUSAL or 2 * q.repeats * q.length > block)
         if whole or q.length > SMALL or piece.kind == Kind.PARTIAL:
             yield piece
@@ -185,7 +190,7 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
 
 
 def _singles(piece: Tile) -> Iterator[Tile]:
-    """The repetitions of a piece, one by one."""
+    """Yield the repetitions of a piece, one by one."""
     q, k = piece.q_rows, piece.k_rows
     for n in range(q.repeats):
         q_rows, k_rows = (r._replace(start=r.start + n * r.stride, repeats=1, stride=0) for r in (q, k))
@@ -193,7 +198,7 @@ def _singles(piece: Tile) -> Iterator[Tile]:
 
 
 def _fold_equal(group: list[Tile], block: int) -> Iterator[Tile]:
-    """Equal pieces, ascending: runs of a constant distance at which neither queries nor keys overlap."""
+    """Fold equal pieces, ascending: runs of a constant distance at which neither queries nor keys overlap."""
     first = group[0]
     span = max(rows.step * rows.length for rows in (first.q_rows, first.k_rows))
     most = max(block // first.q_rows.length, 1)

@@ -1,4 +1,4 @@
-"""The CPU kernel: PyTorch's flash attention for CPU, forward and backward, called tile by tile.
+"""Call PyTorch's flash attention for CPU tile by tile, forward and backward: the CPU kernel.
 
 Why this and not FlexAttention: torch 2.13 has no FlexAttention backward on the CPU and no lse when it is
 compiled there. The aten operators take strided views (so a tile is never copied), grouped K/V heads and
@@ -35,10 +35,12 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that hides what is not attended in an inverse-causal triangle or a band's strip."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
+    # Seen are keys j of query i with 0 <= j - i <= keys - queries in a band, with j >= i in a triangle.
     shift = keys - queries if kind == Kind.BI_CAUSAL else keys
     return hidden.tril(min(shift, 0) - 1) + hidden.triu(max(shift, 0) + 1)
 
 
+# Few: one has BIASED squared elements, 4 MiB in float32.
 @lru_cache(maxsize=2)
 def _square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
@@ -50,7 +52,7 @@ def _small_square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> 
 
 
 def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """log m; calls of all sizes with the same first positions share one square of it."""
+    """Return log m; calls of all sizes with the same first positions share one square of it."""
     most = max(queries, keys)
     if inside.mask is None and most <= BIASED:
         square = _small_square_of_weights if most <= SMALL_BIAS else _square_of_weights
@@ -66,7 +68,7 @@ def drop_kept() -> None:
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
-    """float64 and float32 as they are, anything lower in float32; with the last dimension dense.
+    """Return float64 and float32 as they are, lower dtypes in float32; with the last dimension dense.
 
     The aten operators take any strides but for the last dimension, where they read neighbours in memory
     whatever the stride says (it is 0 in the gradient of a sum).
@@ -76,7 +78,7 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bias(call: Tile, q: Tensor) -> Tensor | None:
-    """What is added to the scores of q, pair by pair; None for nothing."""
+    """Return what is added to the scores of q, pair by pair; None for nothing."""
     dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
     queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
     bias = None
@@ -87,6 +89,7 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
         return hidden if bias is None else bias + hidden
     if call.kind == Kind.PARTIAL:
         assert inside is not None
+        # Not kept from call to call: it depends on this tile's positions, maybe on sample and head.
         visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
         bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
         return bias.masked_fill(~visible, HIDDEN)
@@ -94,7 +97,7 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """Queries with the same scores at a scale above 0, and the factor of their gradient.
+    """Return queries with the same scores at a scale above 0, and the factor of their gradient.
 
     The aten operator returns NaN for a scale of 0 or below: it takes the maximum before it scales.
     """
@@ -104,23 +107,24 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
 
 
 def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that saw hidden keys only come out as out 0, lse -inf."""
+    """Set rows that saw hidden keys only to out 0, lse -inf."""
+    # With hidden keys alone the lse is about HIDDEN, far below that of any row with a real key.
     empty = lse < HIDDEN / 10
     return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
 
 
 def _batch(rows: Rows, x: Tensor) -> Tensor:
-    """Repetitions as a batch: [B * repeats, heads, length, ...]; a view where B is 1 or there is one."""
+    """Return repetitions as a batch: [B * repeats, heads, length, ...]; a view where B or repeats is 1."""
     return rows.of(x) if rows.repeats == 1 else rows.of(x).flatten(0, 1)
 
 
 def _unbatch(rows: Rows, x: Tensor) -> Tensor:
-    """The shape of `rows.of`."""
+    """Return the shape of `rows.of`."""
     return x if rows.repeats == 1 else x.unflatten(0, (-1, rows.repeats))
 
 
 class CpuKernel:
-    """aten flash attention for CPU over strided views.
+    """Call aten flash attention for CPU over strided views.
 
     Args:
         block: most queries and most keys of one call.
@@ -159,7 +163,9 @@ class CpuKernel:
                 attn_mask=_bias(call, q),
                 scale=scale,
             )
+            # The same number added to every score of a call moves its lse and leaves its out as it is.
             lse = lse + call.bias if call.bias else lse
+            # In every other kind of tile each row sees a key.
             if call.kind == Kind.PARTIAL:
                 out, lse = _empty_rows(out, lse)
             yield PartialOut(heads, rows, _unbatch(rows, out), _unbatch(rows, lse))
@@ -190,6 +196,7 @@ class CpuKernel:
                 _batch(keys, k),
                 _batch(keys, v),
                 _batch(rows, out[:, heads]),
+                # exp(score + bias - lse) without a bias tensor.
                 lse_t - call.bias if call.bias else lse_t,
                 0.0,
                 call.kind == Kind.CAUSAL,

@@ -1,20 +1,7 @@
-"""FlexAttention, forward and backward, compiled once for all hops and layers.
+"""Call FlexAttention, forward and backward, compiled once for all hops and layers.
 
 Owns the calls into PyTorch's FlexAttention. What is attended comes as tensors (`runtime/block_mask.py`): a
 compiled function sees no number that differs from hop to hop.
-
-[Note: one compilation]
-torch.compile makes constants of Python integers and of sizes that it was not told about. So everything that
-differs from hop to hop enters as a tensor whose token dimensions are marked dynamic, the BlockMask is put
-together inside the compiled function, and inputs are contiguous (strides are constants too). What remains is
-compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function.
-
-[Note: the backward operator]
-The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
-`flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
-`_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
-joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With
-w = exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
 """
 
 from __future__ import annotations
@@ -59,7 +46,7 @@ Call = Callable[..., tuple[Tensor, ...]]
 
 
 class Calls(NamedTuple):
-    """Compiled functions; see `_forward` and `_backward` for what they take."""
+    """Hold compiled functions; see `_forward` and `_backward` for what they take."""
 
     forward: Call
     backward: Call
@@ -68,12 +55,18 @@ class Calls(NamedTuple):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: HopTensors, block: int, scale: float, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one hop; the lse as the operator has it."""
+    """Return (out, lse) of one hop; the lse as the operator has it."""
     blocks = block_mask_of(mask, block).as_tuple()
     out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask), blocks, scale, options)
     return out, lse
 
 
+# [Note: the backward operator]
+# The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
+# `flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
+# `_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+# joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With w =
+# exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
 def _backward(
     grad_out: Tensor,
     q: Tensor,
@@ -87,7 +80,7 @@ def _backward(
     options: dict[str, Any],
     joint_graph: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
+    """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
     blocks = block_mask_of(mask, block).as_tuple()
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
@@ -99,7 +92,7 @@ def _backward(
 def _gradient_of_score(
     score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
-    """The joint graph of both score_mods: what they add to a score does not depend on it.
+    """Return the joint graph of both score_mods: what they add to a score does not depend on it.
 
     Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
     find no gradient.
@@ -107,16 +100,21 @@ def _gradient_of_score(
     return [grad, None, None, None, None]
 
 
+# [Note: one compilation]
+# torch.compile makes constants of Python integers and of sizes that it was not told about. So everything that
+# differs from hop to hop enters as a tensor whose token dimensions are marked dynamic, the BlockMask is put
+# together inside the compiled function, and inputs are contiguous (strides are constants too). What remains
+# is compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function.
 @lru_cache(maxsize=8)
 def compiled_calls(backend: str | None) -> Calls:
-    """The two functions, compiled by a backend of torch.compile; None leaves them as they are."""
+    """Return the two functions, compiled by a backend of torch.compile; None leaves them as they are."""
     if backend is None:
         return Calls(_forward, partial(_backward, joint_graph=_gradient_of_score))
     return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
 
 
 class FlexKernel:
-    """FlexAttention over blocks.
+    """Call FlexAttention over blocks.
 
     Args:
         block_size: side of a block in slots.
@@ -181,6 +179,7 @@ class FlexKernel:
         if not len(tiles):
             return 0
         tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors
+        # int32 [1, members, rows]: the mean over the members is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * self._block**2 // counts.shape[1]
 
@@ -192,7 +191,7 @@ class FlexKernel:
         return hop_mask(tiles, self._block, q.device, min(q.shape[2], SHORTEST), q.shape[2])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one hop, the lse natural."""
+        """Return (out, lse) of one hop, the lse natural."""
         out, lse = self._calls.forward(q, k, v, _marked(mask.tensors), self._block, scale, self._options)
         return out, lse if self._natural else lse * math.log(2)
 
@@ -208,7 +207,7 @@ class FlexKernel:
         mask: HopMask,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) by the operator; the lse is finite."""
+        """Return (dq, dk, dv) by the operator; the lse is finite."""
         lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
         tensors = _marked(mask.tensors)
         return self._calls.backward(grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options)
@@ -225,7 +224,7 @@ class FlexKernel:
         mask: HopMask,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """The same by autograd of a recomputed hop; see [Note: the backward operator]."""
+        """Return the same by autograd of a recomputed hop; see [Note: the backward operator]."""
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out_hop, lse_hop = self._attend(*leaves, mask, scale)
         with torch.no_grad():
@@ -236,14 +235,14 @@ class FlexKernel:
 
 
 def operator_compiles() -> bool:
-    """True if Dynamo derives the joint graph of `flex_attention_backward`; [Note: the backward operator]."""
+    """Return True if Dynamo derives the operator's joint graph; [Note: the backward operator]."""
     from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
 
     return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
 
 
 def _checked_options(given: dict[str, Any]) -> dict[str, Any]:
-    """FlexAttention's options; the kernel for many queries unless another one is asked for."""
+    """Return FlexAttention's options; the kernel for many queries unless another one is asked for."""
     known = set(FlexKernelOptions.__annotations__) - INTERNAL
     for option in given:
         if option.removeprefix("fwd_").removeprefix("bwd_") not in known:
@@ -263,7 +262,7 @@ def _rows(first_and_length: tuple[int, int]) -> Rows:
 
 
 def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
+    """Return slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
     first, length = rows
     part = x.detach()[:, :, first : first + length].contiguous()
     strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
@@ -277,7 +276,7 @@ def _dynamic(x: Tensor, *dims: int) -> Tensor:
 
 
 def _marked(tensors: HopTensors) -> HopTensors:
-    """The same tensors, their token and block dimensions marked as dynamic (once: marks stay)."""
+    """Return the same tensors, their token and block dimensions marked as dynamic (once: marks stay)."""
     for tokens in (tensors.q, tensors.k):
         _dynamic(tokens.position, 0)
         for labels in tokens.labels:
@@ -289,5 +288,5 @@ def _marked(tensors: HopTensors) -> HopTensors:
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
-    """Inputs are computed in their own dtype; the operator would cast them."""
+    """Turn autocast off: inputs are computed in their own dtype; the operator would cast them."""
     return torch.autocast(x.device.type, enabled=False)

@@ -29,9 +29,12 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         total = None
         for number, (q_label, k_label) in enumerate(pairs):
+            # One row of labels for all query heads of a K/V head, or one for each.
             member = head % members
             own = _at(q_label, member, query)
+            # A token without a label (-1) sees nothing, not even another one without.
             same = (own == _at(k_label, member, key)) & (own >= 0)
+            # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
             if len(mask.bands) > 1:
                 same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
             total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
@@ -80,6 +83,7 @@ def score_mod_of(mask: HopTensors) -> Callable[..., Tensor]:
     count = _count(mask)
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # m is 0 for pairs that the mask hides: clamped, so that no log of 0 is formed.
         return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
 
     def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

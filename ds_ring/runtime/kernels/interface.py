@@ -1,4 +1,4 @@
-"""What a kernel is: the attention of one hop, tile by tile, forward and backward, always with the lse.
+"""Define a kernel: the attention of one hop, tile by tile, forward and backward, always with the lse.
 
 A kernel sees local tensors and a `Tiles` table, and yields partial results; it neither merges nor
 accumulates nor communicates. The ring pass adds the parts up, in float32, in one place for all kernels.
@@ -18,7 +18,7 @@ from ds_ring.masks.tiles import Kind, Tiles
 
 
 class Rows(NamedTuple):
-    """Slots start + i * step (i < length), and the same again `repeats` times, `stride` slots apart.
+    """Describe slots start + i * step (i < length), and the same again `repeats` times, `stride` slots apart.
 
     Equal tiles that repeat at a regular distance are one call on a strided view, without a copy.
     """
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     stride: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """A view of x [B, heads, S, ...]: [B, heads, length, ...], or [B, repeats, heads, length, ...]."""
+        """View x [B, heads, S, ...] as [B, heads, length, ...], or [B, repeats, heads, length, ...]."""
         if self.repeats == 1:
             return x[:, :, self.start : self.start + (self.length - 1) * self.step + 1 : self.step]
         slot = x.stride(2)
@@ -41,16 +41,16 @@ class Rows(NamedTuple):
         )
 
     def part(self, first: int, length: int) -> Rows:
-        """Members first .. first + length - 1 of every repetition."""
+        """Return members first .. first + length - 1 of every repetition."""
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, repeats: int, every: int) -> Rows:
-        """This progression `repeats` times, one `every` so many of its members."""
+        """Return this progression `repeats` times, one `every` so many of its members."""
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
 class Inside(NamedTuple):
-    """What differs from pair to pair inside a tile, and the positions that it is a function of.
+    """Hold what differs from pair to pair inside a tile, and the positions that it is a function of.
 
     Attributes:
         mask: of a PARTIAL tile, what is attended.
@@ -66,21 +66,22 @@ class Inside(NamedTuple):
     k_step: int
 
     def part(self, q_first: int, k_first: int) -> Inside:
-        """The same from query q_first and key k_first on; equal where the weights are."""
+        """Return the same from query q_first and key k_first on; equal where the weights are."""
         q, k = self.q_first + q_first * self.q_step, self.k_first + k_first * self.k_step
         if self.mask is None and self.weights is not None:
+            # Weights repeat with their period: parts with equal weights compare equal, and share calls.
             q, k = q % self.weights.period, k % self.weights.period
         return self._replace(q_first=q, k_first=k)
 
     def visible(self, samples: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Of a PARTIAL tile, bool [queries, keys], or [samples or 1, heads or 1, queries, keys]."""
+        """Return a PARTIAL tile's mask: bool [queries, keys] or [samples or 1, heads or 1, queries, keys]."""
         assert self.mask is not None, "a PARTIAL tile without a mask"
         q, k = self._positions(queries, keys, device)
         visible: Tensor = self.mask(samples, q[:, 0], k[0])
         return visible
 
     def bias(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """log of the weights, [queries, keys]; one period of them is computed, the rest is copied."""
+        """Return log of the weights, [queries, keys]; one period is computed, the rest is copied."""
         if self.weights is None:
             return torch.zeros(queries, keys, dtype=dtype, device=device)
         period = self.weights.period
@@ -95,7 +96,7 @@ class Inside(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One row of a `Tiles` table as Python objects.
+    """Hold one row of a `Tiles` table as Python objects.
 
     Attributes:
         q_rows, k_rows: query and key slots.
@@ -113,11 +114,12 @@ class Tile(NamedTuple):
     inside: Inside | None = None
 
     def heads(self, group: int) -> slice:
-        """The query heads concerned, if `group` of them share a K/V head."""
+        """Return the query heads concerned, if `group` of them share a K/V head."""
+        # Query head h shares K/V head h // group, so these are every group-th head.
         return slice(None) if self.member < 0 else slice(self.member, None, group)
 
     def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
-        """A sub-rectangle of the same kind."""
+        """Return a sub-rectangle of the same kind."""
         return self._replace(
             q_rows=self.q_rows.part(q_first, q_length),
             k_rows=self.k_rows.part(k_first, k_length),
@@ -125,13 +127,13 @@ class Tile(NamedTuple):
         )
 
     def again(self, repeats: int, every: int) -> Tile:
-        """This tile `repeats` times, one `every` so many queries and keys."""
+        """Return this tile `repeats` times, one `every` so many queries and keys."""
         q_rows, k_rows = self.q_rows.again(repeats, every), self.k_rows.again(repeats, every)
         return self._replace(q_rows=q_rows, k_rows=k_rows)
 
 
 def each_tile(tiles: Tiles) -> Iterator[Tile]:
-    """The rows of a table, one by one."""
+    """Yield the rows of a table, one by one."""
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
         tiles.kind, tiles.member, tiles.multiplicity, tiles.weight,
@@ -146,6 +148,7 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
 def _inside(tiles: Tiles, row: int) -> Inside:
     q, k, weight, mask = tiles.q, tiles.k, int(tiles.weight[row]), int(tiles.mask[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
+    # Part (0, 0) reduces the positions by the period of the weights, as every other part does.
     return Inside(
         tiles.masks[mask] if mask >= 0 else None,
         tiles.weights[weight] if weight >= 0 else None,
@@ -154,7 +157,7 @@ def _inside(tiles: Tiles, row: int) -> Inside:
 
 
 class PartialOut(NamedTuple):
-    """Attention of some queries over some keys.
+    """Hold attention of some queries over some keys.
 
     Attributes:
         heads: the query heads concerned.
@@ -170,7 +173,7 @@ class PartialOut(NamedTuple):
 
 
 class PartialGrads(NamedTuple):
-    """What one tile adds to the gradients; dk and dv are of all K/V heads, summed over the query heads."""
+    """Hold what one tile adds to the gradients; dk, dv of all K/V heads, summed over the query heads."""
 
     heads: slice
     q_rows: Rows
@@ -181,12 +184,12 @@ class PartialGrads(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One hop's attention. q [B, H, S, D]; k, v [B, G, n, D] (the payload); H a multiple of G."""
+    """Compute one hop's attention. q [B, H, S, D]; k, v [B, G, n, D] (the payload); H a multiple of G."""
 
     name: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        """Partial results; together the parts cover every attended pair exactly once."""
+        """Yield partial results; together the parts cover every attended pair exactly once."""
         ...
 
     def backward(
@@ -200,9 +203,9 @@ class Kernel(Protocol):
         tiles: Tiles,
         scale: float,
     ) -> Iterator[PartialGrads]:
-        """Partial gradients, exact and additive because `out` and `lse` are the global ones (DESIGN, 4)."""
+        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones (DESIGN, 4)."""
         ...
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        """(query, key) pairs per head that the kernel really multiplies for these tiles, waste included."""
+        """Return the (query, key) pairs per head that the kernel really multiplies, waste included."""
         ...

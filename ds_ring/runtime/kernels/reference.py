@@ -1,4 +1,4 @@
-"""The oracle: plain dense mathematics, any floating dtype, any device. Slow and obvious.
+"""Compute the oracle: plain dense mathematics, any floating dtype, any device. Slow and obvious.
 
 Every other kernel is tested against this one, and this one against a dense softmax in float64.
 """
@@ -25,13 +25,15 @@ def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:
     if tile.kind == Kind.INVERSE_CAUSAL:
         return ones.triu()
     if tile.kind == Kind.BI_CAUSAL:
+        # Query i sees keys i to i + keys - queries.
         return ones.triu().tril(keys - queries)
     assert tile.kind == Kind.FULL, f"reference kernel: a tile of kind {tile.kind!r}"
     return ones
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); 0 where a row sees nothing at all."""
+    """Return exp(scores - lse); 0 where a row sees nothing at all."""
+    # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
@@ -41,7 +43,7 @@ def _expand(x_BGSD: Tensor, heads: int) -> Tensor:
 
 
 class ReferenceKernel:
-    """Dense scores per tile, in at least float32."""
+    """Compute dense scores per tile, in at least float32."""
 
     name = "reference"
 
@@ -68,7 +70,9 @@ class ReferenceKernel:
             heads = tile.heads(q.shape[1] // groups)
             scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale)
             q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
+            # With the global lse these are this tile's columns of the whole softmax.
             weights = _weights(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
+            # With the global out this is the sum over all keys, which no tile could form by itself.
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             dscores = weights * (grad_t @ v_t.mT - delta) * scale
             dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
@@ -79,11 +83,12 @@ class ReferenceKernel:
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Masked scores [B, heads, queries, keys] and the expanded keys and values of a tile."""
+        """Return masked scores [B, heads, queries, keys] and the expanded keys and values of a tile."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
         k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
         visible = _visible(tile, len(q), q.device)
+        # log m: what is constant in the tile here, what varies from pair to pair below.
         scores = q_t @ k_t.mT * scale + tile.bias
         if tile.inside is not None:
             scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
