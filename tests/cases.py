@@ -16,7 +16,7 @@ from tools.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = ("contiguous", "zigzag", "striped", "residue", "balanced", "auto")
-LENGTHS = (1000, 1023)  # neither divides by 3, 8 or 16
+LENGTHS = (500, 511)  # neither divides by 3, 8 or 16
 
 
 def document_ids(tokens: int, mean: int = 60, seed: int = 0) -> np.ndarray:
