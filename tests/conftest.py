@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.machine import skip_without  # noqa: E402
+
+# Two workers with a thread for every core each would spin against each other: tests took ten times as long.
+torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
