@@ -17,7 +17,7 @@ from ds_ring import Causal, Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import HopTensors, Table, hop_mask
+from ds_ring.runtime.block_mask import BlockTable, HopTensors, hop_mask
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.schedule.plan import build_plan
@@ -54,7 +54,7 @@ def seen(tensors: HopTensors, member: int) -> np.ndarray:
     return m.numpy()
 
 
-def listed(table: Table, member: int, columns: int) -> np.ndarray:
+def listed(table: BlockTable, member: int, columns: int) -> np.ndarray:
     """A table as a dense matrix of blocks, bool [rows, columns]."""
     count, index = (x[0, member].numpy() for x in table)
     dense = np.zeros((len(count), columns), dtype=int)
