@@ -138,7 +138,7 @@ def test_rows_come_back_in_their_order():
 
 def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
     """Documents make new contexts with every batch, and the mesh keeps only the latest."""
-    monkeypatch.setattr("ds_ring.runtime.context.KEPT_CONTEXTS", 1)
+    monkeypatch.setattr("ds_ring.runtime.contexts.KEPT_CONTEXTS", 1)
     session = session_of(RingMesh.single())
     q = torch.randn(2, 2, 7, 4, requires_grad=True)
     outs = []
