@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.checked_numbers import true_or_false, whole_number
+from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, alike
 from ds_ring.masks.partitions import Segment
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Head, Pattern, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
 
 
@@ -28,8 +28,7 @@ class Chunked(Pattern):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        chunk = whole_number(self.chunk, "Chunked: chunk", RingPatternError)
-        object.__setattr__(self, "chunk", chunk)
+        check_numbers(self, "chunk")
         true_or_false(self.causal, "Chunked: causal", RingPatternError)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:

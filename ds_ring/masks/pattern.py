@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_of_members
@@ -145,6 +146,17 @@ class Pattern(ABC):
         # refused here, where it is written, and not when a plan is built
         either.branches(Head())
         return either
+
+
+def check_numbers(pattern: Pattern, *names: str) -> None:
+    """Make the named fields of a pattern whole numbers, numpy's as well.
+
+    Raises:
+        RingPatternError: one is not a positive integer; names pattern and field.
+    """
+    for name in names:
+        what = f"{type(pattern).__name__}: {name}"
+        object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
 
 
 def _checked(other: object, operator: str) -> Pattern:

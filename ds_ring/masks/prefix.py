@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.checked_numbers import whole_number
-from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import in_range
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Head, Pattern, check_numbers
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,7 @@ class PrefixLM(Pattern):
     prefix: int
 
     def __post_init__(self) -> None:
-        prefix = whole_number(self.prefix, "PrefixLM: prefix", RingPatternError)
-        object.__setattr__(self, "prefix", prefix)
+        check_numbers(self, "prefix")
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
         # the second branch has only keys after their query, so no pair is in both

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.checked_numbers import true_or_false, whole_number
+from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import ALL, in_range
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Head, Pattern, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
 
 
@@ -28,8 +28,7 @@ class Sinks(Pattern):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        sinks = whole_number(self.sinks, "Sinks: sinks", RingPatternError)
-        object.__setattr__(self, "sinks", sinks)
+        check_numbers(self, "sinks")
         true_or_false(self.causal, "Sinks: causal", RingPatternError)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:

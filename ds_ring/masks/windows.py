@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.checked_numbers import true_or_false, whole_number
+from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, alike
 from ds_ring.masks.partitions import Remainder
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Head, Pattern, check_numbers
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class SlidingWindow(Pattern):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        window = whole_number(self.window, "SlidingWindow: window", RingPatternError)
-        object.__setattr__(self, "window", window)
+        check_numbers(self, "window")
         true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
@@ -54,9 +53,7 @@ class DilatedWindow(Pattern):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("window", "rate"):
-            value = whole_number(getattr(self, name), f"DilatedWindow: {name}", RingPatternError)
-            object.__setattr__(self, name, value)
+        check_numbers(self, "window", "rate")
         true_or_false(self.causal, "DilatedWindow: causal", RingPatternError)
 
     def branches(self, head: Head) -> tuple[Branch, ...]:

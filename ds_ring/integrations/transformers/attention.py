@@ -68,8 +68,8 @@ def attention(
             f"{type(module).__name__}: attn_implementation='{NAME}' needs to be told the ring, and was told"
             " none; start with ds_ring.initialize(model=...), or call"
             " ds_ring.integrations.transformers.attention.attach(model, session). Where that was done, the"
-            " model does not hand its"
-            f" keyword arguments down to attention: build it with attn_implementation='{UNMODIFIED}', set"
+            " model does not hand its keyword arguments down to attention: build it with"
+            f" attn_implementation='{UNMODIFIED}', set"
             ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
         )
     # In a graph of another compiler `mask` made one of the local position ids, which nobody reads.
