@@ -68,10 +68,13 @@ def call_guarded(
     if watch is None:
         return act()
     call = _Call(act)
-    threading.Thread(target=call.run, name="ds_ring call", daemon=True).start()
+    thread = threading.Thread(target=call.run, name="ds_ring call", daemon=True)
+    thread.start()
     # Most calls end at once: only a long one is worth a message to the monitor.
     if not call.wake.wait(PATIENCE_S):
         _wait_watched(call, watch, grid, what, step, time.monotonic() + timeout_s)
+    if call.finished:
+        thread.join()  # it only lets go of the call; [Note: threads at exit] in runtime/waiting.py
     if call.results:
         return call.results[0]
     if call.finished and call.error is not None and not is_of_distributed(call.error):

@@ -5,6 +5,7 @@ Owns the wait and the error that it ends in. What is waited for is the exchange'
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import threading
 import time
@@ -68,28 +69,45 @@ class _Waiters:
     """Keep threads that wait; a free one is used again, one that is stuck is replaced."""
 
     def __init__(self) -> None:
-        self._free: list[SimpleQueue[_Job]] = []
+        self._free: list[SimpleQueue[_Job | None]] = []
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self, job: _Job) -> None:
         with self._lock:
             queue = self._free.pop() if self._free else None
-        if queue is None:
-            queue = SimpleQueue()
-            # A daemon: one that is stuck must not hold up the end of the process.
-            threading.Thread(target=self._serve, args=(queue,), name="ds_ring waiter", daemon=True).start()
+            if queue is None:
+                queue = SimpleQueue()
+                # A daemon: one that is stuck must not hold up the end of the process.
+                name = "ds_ring waiter"
+                thread = threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         queue.put(job)
 
-    def _serve(self, queue: SimpleQueue[_Job]) -> None:
-        while True:
-            job = queue.get()
+    def _serve(self, queue: SimpleQueue[_Job | None]) -> None:
+        while (job := queue.get()) is not None:
             job.run()
             del job  # its works and buffers must not live on until the next one comes
             with self._lock:
                 self._free.append(queue)
 
+    def end(self) -> None:
+        """End the threads that are free or about to be; see [Note: threads at exit]."""
+        deadline = time.monotonic() + PATIENCE_S
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+            with self._lock:
+                free, self._free = self._free, []
+            for queue in free:
+                queue.put(None)
+            time.sleep(0.001)
+
 
 _waiters = _Waiters()
+# [Note: threads at exit] A daemon thread that needs the interpreter while that shuts down is ended by
+# pthread_exit, and where it is inside torch (a Work or a tensor is deleted) that ends the process by "terminate
+# called without an active exception" (CPython issue 87135, torch 2.13). So none is left there.
+atexit.register(_waiters.end)
 
 
 # [Note: a wait that can be left]
