@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -116,6 +117,16 @@ class RecentBatches:
     def __init__(self) -> None:
         self._recent: deque[tuple[list[weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
         self._current: BatchSharding | None = None
+        self.is_off = False  # batches are each rank's own, and nothing is sharded
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Look no batch up meanwhile."""
+        before, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = before
 
     @property
     def current(self) -> BatchSharding:

@@ -44,8 +44,8 @@ _REFUSED = (
     _Refused(
         "hybrid_engine.enabled",
         None,
-        "its generation replaces the layers that attend on the ring: remove the section, and generate with"
-        " the model loaded on one rank",
+        "its generation replaces the layers that attend on the ring: remove the section, and generate"
+        " inside `with engine.ring.off():`",
     ),
 )
 _AUTO_SP = "autosp"

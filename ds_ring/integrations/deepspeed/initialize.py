@@ -250,6 +250,8 @@ def _give_session(engine: DeepSpeedEngine, session: RingSession) -> None:
     engine.ring = session
 
     def find_sharding(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if session.batches.is_off:
+            return
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
     engine.register_forward_pre_hook(find_sharding, with_kwargs=True)

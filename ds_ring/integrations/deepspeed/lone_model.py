@@ -79,7 +79,7 @@ def arguments_for(
         given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
     if not _is_of_transformers(alone):
         return given
-    from ds_ring.integrations.transformers.attention import NAME, SHARDING
+    from ds_ring.integrations.transformers.attached import NAME, SHARDING
 
     positions = given.get("position_ids")
     if positions is not None and bool((positions == torch.arange(single.layout.tokens)).all()):
@@ -108,7 +108,7 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
     if not _is_of_transformers(alone):
         return
-    from ds_ring.integrations.transformers.attention import NAME
+    from ds_ring.integrations.transformers.attached import NAME
 
     asked, model = config.pattern, alone.config
     own = asked.segment_lengths is None and not asked.documents

@@ -29,6 +29,10 @@ _WHAT_TO_DO = (
     " call engine.ring.attention()(q, k, v) or ds_ring.RingAttention in the module, or use a transformers"
     ' model, which gets the ring\'s attention by itself unless the section says "attention": "as_is"'
 )
+_TRAINS_OFF = (
+    "engine.ring.off(): expected a forward pass that evaluates, got one in training mode with gradients: each"
+    " rank would train on its own tokens only; leave the block first, or call engine.eval()"
+)
 _PLAIN = "scaled_dot_product_attention", "flex_attention"
 _SOFTMAX = "softmax", "_softmax"
 
@@ -56,6 +60,10 @@ class RingUse:
         @functools.wraps(forward)
         def checked(*args: Any, **kwargs: Any) -> Any:
             training = self._is_training()
+            if self._session.batches.is_off:
+                if training and torch.is_grad_enabled():
+                    raise RingConfigError(_TRAINS_OFF)
+                return forward(*args, **kwargs)
             if training in self._seen or not self._needed():
                 return forward(*args, **kwargs)
             before = forward_passes()

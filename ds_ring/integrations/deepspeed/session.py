@@ -7,7 +7,8 @@ neither DeepSpeed nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class RingSession:
         gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
         batches: where the latest batches lie.
         needs: what the model must know of whole batches.
+        attached: for each model on the ring, what takes it off meanwhile.
     """
 
     config: RingConfig
@@ -59,6 +61,7 @@ class RingSession:
     gradient_divisor: float
     batches: RecentBatches = field(default_factory=RecentBatches, repr=False)
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
+    attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
     _by_length: dict[tuple[int, int], BatchSharding] = field(default_factory=dict, repr=False)
 
     @property
@@ -72,6 +75,19 @@ class RingSession:
         For modules of your own: `out = session.attention()(q, k, v)`, asked for in every forward pass.
         """
         return self.batches.current.attention(scale)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Make the model plain and local meanwhile: its own attention, each rank by itself, nothing sharded.
+
+        For `engine.module.generate`, an evaluation of short texts, an export. At ZeRO 3 all ranks must run
+        equally many forward passes, since each gathers parameters. Training is refused.
+        """
+        with ExitStack() as stack:
+            for take_off in self.attached:
+                stack.enter_context(take_off())
+            stack.enter_context(self.batches.off())
+            yield
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
         """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.

@@ -14,9 +14,7 @@ Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,21 +26,21 @@ from transformers.masking_utils import sdpa_mask
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.attached import (
+    NAME,
+    REWRITTEN,
+    SHARDING,
+    Attached,
+    own_implementation,
+)
 from ds_ring.integrations.transformers.classes import bypasses, check_class
-from ds_ring.integrations.transformers.families import equip
-from ds_ring.integrations.transformers.heads import check_outputs
-from ds_ring.integrations.transformers.windows import check_windows
 
 log = logging.getLogger(__name__)
 
-NAME = "ds_ring"
 UNMODIFIED = "sdpa"  # what backend.py rewrites
-SHARDING = "ds_ring_sharding"
-REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
 
 def attention(
@@ -181,10 +179,13 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
         before = part.config._attn_implementation
         if before != NAME and _keeps_its_own(config):
             continue
+        own = {inner: own_implementation(inner) for inner in _pretrained(part)}
         if config.attention == "ring":
             _switch(part)
         rewritten = part.config._attn_implementation != NAME
-        attached.append(_attach_one(part, session, rewritten))
+        attached.append(Attached(part, session, rewritten, own))
+        attached[-1].put_on()
+        session.attached.append(attached[-1].off)
         if rewritten:
             log.info(
                 'attn_implementation=%r in %s ("attention": "as_is"): its attention is the ring\'s after'
@@ -214,53 +215,6 @@ def _switch(model: PreTrainedModel) -> None:
             )
     if before != NAME:
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
-
-
-@dataclass(eq=False)
-class Attached:
-    """Hold a transformers model on a ring."""
-
-    model: PreTrainedModel  # the outermost transformers model
-    # its attention is the graph's to replace: the mark on its position ids raises wherever backend="ds_ring"
-    # has not taken it away. What the masks ask for is checked where they are read.
-    rewritten: bool
-
-
-def _attach_one(model: PreTrainedModel, session: RingSession, rewritten: bool) -> Attached:
-    attached = Attached(model, rewritten)
-    guard = equip(model, session)
-    name, signature = type(model).__name__, inspect.signature(model.forward)
-
-    def before(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # The checks are of one call: the same model may be called again with another batch.
-        guard.start()
-        bound = signature.bind_partial(*args, **kwargs)
-        given = dict(bound.arguments) | kwargs
-        checks.check_model_call(name, given)
-        added: dict[str, Any] = {}
-        if "use_cache" not in given:
-            added["use_cache"] = False  # transformers' default would keep every layer's keys and values
-        if attached.rewritten:
-            added["position_ids"] = needs_backend_op(given["position_ids"])
-            if model.config._attn_implementation == NAME:
-                added[SHARDING] = REWRITTEN
-            return bound.args, bound.kwargs | added
-        if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
-            session.batches.select(x for x in given.values() if isinstance(x, Tensor))
-        sharding = session.batches.current
-        checks.check_length(name, given, sharding)
-        check_windows(model, sharding)
-        return args, kwargs | added | {SHARDING: sharding}
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        check_outputs(model, output, session.batches.current.local_tokens)
-        guard.check(model, output)
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after)
-    return attached
 
 
 def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:

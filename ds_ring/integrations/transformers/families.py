@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError
@@ -24,8 +25,10 @@ from ds_ring.integrations.transformers.rotary import give_length
 from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
 
 
-def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
-    """Give `model` what its family needs of the whole sequence; return the guard of its loss function.
+def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list[RemovableHandle]]:
+    """Give `model` what its family needs of the whole sequence.
+
+    Returns the guard of its loss function, and the handles of all hooks.
 
     Raises:
         RingConfigError: it needs something that a ring cannot give it.
@@ -33,17 +36,16 @@ def equip(model: PreTrainedModel, session: RingSession) -> LossGuard:
     scale = shared_scale(session.mesh, session.gradient_divisor)
     guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
     model.loss_function = guard
-    check_numbers_once(model, session.mesh)
-    give_length(model, session.batches)
+    handles = [*check_numbers_once(model, session.mesh), *give_length(model, session.batches)]
     session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
-    _count_all_routers(model, guard, session)
+    handles.append(_count_all_routers(model, guard, session))
     if pools_the_last_token(model):
         session.needs.slots = True
-        pool_over_ranks(model, session)
-    return guard
+        handles += pool_over_ranks(model, session)
+    return guard, handles
 
 
-def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> None:
+def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> RemovableHandle:
     """Replace the load balancing loss of local tokens, and its part of the loss, by that of all tokens."""
     # A loss that cannot be replaced is refused where it is computed: most models never ask for it.
     router: RouterLoss | RingConfigError | None
@@ -71,7 +73,7 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
             output.loss = guard.own + router.weight * exact
             guard.expect(output.loss)
 
-    model.register_forward_hook(after)
+    return model.register_forward_hook(after)
 
 
 def _counted(sharding: BatchSharding, router_logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -31,8 +32,8 @@ def pools_the_last_token(model: nn.Module) -> bool:
     return isinstance(model, GenericForSequenceClassification)
 
 
-def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> None:
-    """Make the model's head read its token from the rank that has it."""
+def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
+    """Make the model's head read its token from the rank that has it; return the handles of the hooks."""
     signature = inspect.signature(model.forward)
     held: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
@@ -48,8 +49,10 @@ def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> None:
         return _pooled_everywhere(logits_BSL, sharding.slots, held["input_ids"], padding, number_of(mesh))
 
     assert isinstance(model.score, nn.Module), type(model.score)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.score.register_forward_hook(after_score)
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.score.register_forward_hook(after_score),
+    ]
 
 
 def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> None:

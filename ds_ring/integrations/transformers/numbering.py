@@ -55,8 +55,11 @@ class _Numbering:
         return real_BT.long().cumsum(dim=1) * real_BT + self.padding_idx
 
 
-def check_numbers_once(model: nn.Module, mesh: RingMesh) -> None:
-    """Compare every `position_ids` inside the model with what it was given, in its first forward pass."""
+def check_numbers_once(model: nn.Module, mesh: RingMesh) -> list[RemovableHandle]:
+    """Compare every `position_ids` inside the model with what it was given, in its first forward pass.
+
+    Returns the handles of the hooks.
+    """
     # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
     given: list[Tensor] = []
@@ -93,6 +96,7 @@ def check_numbers_once(model: nn.Module, mesh: RingMesh) -> None:
     for part in model.modules():
         if part is not model and "position_ids" in inspect.signature(part.forward).parameters:
             handles.append(part.register_forward_pre_hook(before_part, with_kwargs=True))
+    return handles
 
 
 def _same(used: Tensor, given: Tensor) -> bool:

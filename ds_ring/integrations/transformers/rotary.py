@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.errors import RingConfigError
@@ -27,17 +28,21 @@ from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def give_length(model: nn.Module, batches: RecentBatches) -> None:
+def give_length(model: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
     """Give every rotary embedding in `model` that depends on the length that of the whole batch.
+
+    Returns the handles of the hooks.
 
     Raises:
         RingConfigError: a module computes it inside a layer that may be computed again in the backward pass,
             or takes no position_ids.
     """
+    handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
         if depends_on_length(module):
             check_rotary(model, name, module)
-            _hook(module, batches)
+            handles += _hook(module, batches)
+    return handles
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -77,7 +82,7 @@ def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
     )
 
 
-def _hook(module: nn.Module, batches: RecentBatches) -> None:
+def _hook(module: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
     signature = inspect.signature(module.forward)
     place = list(signature.parameters).index("position_ids")
 
@@ -94,8 +99,7 @@ def _hook(module: nn.Module, batches: RecentBatches) -> None:
             return output[..., :-1, :]
         return tuple(part[..., :-1, :] for part in output)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
 
 def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:

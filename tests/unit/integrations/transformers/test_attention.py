@@ -204,7 +204,7 @@ def test_calls_that_would_be_silently_wrong_are_refused(what):
 def test_generate_is_refused():
     model, session = attached()
     session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match="generate with the model loaded on one rank"):
+    with pytest.raises(RingConfigError, match=r"generate inside `with engine.ring.off\(\):`"):
         model.generate(IDS, max_new_tokens=2, attention_mask=None)
 
 

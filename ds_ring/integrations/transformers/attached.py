@@ -1,0 +1,123 @@
+"""Put a transformers model on a ring, and take it off again.
+
+Owns the hooks around a model's call: the sharding of its batch goes in, what it returns is checked. The
+attention function is attention.py's, what a family needs beside it families.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.families import equip
+from ds_ring.integrations.transformers.heads import check_outputs
+from ds_ring.integrations.transformers.windows import check_windows
+
+NAME = "ds_ring"
+SHARDING = "ds_ring_sharding"
+REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
+
+
+def own_implementation(part: PreTrainedModel) -> str:
+    """Return the attention that a model has without a ring."""
+    named: str = part.config._attn_implementation
+    if named != NAME:
+        return named
+    return "sdpa" if part._supports_sdpa else "eager"
+
+
+@dataclass(eq=False)
+class Attached:
+    """Hold a transformers model on a ring."""
+
+    model: PreTrainedModel  # the outermost transformers model
+    session: RingSession
+    # its attention is the graph's to replace: the mark on its position ids raises wherever backend="ds_ring"
+    # has not taken it away. What the masks ask for is checked where they are read.
+    rewritten: bool
+    own: dict[PreTrainedModel, str]  # the models in it, itself first, and their attention without a ring
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Give the model its own attention and loss meanwhile, without a hook of ours."""
+        on, guard = {part: part.config._attn_implementation for part in self.own}, self.model.loss_function
+        self.model.loss_function = guard.loss_function
+        _set_implementations(self.own)
+        try:
+            with _without(self.handles):
+                yield
+        finally:
+            _set_implementations(on)
+            self.model.loss_function = guard
+
+    def put_on(self) -> None:
+        """Hook the model's calls: batches, checks, and what its family needs."""
+        model, session = self.model, self.session
+        guard, self.handles = equip(model, session)
+        name, signature = type(model).__name__, inspect.signature(model.forward)
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # The checks are of one call: the same model may be called again with another batch.
+            guard.start()
+            bound = signature.bind_partial(*args, **kwargs)
+            given = dict(bound.arguments) | kwargs
+            checks.check_model_call(name, given)
+            added: dict[str, Any] = {}
+            if "use_cache" not in given:
+                added["use_cache"] = False  # transformers' default would keep every layer's keys and values
+            if self.rewritten:
+                added["position_ids"] = needs_backend_op(given["position_ids"])
+                if model.config._attn_implementation == NAME:
+                    added[SHARDING] = REWRITTEN
+                return bound.args, bound.kwargs | added
+            if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
+                session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+            sharding = session.batches.current
+            checks.check_length(name, given, sharding)
+            check_windows(model, sharding)
+            return args, kwargs | added | {SHARDING: sharding}
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            check_outputs(model, output, session.batches.current.local_tokens)
+            guard.check(model, output)
+
+        self.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        self.handles.append(model.register_forward_hook(after))
+
+
+@contextmanager
+def _without(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Take hooks out, and put them back in their places: DeepSpeed's hooks must come after ours."""
+    found = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+    ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]
+    before = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks, _ in ours}.values()]
+    for hooks, key in ours:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, order in before:
+            mine = {key for others, key in ours if others is hooks}
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in order.items() if key in mine or key in now} | now)
+
+
+def _set_implementations(attention_of: dict[PreTrainedModel, str]) -> None:
+    """Name every model's attention: outer models first, since a configuration hands it down."""
+    for part, name in attention_of.items():
+        part.config._attn_implementation = name
