@@ -1,4 +1,4 @@
-"""The registry of cases: layout x pattern x shape x dtype. A new pattern or layout is one row here."""
+"""The registry of cases: layout x pattern x shape x dtype. A new pattern is one row here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
+from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
 from ds_ring.schedule.layout import Layout, ResidueLayout
 from tools.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)
-LAYOUTS = ("contiguous", "zigzag", "striped", "residue", "balanced", "auto")
+LAYOUTS = tuple(LAYOUT_ROWS)
 LENGTHS = (500, 511)  # neither divides by 3, 8 or 16
 
 

@@ -1,4 +1,4 @@
-"""Dilated attention: its definition (project DESIGN, section 10), and Microsoft's mixture of branches.
+"""Dilated attention: its definition, and Microsoft's mixture of branches.
 
 Two oracles in float64, written without ds_ring: loops over segments, nothing clever. The mixture is LongNet's
 (Ding et al. 2023, equations 9 to 11): each branch gathers the tokens of a segment, attends to them by a

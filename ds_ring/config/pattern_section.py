@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model, field_validator
 
 from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
 from ds_ring.errors import RingPatternError
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slices import Slices
+from ds_ring.registry import PUBLIC, JsonKey, load
 
 ONE_UP = "a whole number of at least 1"
 WORD = Takes("a word", "write one of these in double quotes")
@@ -33,7 +36,7 @@ Branches = Annotated[
 HeadOffsets = Annotated[Literal["paper", "paper_kv", "torchscale", "zero"], WORD]
 
 
-class PatternConfig(Section):
+class PatternKeys(Section):
     """Say which query position attends to which key position. Lengths are tokens of the global sequence."""
 
     causal: Flag = Field(default=True, description="a query sees no later key")
@@ -45,12 +48,6 @@ class PatternConfig(Section):
     )
     sinks: Beside = Field(
         default=None, description="the first n tokens are seen by all after them, beside the window"
-    )
-    chunk: Beside = Field(
-        default=None, description="tokens see their own chunk of n tokens only, as in Llama 4"
-    )
-    prefix: Beside = Field(
-        default=None, description="the first n tokens see one another both ways; all others are causal"
     )
     slices: SliceList = Field(
         default=None,
@@ -93,28 +90,6 @@ class PatternConfig(Section):
             raise Refused(without_effect(shown(value), "window null", "sees all tokens already"))
         return value
 
-    @field_validator("prefix")
-    @classmethod
-    def _of_a_causal_whole(cls, prefix: int | None, info: ValidationInfo) -> int | None:
-        if prefix is None:
-            return None
-        if info.data.get("causal") is False:
-            raise Refused(without_effect(shown(prefix), "causal false", "hides no later token"))
-        for other in ("window", "chunk"):
-            if info.data.get(other) is not None:
-                raise Refused(without_effect(shown(prefix), other, "hides later tokens all the same"))
-        return prefix
-
-    @field_validator("segment_lengths")
-    @classmethod
-    def _not_beside_a_prefix(
-        cls, segments: tuple[int, ...] | None, info: ValidationInfo
-    ) -> tuple[int, ...] | None:
-        if segments is not None and info.data.get("prefix") is not None:
-            advice = "set one of the two to null: dilated attention hides later tokens in the prefix, too"
-            raise Refused(sentence("null beside prefix", shown(segments), advice))
-        return segments
-
     @field_validator("head_offsets")
     @classmethod
     def _of_a_dilation(cls, offsets: str, info: ValidationInfo) -> str:
@@ -147,9 +122,47 @@ def without_effect(got: str, beside: str, why: str) -> str:
 
 def _checked_slices(value: Any) -> Any:
     """Return the slices as nested tuples; Refused with what the pattern says of them."""
-    from ds_ring.masks.slices import Slices  # numpy: only where there are some
-
     try:
         return Slices(value).slices
     except RingPatternError as error:
         raise Refused(str(error).removeprefix("Slices: ")) from None
+
+
+def _patterns_by_key() -> dict[str, tuple[JsonKey, type[Pattern]]]:
+    """Return the public patterns that say themselves what their key is (`Pattern.json_key`)."""
+    # a mask function is no JSON, and its module takes torch with it
+    homes = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "mask_mod" not in home)
+    found: list[type[Pattern]] = [load(home) for home in homes]
+    return {one.json_key.name: (one.json_key, one) for one in found if one.json_key}
+
+
+PATTERNS_BY_KEY = _patterns_by_key()
+
+
+def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
+    """Refuse a pattern's key beside one of those that its `json_key`, or theirs, names."""
+    if value is not None:
+        own = PATTERNS_BY_KEY[str(info.field_name)][0]
+        for other, got in info.data.items():
+            usual = PatternKeys.model_fields[other].default if other in PatternKeys.model_fields else None
+            theirs = PATTERNS_BY_KEY[other][0].beside if other in PATTERNS_BY_KEY else {}
+            why = own.beside.get(other) or theirs.get(own.name)
+            if got != usual and why:
+                raise Refused(without_effect(shown(value), f"{other} {shown(got)}", why))
+    return value
+
+
+if TYPE_CHECKING:
+    PatternConfig = PatternKeys
+else:  # with the keys of the patterns' own files
+    _OWN = Annotated[Beside, AfterValidator(_has_an_effect)]
+    PatternConfig = create_model(
+        "PatternConfig",
+        __base__=PatternKeys,
+        __module__=__name__,
+        __doc__=PatternKeys.__doc__,
+        **{
+            name: (_OWN, Field(default=None, description=key.meaning))
+            for name, (key, _) in PATTERNS_BY_KEY.items()
+        },
+    )

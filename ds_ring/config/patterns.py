@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from ds_ring.masks.chunked import Chunked
+from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.prefix import PrefixLM
 from ds_ring.masks.sinks import Sinks
 from ds_ring.masks.slices import Slices
 from ds_ring.masks.windows import DilatedWindow, SlidingWindow
@@ -31,10 +32,11 @@ def pattern_from_config(config: RingConfig) -> Pattern:
         parts.append(Dilated(lengths, rates, section.causal, section.head_offsets))
     if section.window is not None:
         parts.append(_window(section, section.window))
-    if section.chunk is not None:
-        parts.append(Chunked(section.chunk, section.causal))
-    if section.prefix is not None:
-        parts.append(PrefixLM(section.prefix))
+    for name, (_, kind) in PATTERNS_BY_KEY.items():
+        tokens, make = getattr(section, name), cast(Callable[..., Pattern], kind)
+        if tokens is not None:
+            has_causal = any(field.name == "causal" for field in fields(kind))
+            parts.append(make(tokens, section.causal) if has_causal else make(tokens))
     if section.slices is not None:
         # the kinds of slices say what is causal; beside "causal": true they may only hide more
         parts += [Slices(section.slices), *([Causal()] if section.causal and not parts else [])]

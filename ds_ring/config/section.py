@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -29,6 +29,7 @@ from ds_ring.config.pattern_section import (
     without_effect,
 )
 from ds_ring.errors import RingMeshError
+from ds_ring.registry import KERNELS, LAYOUTS
 
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
@@ -51,8 +52,12 @@ Tokens = Annotated[
 Seconds = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
 ]
-Layout = Annotated[Literal["auto", "contiguous", "zigzag", "striped", "residue", "balanced"], WORD]
-Kernel = Annotated[Literal["auto", "reference", "cpu", "flex"], WORD]
+if TYPE_CHECKING:  # a type checker cannot read the words of a table
+    Layout = str
+    Kernel = str
+else:
+    Layout = Annotated[Literal[tuple(LAYOUTS)], WORD]
+    Kernel = Annotated[Literal["auto", *KERNELS], WORD]
 Attention = Annotated[Literal["ring", "as_is"], WORD]
 Transport = Annotated[Literal["ring", "all_gather"], WORD]
 
@@ -209,7 +214,7 @@ class RingConfig(Section):
     @classmethod
     def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
         kernel = info.data.get("kernel")
-        if size != 128 and kernel in ("cpu", "reference"):
+        if size != 128 and kernel in KERNELS and not KERNELS[kernel].takes_blocks:
             raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
         return size
 

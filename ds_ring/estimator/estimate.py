@@ -16,6 +16,7 @@ from ds_ring.estimator.model_shape import ModelShape
 from ds_ring.estimator.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
 from ds_ring.estimator.zero_memory import Zero
+from ds_ring.registry import FAST_KERNELS
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
@@ -86,7 +87,7 @@ def pass_shape(setting: Setting, layout: Layout) -> PassShape:
         head_dim=model.head_dim,
         element_bytes=element,
         chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
-        kernel="cpu" if setting.hardware.kind == "cpu" else "flex",
+        kernel=FAST_KERNELS[setting.hardware.kind],
         contiguous=setting.ulysses_size > 1,
     )
 

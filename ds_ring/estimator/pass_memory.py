@@ -43,7 +43,7 @@ class PassShape:
         head_dim: D.
         element_bytes: of q, k and v.
         chunk_bytes: see `head_chunks.py`.
-        kernel: "cpu" or "flex".
+        kernel: the fast one of a device.
         contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each send of
             the own shard is then a copy.
     """
@@ -71,7 +71,7 @@ class PassShape:
 
 
 class PassMemory(NamedTuple):
-    """Hold the bytes beside what stays at home.
+    """Hold the bytes that a pass needs beside its inputs and results.
 
     Attributes:
         buffers: of messages; kept from pass to pass.

@@ -10,6 +10,7 @@ from ds_ring.masks.branches import Branch, alike
 from ds_ring.masks.partitions import Segment
 from ds_ring.masks.pattern import Head, Pattern, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
+from ds_ring.registry import JsonKey
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Chunked(Pattern):
         RingPatternError: the chunk is not a positive integer.
     """
 
+    json_key = JsonKey("chunk", "tokens see their own chunk of n tokens only, as in Llama 4")
     chunk: int
     causal: bool = True
 

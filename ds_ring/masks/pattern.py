@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_of_members
 from ds_ring.masks.pair_mask import PairMask
 from ds_ring.masks.tiles import Tiles
+from ds_ring.registry import JsonKey
 
 IntArray = np.ndarray
 
@@ -38,6 +39,8 @@ class Pattern(ABC):
 
     Compose with `&` (attend where both do) and `|` (attend where either does).
     """
+
+    json_key: ClassVar[JsonKey | None] = None
 
     @abstractmethod
     def branches(self, head: Head) -> tuple[Branch, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import in_range
 from ds_ring.masks.pattern import Head, Pattern, check_numbers
+from ds_ring.registry import JsonKey
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,16 @@ class PrefixLM(Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
+    json_key = JsonKey(
+        "prefix",
+        "the first n tokens see one another both ways; all others are causal",
+        {
+            "causal": "hides no later token",
+            "window": "hides later tokens all the same",
+            "chunk": "hides later tokens all the same",
+            "segment_lengths": "hides later tokens all the same",
+        },
+    )
     prefix: int
 
     def __post_init__(self) -> None:

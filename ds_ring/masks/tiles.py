@@ -109,7 +109,7 @@ class Tiles:
         q, k: the query and the key side.
         kind: a `Kind` per row.
         member: which query head of each K/V head's group the row is for; -1 for all of them.
-        multiplicity: m of every pair of the row; log m is added to the scores (project DESIGN, section 4).
+        multiplicity: m of every pair of the row; log m is added to the scores.
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
         mask: which of `masks` says what is attended inside a PARTIAL tile; -1 for the other kinds.

@@ -77,7 +77,7 @@ def _version(tensor: Tensor) -> int:
 
 
 # [Note: rules of the exchange]
-# Bare point-to-point hangs, corrupts and aborts in known ways (project DESIGN, section 7). The rules here:
+# Bare point-to-point hangs, corrupts and aborts in known ways. The rules here:
 # one batch per hop that holds every send and receive (blocking send-then-receive deadlocks at one element);
 # only contiguous buffers; headers compared before the first payload, since a message of another size or dtype
 # is otherwise received as silent garbage; buffers in flight are never written; every Work is kept and waited

@@ -20,7 +20,7 @@ class Options:
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
-        kernel: "auto", "cpu", "flex" or "reference".
+        kernel: "auto", or a kernel of `registry.py`.
         transport: "ring", or the yardstick "all_gather".
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.

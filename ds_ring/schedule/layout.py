@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    pass
+from ds_ring.errors import RingLayoutError
+from ds_ring.masks.pattern import Pattern
 
 IntArray = np.ndarray  # int64 throughout this package
 
@@ -96,12 +95,22 @@ def _as_runs(rows: list[tuple[int, int, int]]) -> IntArray:
 
 @dataclass(frozen=True)
 class ChunkLayout(Layout):
-    """Describe the sequence cut into consecutive chunks, each given to one rank.
+    """Describe the sequence cut into consecutive chunks, one for each rank or two (zigzag).
 
     Chunk lengths differ by at most one token, so that a ragged length leaves every rank the same work.
+
+    Raises:
+        RingLayoutError: any other number of chunks for each rank.
     """
 
     chunks_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks_per_rank not in (1, 2):
+            raise RingLayoutError(
+                f"ChunkLayout: chunks_per_rank: expected 1 (contiguous) or 2 (zigzag), got"
+                f' {self.chunks_per_rank}; make_layout("balanced", ...) gives a rank more pieces'
+            )
 
     @property
     def name(self) -> str:
@@ -202,7 +211,7 @@ class ResidueLayout(Layout):
 
     Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
     moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
-    go to ranks as in a chunk layout (project DESIGN, section 4).
+    go to ranks as in a chunk layout.
 
     Attributes:
         window: positions of a window; the smallest segment of the pattern.
@@ -244,3 +253,18 @@ class ResidueLayout(Layout):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, windows of {self.window}, moduli {self.moduli}"
+
+
+def make_contiguous(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Give rank p the p-th part of the sequence."""
+    return ChunkLayout(tokens, ring_size, multiple_of, 1)
+
+
+def make_zigzag(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Give rank p parts p and 2P - 1 - p of 2P."""
+    return ChunkLayout(tokens, ring_size, multiple_of, 2)
+
+
+def make_striped(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Give rank p every P-th token."""
+    return StripedLayout(tokens, ring_size, multiple_of)

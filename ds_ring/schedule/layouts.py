@@ -1,30 +1,14 @@
-"""List the layouts by name, and build one: the registry that the JSON, `make_layout` and `auto` share.
-
-A new layout is a class in `layout.py` (or, if it is made for a pattern, a builder in `choose.py`) and a row
-here.
-"""
+"""Build a layout by its name. The names and their builders are rows of `ds_ring/registry.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingLayoutError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import make_auto, make_balanced, make_residue
-from ds_ring.schedule.layout import ChunkLayout, Layout, StripedLayout
-
-# From tokens, ring size, a number that each shard's slots are a multiple of, and the pattern or None.
-BUILDERS: dict[str, Callable[[int, int, int, Pattern | None], Layout]] = {
-    "auto": make_auto,
-    "balanced": make_balanced,
-    "residue": make_residue,
-    "contiguous": lambda tokens, ring, multiple, pattern: ChunkLayout(tokens, ring, multiple, 1),
-    "zigzag": lambda tokens, ring, multiple, pattern: ChunkLayout(tokens, ring, multiple, 2),
-    "striped": lambda tokens, ring, multiple, pattern: StripedLayout(tokens, ring, multiple),
-}
-LAYOUT_NAMES = tuple(BUILDERS)
+from ds_ring.registry import LAYOUTS, load
+from ds_ring.schedule.layout import Layout
 
 
 def check_layout_name(name: str) -> None:
@@ -33,9 +17,9 @@ def check_layout_name(name: str) -> None:
     Raises:
         RingLayoutError: with the names that there are.
     """
-    if not isinstance(name, str) or name not in LAYOUT_NAMES:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise RingLayoutError(
-            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUT_NAMES)}, got another name"
+            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}, got another name"
         )
 
 
@@ -51,7 +35,7 @@ def make_layout(
 
     Args:
         name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
-            "balanced" (even work), "auto" (compares the others, see `schedule/choose.py`).
+            "balanced" (even work), "auto" (contiguous or zigzag, or balanced where both are uneven).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
         pattern: what will be attended.
@@ -76,4 +60,5 @@ def make_layout(
 # kept, because a layout made for a pattern takes tiles of the whole sequence
 @lru_cache(maxsize=256)
 def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
-    return BUILDERS[name](tokens, ring_size, multiple_of, pattern)
+    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, pattern)
+    return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.registry import KERNELS, load
 
 # Sizes of the CPU kernel's calls, tokens; its defaults, which bound what is alive.
 BLOCK = 2048  # most queries of one call, and most keys in the backward pass
@@ -44,15 +45,18 @@ def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) 
     """Return the most bytes alive inside the kernel and the merge, at one hop.
 
     Args:
-        kernel: "cpu" or "flex".
+        kernel: one whose row in `registry.py` says how much.
         tiles: what is computed.
         shape: of what.
         backward: of the backward pass; else forward.
     """
-    if not len(tiles):
-        return 0
-    if kernel == "flex":
-        return _flex(shape, backward)
+    function = KERNELS[kernel].workspace
+    assert function is not None, f"nobody has worked out what the kernel {kernel!r} allocates"
+    return int(load(function)(tiles, shape, backward)) if len(tiles) else 0
+
+
+def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+    """Count copies of low precision, one call and its merge, and biases that are kept."""
     copies = _float_copies(shape, backward) if shape.element_bytes < FLOAT else 0
     call = _cpu_backward(tiles, shape) if backward else _cpu_forward(tiles, shape)
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
@@ -110,7 +114,7 @@ def _float_copies(shape: HopShape, backward: bool) -> int:
     return (queries + 2 * shape.kv_rows * shape.keys) * shape.head_dim * FLOAT
 
 
-def _flex(shape: HopShape, backward: bool) -> int:
+def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop: out, its float32 form, the merge's weights; or dq, dk, dv, delta."""
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
     if backward:

@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 
+from ds_ring.registry import LAYOUTS
+
 from .parsers import Commands, add_command, add_json, refuse_extra
 
 _HELP = "memory, traffic and time of a run that is not started yet"
@@ -50,7 +52,7 @@ def add(commands: Commands) -> None:
     how.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="default: 3")
     how.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
     how.add_argument("--pattern", metavar="JSON", help='as in the JSON section, say {"window": 4096}')
-    how.add_argument("--layout", help="auto, contiguous, zigzag, striped, residue or balanced")
+    how.add_argument("--layout", help=", ".join(LAYOUTS))
     how.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again")
     how.add_argument("--loss-chunk", type=int, metavar="N", help="tokens whose logits are there at once")
     add_json(plan)

@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_ring.registry import LAYOUTS
+
 from .parsers import require_memory, require_sizes
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
     )
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="head_dim (64)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--layout", help="contiguous, zigzag, striped, residue, balanced or auto")
+    parser.add_argument("--layout", help=", ".join(LAYOUTS))
     parser.add_argument("--pattern", metavar="JSON", help='as "pattern" in the JSON; causal if left out')
     parser.add_argument(
         "--config", metavar="DS_JSON", type=Path, help="take pattern, layout and kernel from this file"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.module import options_from_config
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
@@ -40,8 +41,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"pattern": {"window": 7, "sinks": 2}},
         "output",
     ),
-    "ring_attention.pattern.chunk": ({}, {"pattern": {"chunk": 16}}, "output"),
-    "ring_attention.pattern.prefix": ({}, {"pattern": {"prefix": 9}}, "output"),
+    **{f"ring_attention.pattern.{key}": ({}, {"pattern": {key: 9}}, "output") for key in PATTERNS_BY_KEY},
     "ring_attention.pattern.slices": (
         {},
         {"pattern": {"slices": [[[0, 40], [0, 40], "causal"], [[40, 64], [0, 64], "causal"]]}},

@@ -6,6 +6,7 @@ plain value gives; never in a raw error from inside. A new name is one entry of 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import Causal, Documents, Full, RingConfig, RingError, RingMesh
+from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 
 SECONDS = 1.0
 NO_FILE = ("file does not exist", "give the path of a file")  # what a text that is no path gets
@@ -169,6 +171,12 @@ def counted(value: int, *more: object) -> Argument:
     return Argument((*NO_COUNT, *more), (*(number(value) for number in NUMBERS),))
 
 
+def simple(kind: type[Any]) -> Call:
+    """A pattern of a number of tokens, and of flags."""
+    first, *flags = (field.name for field in dataclasses.fields(kind))
+    return Call(kind, {first: 8}, {first: counted(8)} | {flag: Argument(NO_FLAG, (True,)) for flag in flags})
+
+
 def attend(q: Any, k: Any, v: Any, **rest: Any) -> Tensor:
     return ds_ring.ring_attention(q, k, v, **rest)
 
@@ -218,11 +226,8 @@ CALLS: dict[str, Call] = {
         {"window": 8, "rate": 2},
         {"window": counted(8), "rate": counted(2), "causal": Argument(NO_FLAG, (True,))},
     ),
-    "PrefixLM": Call(ds_ring.PrefixLM, {"prefix": 8}, {"prefix": counted(8)}),
+    **{kind.__name__: simple(kind) for _, kind in PATTERNS_BY_KEY.values()},
     "Sinks": Call(ds_ring.Sinks, {"sinks": 8}, {"sinks": counted(8), "causal": Argument(NO_FLAG, (True,))}),
-    "Chunked": Call(
-        ds_ring.Chunked, {"chunk": 8}, {"chunk": counted(8), "causal": Argument(NO_FLAG, (True,))}
-    ),
     "Slices": Call(
         ds_ring.Slices,
         {"slices": [((0, 8), (0, 8), "full")]},

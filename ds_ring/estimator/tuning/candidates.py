@@ -16,6 +16,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.estimator.tuning.request import Request
 from ds_ring.module import options_from_config
+from ds_ring.registry import LAYOUTS
 from ds_ring.schedule.head_chunks import head_chunks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
@@ -24,7 +25,6 @@ from ds_ring.schedule.workspace import BLOCK, TRIANGLE
 
 BLOCKS, TRIANGLES = (1024, 2048, 4096), (64, 128, 256)  # tokens, of the cpu kernel
 BLOCK_SIZES = (64, 128, 256)  # tokens, of the flex kernel
-LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "residue", "auto")
 
 
 class KernelChoice(NamedTuple):
@@ -106,7 +106,7 @@ def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
     """Map every layout name that the pattern permits to the first name of an equal layout."""
     names: dict[str, str] = {}
     first: dict[Layout, str] = {}
-    for name in LAYOUTS:
+    for name in sorted(LAYOUTS, key=lambda name: name == "auto"):  # an equal one says more
         try:
             layout = layout_of(request, name, ring, ulysses, request.tokens)
         except RingLayoutError:

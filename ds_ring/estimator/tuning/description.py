@@ -17,6 +17,7 @@ from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.model import plan_of
 from ds_ring.estimator.tuning.request import Request
 from ds_ring.estimator.tuning.result import Result
+from ds_ring.registry import FAST_KERNELS
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 
 MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that something else was measured
@@ -75,7 +76,7 @@ def _slower(result: Result, hardware: Hardware) -> float:
     chunk_bytes = result.section()["chunk_bytes"] or chunk_bytes_on(request.device, chosen.ring_size)
     shape = PassShape(
         request.batch, request.heads // request.kv_heads, plan.layout.local_tokens, request.head_dim,
-        request.item_bytes, chunk_bytes, "cpu" if request.kernel == "cpu" else "flex",
+        request.item_bytes, chunk_bytes, FAST_KERNELS[request.device],
     )  # fmt: skip
     link = hardware.inter_node_bytes_per_s
     planned = slowest_pass(plan, shape, hardware, request.dtype, link, chosen.overlap)

@@ -13,6 +13,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.estimator.training_setting import ELEMENT_BYTES
 from ds_ring.masks.pattern import Pattern
+from ds_ring.registry import FAST_KERNELS
 
 DEVICES = ("cpu", "cuda")
 
@@ -57,7 +58,7 @@ class Request:
         """Return the name of the kernel that will run."""
         if self.base.kernel != "auto":
             return self.base.kernel
-        return "cpu" if self.device == "cpu" else "flex"
+        return FAST_KERNELS.get(self.device, "reference")
 
 
 def request_from(

@@ -59,8 +59,11 @@ def test_sections_and_their_patterns(section: dict[str, Any], pattern: Pattern) 
         ({"sinks": 2}, "pattern.sinks: .*window null, which sees all tokens already; leave it out"),
         ({"window_dilation": 2}, "pattern.window_dilation: .*it has no effect"),
         ({"prefix": 2, "causal": False}, "pattern.prefix: .*causal false, which hides no later token"),
-        ({"prefix": 2, "window": 8}, "pattern.prefix: .*beside window, which hides later tokens"),
-        (DILATED | {"prefix": 2}, "pattern.segment_lengths: expected null beside prefix"),
+        ({"prefix": 2, "window": 8}, "pattern.prefix: .*beside window 8, which hides later tokens"),
+        (
+            DILATED | {"prefix": 2},
+            r"pattern.prefix: .*beside segment_lengths \[16, 64\], which hides later tokens",
+        ),
         ({"slices": []}, "pattern.slices: expected a list"),
         (
             {"slices": [[[0, 4], [0, 4], "round"]]},

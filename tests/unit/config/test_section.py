@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.config.pattern_section import PatternConfig
+from ds_ring import registry
+from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.config.section import RingConfig, differing_keys, strip_section
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from tests.clock import unqueued_seconds
@@ -32,13 +33,12 @@ DESIGN_EXAMPLE: Json = {
             "window": None,
             "window_dilation": 1,
             "sinks": None,
-            "chunk": None,
-            "prefix": None,
             "slices": None,
             "segment_lengths": None,
             "dilation_rates": None,
             "head_offsets": "paper",
             "documents": False,
+            **dict.fromkeys(PATTERNS_BY_KEY),
         },
         "attention": "ring",
         "kernel": "auto",
@@ -101,13 +101,12 @@ def test_every_key_can_be_set() -> None:
             "window": 512,
             "window_dilation": 2,
             "sinks": 4,
-            "chunk": 1024,
-            "prefix": None,
             "slices": [[[0, 8], [0, 8], "causal"], [[8, 16], [0, 8], "bi-causal"]],
             "segment_lengths": [2048, 4096],
             "dilation_rates": [1, 2],
             "head_offsets": "paper_kv",
             "documents": True,
+            **{name: None if key.beside else 1024 for name, (key, _) in PATTERNS_BY_KEY.items()},
         },
         "attention": "as_is",
         "kernel": "flex",
@@ -129,7 +128,7 @@ def test_every_key_can_be_set() -> None:
     assert config.pattern.segment_lengths == (2048, 4096)
 
 
-@pytest.mark.parametrize("choice", ["auto", "contiguous", "zigzag", "striped", "residue", "balanced"])
+@pytest.mark.parametrize("choice", registry.LAYOUTS)
 def test_layouts(choice: str) -> None:
     assert RingConfig.from_deepspeed(section(layout=choice)).layout == choice
 
@@ -206,7 +205,7 @@ def test_every_key_is_described() -> None:
 
 # ---------------------------------------------------------------- what is refused
 
-LAYOUTS = '"auto", "contiguous", "zigzag", "striped", "residue", "balanced"'
+LAYOUTS = ", ".join(f'"{name}"' for name in registry.LAYOUTS)
 
 # (the JSON, pieces that the message must hold: the key, what was expected, what was got, what to do)
 REFUSED: list[tuple[str, Any, list[str]]] = [

@@ -1,0 +1,39 @@
+"""The public names of ds_ring, each a row: what type checkers read, and `ds_ring/registry.py`."""
+
+from ds_ring.config.section import RingConfig as RingConfig
+from ds_ring.errors import RingBufferError as RingBufferError
+from ds_ring.errors import RingCheckpointError as RingCheckpointError
+from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingError
+from ds_ring.errors import RingConfigError as RingConfigError
+from ds_ring.errors import RingError as RingError
+from ds_ring.errors import RingFiniteError as RingFiniteError
+from ds_ring.errors import RingLayoutError as RingLayoutError
+from ds_ring.errors import RingMeshError as RingMeshError
+from ds_ring.errors import RingMismatchError as RingMismatchError
+from ds_ring.errors import RingPatternError as RingPatternError
+from ds_ring.errors import RingPeerError as RingPeerError
+from ds_ring.errors import RingShapeError as RingShapeError
+from ds_ring.errors import RingVerifyError as RingVerifyError
+from ds_ring.integrations.deepspeed.initialize import initialize as initialize
+from ds_ring.masks.chunked import Chunked as Chunked
+from ds_ring.masks.dense import Causal as Causal
+from ds_ring.masks.dense import Full as Full
+from ds_ring.masks.dilated import Dilated as Dilated
+from ds_ring.masks.documents import Documents as Documents
+from ds_ring.masks.mask_mod import MaskMod as MaskMod
+from ds_ring.masks.prefix import PrefixLM as PrefixLM
+from ds_ring.masks.sinks import Sinks as Sinks
+from ds_ring.masks.slices import Slices as Slices
+from ds_ring.masks.windows import DilatedWindow as DilatedWindow
+from ds_ring.masks.windows import SlidingWindow as SlidingWindow
+from ds_ring.module import RingAttention as RingAttention
+from ds_ring.module import ring_attention as ring_attention
+from ds_ring.runtime.mesh import RingMesh as RingMesh
+from ds_ring.runtime.shard import gather_sequence as gather_sequence
+from ds_ring.runtime.shard import shard_sequence as shard_sequence
+from ds_ring.schedule.layouts import make_layout as make_layout
+from ds_ring.schedule.plan import build_plan as build_plan
+from ds_ring.simulation.simulate import simulate as simulate
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,78 @@
+"""Name what there are several of: public names, layouts, kernels. One row makes a new one known everywhere.
+
+Words of the JSON, help texts, candidates of `ds-ring tune` and the tables of tests come from here. A row says
+where a thing stands; it is imported when it is first asked for, so that names take neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# What `ds_ring` gives by name, and where each stands. The rows are lines of __init__.pyi, where type checkers
+# read them, too: "from ds_ring.masks.dense import Causal as Causal".
+_ROWS = (line.split() for line in Path(__file__).with_name("__init__.pyi").read_text().splitlines())
+PUBLIC = {row[-1]: f"{row[1]}.{row[3]}" for row in _ROWS if row[:1] == ["from"]}
+
+
+class JsonKey(NamedTuple):
+    """Describe the key of "pattern" by which the JSON has a pattern: one that takes a number of tokens.
+
+    Attributes:
+        name: the key.
+        meaning: what the pattern does with its n tokens.
+        beside: other keys, and why the pattern has no effect beside them ("which ...").
+    """
+
+    name: str
+    meaning: str
+    beside: dict[str, str] = {}  # noqa: RUF012
+
+
+# Functions of tokens T, ring size P, what each shard's slots are a multiple of, and the pattern or None.
+LAYOUTS = {
+    "auto": "ds_ring.schedule.choose.make_auto",
+    "contiguous": "ds_ring.schedule.layout.make_contiguous",
+    "zigzag": "ds_ring.schedule.layout.make_zigzag",
+    "striped": "ds_ring.schedule.layout.make_striped",
+    "residue": "ds_ring.schedule.choose.make_residue",
+    "balanced": "ds_ring.schedule.choose.make_balanced",
+}
+
+
+class KernelRow(NamedTuple):
+    """Say where a kernel's class stands, and what others must know before it is imported.
+
+    Attributes:
+        home: the class.
+        device: kind of device whose fast kernel it is, and the only one that it runs on; None: slow, on any.
+        takes_blocks: whether it takes `block_size` of the JSON.
+        workspace: function of `schedule/workspace.py` for what it allocates; None: nobody has worked it out.
+    """
+
+    home: str
+    device: str | None = None
+    takes_blocks: bool = False
+    workspace: str | None = None
+
+
+KERNELS = {
+    "reference": KernelRow("ds_ring.runtime.kernels.reference.ReferenceKernel"),
+    "cpu": KernelRow(
+        "ds_ring.runtime.kernels.cpu.CpuKernel", "cpu", workspace="ds_ring.schedule.workspace.cpu_bytes"
+    ),
+    "flex": KernelRow(
+        "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes"
+    ),
+}
+
+
+# What "auto" takes on a kind of device.
+FAST_KERNELS = {row.device: name for name, row in KERNELS.items() if row.device is not None}
+
+
+def load(home: str) -> Any:
+    """Import what a row names, "package.module.name"."""
+    module, _, name = home.rpartition(".")
+    return getattr(import_module(module), name)

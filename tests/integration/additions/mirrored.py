@@ -1,0 +1,25 @@
+"""The first part of the sequence on the last rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.layout import ChunkLayout, Layout
+
+
+@dataclass(frozen=True)
+class MirroredLayout(ChunkLayout):
+    """Put part P - 1 - p of P on rank p."""
+
+    @property
+    def name(self) -> str:
+        return "mirrored"
+
+    def chunks_of(self, ring_rank: int) -> list[int]:
+        return [self.ring_size - 1 - ring_rank]
+
+
+def make_mirrored(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+    """Return the layout, for any pattern."""
+    return MirroredLayout(tokens, ring_size, multiple_of)
