@@ -105,8 +105,8 @@ class _Waiters:
 
 _waiters = _Waiters()
 # [Note: threads at exit] A daemon thread that needs the interpreter while that shuts down is ended by
-# pthread_exit, and where it is inside torch (a Work or a tensor is deleted) that ends the process by "terminate
-# called without an active exception" (CPython issue 87135, torch 2.13). So none is left there.
+# pthread_exit, and where it is inside torch (a Work or a tensor is deleted) that ends the process by
+# "terminate called without an active exception" (CPython issue 87135, torch 2.13). So none is left there.
 atexit.register(_waiters.end)
 
 
