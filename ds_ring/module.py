@@ -50,7 +50,9 @@ def ring_attention(
     check_finite: bool = False,
     queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None,
-) -> Tensor:
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
@@ -62,9 +64,15 @@ def ring_attention(
     counts once: each gets the whole dq, and dk, dv of its own shard. Where parameter gradients are summed
     over the ring, those upstream of q count P times: scale dq by 1 / P there.
 
+    Sinks (gpt-oss) are a logit for each head in the softmax's denominator, as of a key whose value is 0. The
+    gradient of this replicated parameter is on each rank the part of the rank's own queries (with Ulysses:
+    of the heads that it computed, 0 for the others), to be summed over the sequence's ranks as those of other
+    parameters are; with replicated queries it is whole on every rank, as dq is.
+
     Args:
         q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
-        k, v: local keys and values [B, G, S, D]; H a multiple of G.
+        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may be another head_dim
+            than D, and is what travels; kernel "cpu" pads within its calls.
         pattern: which position attends to which, in global positions.
         layout: which position lies in which slot; a name stands for that layout of ring_size * S tokens.
         mesh: this process's place; every rank of the ring must call.
@@ -77,6 +85,12 @@ def ring_attention(
         queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
         q_positions: of replicated queries, [Q] integers, best on the CPU. None: the last Q positions of the
             layout, and any Q for `Full`. With a cache that is not full, pass the true positions.
+        sinks: [H] of any floating dtype, the same on all ranks; of all heads also where Ulysses splits them.
+        return_lse: return the lse as well. Its gradient is exact.
+
+    Returns:
+        out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
+        denominator (sinks included), [B, H, S], float32 or float64: -inf where a row has no key and no sink.
 
     Raises:
         RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
@@ -89,9 +103,11 @@ def ring_attention(
     handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
         handle = _differentiable(handle, torch.compiler.is_compiling())
-        _check_operands(q, k, v, handle)
-        return replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle)[0]
-    return _attend(q, k, v, handle, mesh.ulysses_size)
+        _check_operands(q, k, v, handle, sinks, return_lse)
+        positions = _as_tensor(q_positions, handle)
+        results = replicated_attention_op(q, k, v, positions, handle, sinks)
+        return results if return_lse else results[0]
+    return _attend(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
 
 
 def _constant(scale: Any) -> Any:
@@ -165,21 +181,32 @@ def _differentiable(handle: int, in_a_graph: bool) -> int:
     return _refusing_handle(context_of(handle).mesh, why, in_a_graph)
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, handle: int) -> None:
+def _check_operands(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object
+) -> None:
     """Refuse what the operator's body would not get to see, for all ranks to hear."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        why = why_not_an_operand(name, x)
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        why = None if x is None and name == "sinks" else why_not_an_operand(name, x)
         if why is not None:
             _refuse(handle, why)
+    if not isinstance(return_lse, bool):
+        _refuse(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     handle = _differentiable(handle, torch.compiler.is_compiling())
-    _check_operands(q, k, v, handle)
+    _check_operands(q, k, v, handle, sinks, return_lse)
     if ulysses_size == 1:
-        return ring_attention_op(q, k, v, handle)[0]
+        out, lse = ring_attention_op(q, k, v, handle, sinks)
+        return (out, lse) if return_lse else out
     q, k, v = tokens_to_heads(q, k, v, handle)
-    return heads_to_tokens(ring_attention_op(q, k, v, handle)[0], handle)
+    out, lse = ring_attention_op(q, k, v, handle, sinks)
+    if not return_lse:
+        return heads_to_tokens([out], handle)[0]
+    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)
+    return out, lse.squeeze(-1)
 
 
 class RingAttention(nn.Module):
@@ -221,17 +248,18 @@ class RingAttention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        sinks: Tensor | None = None, return_lse: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Attend over local shards.
 
         Args:
-            query, key, value: [B, H, S, D] and [B, G, S, D]; or, with `batch_dim_idx`, the layouts of
-                DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
+            query, key, value: [B, H, S, D], [B, G, S, D] and [B, G, S, E]; or, with `batch_dim_idx`, the
+                layouts of DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
             batch_dim_idx: None, 0 or 1.
+            sinks, return_lse: see `ring_attention`.
 
         Returns:
-            The same shape as `query`.
+            out, in the layout of `query`; with `return_lse` (out, lse), the lse [B, H, S] in all layouts.
 
         Raises:
             RingConfigError: a positional or keyword argument that this module would have to ignore.
@@ -242,11 +270,14 @@ class RingAttention(nn.Module):
             handle = _refusing_handle(self._mesh, why, torch.compiler.is_compiling())
         tensors = (query, key, value)
         if why is not None or batch_dim_idx is None or any(_has_other_dims(x) for x in tensors):
-            return _attend(query, key, value, handle, self._ulysses_size)
+            return _attend(query, key, value, handle, self._ulysses_size, sinks, return_lse)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        return _attend(q, k, v, handle, self._ulysses_size).permute(back)
+        results = _attend(q, k, v, handle, self._ulysses_size, sinks, return_lse)
+        if isinstance(results, tuple):
+            return results[0].permute(back), results[1]
+        return results.permute(back)
 
     def extra_repr(self) -> str:
         context = self.context

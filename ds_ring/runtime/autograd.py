@@ -24,11 +24,11 @@ from ds_ring.runtime.ring_pass import RingPass
 
 
 def _pass_of(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None, sinks: Tensor | None = None
 ) -> RingPass | GatherPass:
     """Return the pass of a context (back, if there is a gradient), after every rank has agreed to it."""
     context = context_of(handle)
-    plan, kernel, scale = context.prepare(q, k, v, grad_out)
+    plan, kernel, scale = context.prepare(q, k, v, grad_out, sinks)
     ring_rank, options = context.mesh.ring_rank, context.options
     # The yardstick sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
@@ -53,56 +53,91 @@ def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextMan
 
 
 @torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
-def ring_attention_op(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; see `RingPass.forward`."""
-    with context_of(handle).mesh.in_call():
+def ring_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of local q [B, H, S, D] over the ring's k [B, G, S, D] and v [B, G, S, E].
+
+    See `RingPass.forward`; but the sinks are those of all Ulysses ranks' heads.
+    """
+    context = context_of(handle)
+    with context.mesh.in_call():
         # Outside the guard: a refused call sends nothing, and the mesh can still be used after it.
-        made = _pass_of(q, k, v, handle)
+        made = _pass_of(q, k, v, handle, sinks=sinks)
         with _guarded(made):
-            return made.forward(q, k, v)
+            return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
 
 
 # Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.
 @ring_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return fake_results(q, v)
+
+
+def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what stands for (out, lse) while a graph is made."""
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
 # An operator as well, so that the backward graph has one opaque node for the pass, too.
 @torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=())
 def ring_attention_backward_op(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
     with context_of(handle).mesh.in_call():
         made = _pass_of(q, k, v, handle, grad_out)
         with _guarded(made):
-            return made.backward(grad_out, q, k, v, out, lse)
+            return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 @ring_attention_backward_op.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, handle = inputs
+def _setup(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None], output: tuple[Tensor, Tensor]
+) -> None:
+    q, k, v, handle, sinks = inputs
     out, lse = output
     # No hop's K/V: they go round again in the backward pass, which keeps memory at O(T / P).
-    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.save_for_backward(q, k, v, out, lse, sinks)
     ctx.handle = handle
     ctx.context = context_of(handle)  # alive until the backward pass
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
-    return (*ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle), None)
+    grads = ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle, grad_lse)
+    return (*grads, None, _sinks_gradient(sinks, ctx.context.heads_here(q), grad_out, out, lse, grad_lse))
+
+
+def _sinks_gradient(
+    sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of the sinks by the queries that are here; `heads` are theirs, the others get 0.
+
+    A sink is a key whose value is 0: -sum over the rows of exp(sink - lse) (sum(out grad_out) - grad_lse).
+    """
+    if sinks_H is None:
+        return None
+    delta = (out.to(lse.dtype) * grad_out).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    # A row that sees nothing, not even a sink, has lse -inf: clamped, no NaN is formed.
+    weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
+    grad = torch.zeros_like(sinks_H)
+    grad[heads] = -(weights * delta).sum((0, 2)).to(grad.dtype)
+    return grad
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup)
@@ -123,31 +158,34 @@ ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_co
 
 
 def _replicated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None
-) -> ReplicatedPass:
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> ReplicatedPass:  # fmt: skip
     """Return the pass of a context for replicated queries, after every rank has agreed to it."""
     context = context_of(handle)
-    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out)
+    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks)
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
 
 
 @torch.library.custom_op("ds_ring::replicated_attention", mutates_args=())
 def replicated_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of q [B, H, Q, D], equal on all ranks, over the ring's k, v; see `ReplicatedPass`.
 
     The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
     """
     with context_of(handle).mesh.in_call():
-        made = _replicated(q, k, v, positions, handle)
+        made = _replicated(q, k, v, positions, handle, sinks=sinks)
         with _guarded(made):
-            return made.forward(q, k, v)
+            return made.forward(q, k, v, sinks)
 
 
 @replicated_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return fake_results(q, v)
 
 
 @torch.library.custom_op("ds_ring::replicated_attention_backward", mutates_args=())
@@ -160,12 +198,13 @@ def replicated_attention_backward_op(
     out: Tensor,
     lse: Tensor,
     handle: int,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     with context_of(handle).mesh.in_call():
         made = _replicated(q, k, v, positions, handle, grad_out)
         with _guarded(made):
-            return made.backward(grad_out, q, k, v, out, lse)
+            return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 @replicated_attention_backward_op.register_fake
@@ -178,30 +217,32 @@ def _(
     out: Tensor,
     lse: Tensor,
     handle: int,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_replicated(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None],
+    output: tuple[Tensor, Tensor],
 ) -> None:
-    q, k, v, positions, handle = inputs
+    q, k, v, positions, handle, sinks = inputs
     out, lse = output
-    ctx.save_for_backward(q, k, v, positions, out, lse)
+    ctx.save_for_backward(q, k, v, positions, out, lse, sinks)
     ctx.handle = handle
     ctx.context = context_of(handle)  # alive until the backward pass
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
 def _backward_replicated(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, positions, out, lse = ctx.saved_tensors
+    q, k, v, positions, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    dq, dk, dv = replicated_attention_backward_op(grad_out, q, k, v, positions, out, lse, ctx.handle)
-    return dq, dk, dv, None, None
+    grads = replicated_attention_backward_op(grad_out, q, k, v, positions, out, lse, ctx.handle, grad_lse)
+    return (*grads, None, None, _sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
 
 replicated_attention_op.register_autograd(_backward_replicated, setup_context=_setup_replicated)

@@ -146,16 +146,36 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name}: expected q's dtype and device, got others: {name} is {x.dtype} on {x.device}, q is"
                 f" {q.dtype} on {q.device}; cast or move them to agree"
             )
-    # They travel as two messages of one size.
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
         raise RingShapeError(
-            f"k and v: expected tensors of one shape, got {tuple(k.shape)} and {tuple(v.shape)}; pad the"
-            " shorter one"
+            f"k and v: expected equal batch, heads and tokens (dims 0 to 2), got {tuple(k.shape)} and"
+            f" {tuple(v.shape)}; pad the shorter one"
         )
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise RingShapeError(
             f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
             f" {tuple(k.shape)}; slice or expand one of them"
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
+    """Refuse sinks that are not a floating number for each of all query heads, on the device of q.
+
+    Raises:
+        RingShapeError: with the shape, dtype and device expected and got.
+    """
+    if sinks is None:
+        return
+    if tuple(sinks.shape) != (query_heads,):
+        raise RingShapeError(
+            f"sinks: expected one logit for each query head, shape ({query_heads},), got shape"
+            f" {tuple(sinks.shape)}; pass the model's whole parameter (of all heads, where Ulysses splits"
+            " them; gathered, where ZeRO-3 does)"
+        )
+    if sinks.dtype not in DTYPES or sinks.device != q.device:
+        raise RingShapeError(
+            f"sinks: expected a floating dtype (float64 to float16) on {q.device} like q, got {sinks.dtype}"
+            f" on {sinks.device}; cast or move them"
         )
 
 

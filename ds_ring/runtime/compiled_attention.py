@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingShapeError
-from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
+from ds_ring.runtime.autograd import fake_results, ring_attention_backward_op, ring_attention_op
 from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.merge import accumulator_dtype
 
 Rows = tuple[int, ...]
 
@@ -72,7 +71,7 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
     if not parts[0][1]:
         return ring_attention_op(q, k, v, parts[0][0].handle)
     # Uninitialised: the parts' rows are all rows of the batch (`parts_of` compares their number).
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    out, lse = fake_results(q, v)
     for context, rows in parts:
         index = list(rows)
         out[index], lse[index] = ring_attention_op(q[index], k[index], v[index], context.handle)
@@ -81,7 +80,7 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
 
 @placed_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return fake_results(q, v)
 
 
 @torch.library.custom_op("ds_ring::placed_attention_backward", mutates_args=())

@@ -23,7 +23,7 @@ from ds_ring.errors import RingError
 from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.agreement import agree
-from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, check_tokens
+from ds_ring.runtime.checks import check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Kernel, get_kernel
@@ -85,6 +85,11 @@ class RingContext:
         if mesh.ulysses_size == 1:
             return self.pattern
         return HeadsOfPart(self.pattern, mesh.ulysses_rank, mesh.ulysses_size)
+
+    def heads_here(self, q: Tensor) -> slice:
+        """Return which of all Ulysses ranks' query heads those of q [B, H, S, D] are in a pass."""
+        first = self.mesh.ulysses_rank * q.shape[1]
+        return slice(first, first + q.shape[1])
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1) -> tuple[Layout, Kernel]:
         """Check this rank's tensors; the layout and the kernel for them.
@@ -162,7 +167,7 @@ class RingContext:
         raise error
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None
     ) -> tuple[Plan, Kernel, float]:
         """Check the tensors, agree with the other ranks, and say what to run: plan, kernel and scale.
 
@@ -174,11 +179,13 @@ class RingContext:
         options = self.options
         try:
             layout, kernel = self.check(q, k, v)
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
+            check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
         except RingError as error:
             # Not raised here: the others wait for this rank's header ([Note: refusals] in agreement.py).
             refused = error
-        self.agree("attention forward" if grad_out is None else "attention backward", q, k, refused)
+        operation = "attention forward" if grad_out is None else "attention backward"
+        self.agree(operation, q, k, refused, {} if refused is not None else _more_fields(v, sinks))
         _note_forward_pass(grad_out)
         plan = build_plan(
             self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
@@ -191,8 +198,9 @@ class RingContext:
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
     def prepare_replicated(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None
-    ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:  # fmt: skip
         """Prepare a pass for queries that are on every rank: tiles with this rank's keys, kernel and scale.
 
         Raises:
@@ -205,17 +213,19 @@ class RingContext:
                 raise self.refused.with_traceback(None)
             check_tensors(q, k, v)
             check_heads(q.shape[1], k.shape[1], 1)
+            check_sinks(sinks, q, q.shape[1])
             layout = self.layout_for(k.shape[2])
             check_keys(k.shape[2], layout.local_tokens)
             self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
             kernel = self._kernel(q)
             # As bytes, which can be hashed: the tiles are kept by them.
             where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",
                 "local keys": k.shape[2],
-                **self._values(q=q, grad_out=grad_out),
+                **_more_fields(v, sinks),
+                **self._values(q=q, grad_out=grad_out, sinks=sinks),
             }
         except RingError as error:
             refused = error
@@ -236,6 +246,10 @@ class RingContext:
 
     def _scale(self, q: Tensor) -> float:
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
+
+
+def _more_fields(v: Tensor, sinks: Tensor | None) -> dict[str, object]:
+    return {"head_dim of v": v.shape[-1], "sinks": None if sinks is None else sinks.dtype}
 
 
 _forward_passes_so_far = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.plan import Plan
 
@@ -31,11 +31,9 @@ class GatherPass:
     exchange: Exchange | None
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend forward; same contract as `RingPass.forward`."""
-        dtype = accumulator_dtype(q.dtype)
-        out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+        out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks)
         all_k, all_v = self._gather(k), self._gather(v)
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
@@ -46,8 +44,9 @@ class GatherPass:
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients; same contract as `RingPass.backward`."""
         dtype = accumulator_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -57,9 +56,10 @@ class GatherPass:
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
             grad_w, q_w, out_w, lse_w = (x[:, heads] for x in (grad_out, q, out, lse))
-            grads = self.kernel.backward(grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale)
+            grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
+            inputs = (grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale, grad_lse_w)
             dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
-            for part in grads:
+            for part in self.kernel.backward(*inputs):
                 part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)

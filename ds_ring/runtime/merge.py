@@ -16,6 +16,26 @@ import torch
 from torch import Tensor
 
 
+def empty_results(
+    q_BHSD: Tensor, v_BGSD: Tensor, dtype: torch.dtype, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention over no key, which other parts are merged into.
+
+    Args:
+        q_BHSD, v_BGSD: queries, and values for their head dimension.
+        dtype: of the output.
+        sinks_H: a logit for each query head that is in the softmax's denominator alone: a part with out 0.
+
+    Returns:
+        out 0; the lse -inf, or that of the sinks, in the accumulators' dtype.
+    """
+    out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], v_BGSD.shape[-1]), dtype=dtype)
+    lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=accumulator_dtype(q_BHSD.dtype))
+    if sinks_H is not None:
+        lse.copy_(sinks_H.unsqueeze(-1).expand_as(lse))
+    return out, lse
+
+
 def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
     """Merge a partial result into an accumulator, in place.
 

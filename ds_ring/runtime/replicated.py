@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.replicated_queries import HeadTiles
 
 
@@ -35,27 +35,28 @@ class ReplicatedPass:
     exchange: Exchange | None
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return attention of all queries over all ranks' keys.
 
         Args:
             q: [B, H, Q, D], the same on all ranks.
-            k, v: [B, G, S, D], this rank's shard.
+            k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
+            sinks: [H], see `empty_results`.
 
         Returns:
-            out [B, H, Q, D] in q's dtype, contiguous; lse [B, H, Q], float32 (float64 for float64 inputs).
+            out [B, H, Q, E] in q's dtype, contiguous; lse [B, H, Q], float32 (float64 for float64 inputs).
             The same bits on all ranks.
         """
-        dtype = accumulator_dtype(q.dtype)
-        out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+        # Parts of all ranks are merged, and the sinks are one of them: the first rank's.
+        first = self.exchange is None or self.exchange.mesh.ring_rank == 0
+        out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks if first else None)
         for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
             for part in self.kernel.forward(q[:, heads], k[:, kv_heads], v[:, kv_heads], tiles, self.scale):
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         if self.exchange is not None:
-            # [B * H * Q, D + 1]: the lse goes as one more column, in the same message.
+            # [B * H * Q, E + 1]: the lse goes as one more column, in the same message.
             rows_ND = torch.cat([out, lse.unsqueeze(-1)], dim=-1).flatten(0, 2)
             whole = _all_reduce(self.exchange, rows_ND, _merge_rows).view(*q.shape[:3], -1)
             out, lse = whole[..., :-1], whole[..., -1].contiguous()
@@ -69,13 +70,15 @@ class ReplicatedPass:
     # comes out right, and what is upstream of q P times too large: scale dq by 1 / P there. Ranks with losses
     # of their own (each of some rows, say) must sum grad_out over the ring before it gets here.
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the whole dq, and this rank's dk, dv; see [Note: gradients of replicated queries].
 
         Args:
-            grad_out: [B, H, Q, D], the same on all ranks.
+            grad_out: [B, H, Q, E], the same on all ranks.
             q, k, v, out, lse: inputs and results of `forward`.
+            grad_lse: [B, H, Q], the same on all ranks; None for 0.
 
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
@@ -85,7 +88,9 @@ class ReplicatedPass:
         for heads, kv_heads, tiles in self.classes:
             grad_w, q_w, out_w, lse_w, dq_w = (x[:, heads] for x in (grad_out, q, out, lse, dq))
             k_w, v_w, dk_w, dv_w = (x[:, kv_heads] for x in (k, v, dk, dv))
-            for part in self.kernel.backward(grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale):
+            grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
+            inputs = (grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale, grad_lse_w)
+            for part in self.kernel.backward(*inputs):
                 part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)

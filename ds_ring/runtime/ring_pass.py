@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.merge import accumulator_dtype, merge_
+from ds_ring.runtime.merge import empty_results, merge_
 from ds_ring.runtime.messages import InFlight, Message, Transport
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
@@ -56,19 +56,18 @@ class RingPass:
     trace: Trace | None = None
 
     @torch.no_grad()
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return attention of the local queries over all ranks' keys.
 
         Args:
             q: [B, H, S, D], this rank's shard.
-            k, v: [B, G, S, D], this rank's shard.
+            k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
+            sinks: [H], see `empty_results`.
 
         Returns:
-            out [B, H, S, D] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
+            out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        # No key is seen yet: out 0 and lse -inf, the neutral element of the merge.
-        out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
+        out, lse = empty_results(q, v, q.dtype, sinks)
 
         def begin(chunk: HeadChunk) -> _Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors.
@@ -76,18 +75,20 @@ class RingPass:
             buffers = RingBuffers(chunk, self.buffers, own)
             return _ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
 
-        self._run(self._schedule(k, backward=False), begin)
+        self._run(self._schedule(k, v, backward=False), begin)
         return out, lse
 
     @torch.no_grad()
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of the local q, k, v.
 
         Args:
-            grad_out: [B, H, S, D].
+            grad_out: [B, H, S, E].
             q, k, v, out, lse: inputs and results of `forward`.
+            grad_lse: [B, H, S]; None for 0.
 
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
@@ -95,22 +96,23 @@ class RingPass:
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
 
         def begin(chunk: HeadChunk) -> _Chunk:
-            kv = chunk.kv_heads
-            queries = _Queries(*(x[:, chunk.query_heads] for x in (grad_out, q, out, lse)))
-            totals = _Totals(lse.dtype, (dq[:, chunk.query_heads], dk[:, kv], dv[:, kv]), self.trace)
+            heads, kv = chunk.query_heads, chunk.kv_heads
+            of_lse = None if grad_lse is None else grad_lse[:, heads]
+            queries = _Queries(grad_out[:, heads], q[:, heads], out[:, heads], lse[:, heads], of_lse)
+            totals = _Totals(lse.dtype, (dq[:, heads], dk[:, kv], dv[:, kv]), self.trace)
             # What other ranks found for the own keys is added to the own shard's dK and dV.
             home = Pair(*totals.accumulators[1:])
             buffers = RingBuffers(chunk, self.buffers, Pair(k[:, kv], v[:, kv]), home)
             return _BackwardChunk(self, buffers, queries, totals)
 
-        self._run(self._schedule(k, backward=True), begin)
+        self._run(self._schedule(k, v, backward=True), begin)
         return dq, dk, dv
 
-    def _schedule(self, k: Tensor, backward: bool) -> Schedule:
+    def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:
             self.trace.phase = "backward" if backward else "forward"
-        # Bytes of local K of one head; 0 on a ring of one, where chunks would gain nothing.
-        head_bytes = k.nbytes // k.shape[1] if self.exchange is not None else 0
+        # Bytes of one head in the smaller message; 0 on a ring of one, where chunks would gain nothing.
+        head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if self.exchange is not None else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
 
@@ -246,12 +248,13 @@ class _ForwardChunk:
 
 
 class _Queries(NamedTuple):
-    """Hold what stays at home in the backward pass; [B, H, S, D], the lse [B, H, S]."""
+    """Hold what stays at home in the backward pass, with the shapes of `RingPass.backward`."""
 
     grad_out: Tensor
     q: Tensor
     out: Tensor
     lse: Tensor
+    grad_lse: Tensor | None
 
 
 class _BackwardChunk:
@@ -262,12 +265,13 @@ class _BackwardChunk:
 
     def compute(self, step: Compute) -> None:
         """Find the gradients of a step's tiles; add them up."""
-        grad_out, q, out, lse = self.queries
+        grad_out, q, out, lse, grad_lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
         # Hop 0 adds to the own shard's accumulators, which exist already; other hops start from zeros.
         keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
         dq, scale = self.totals.accumulators[0], self.ring.scale
-        for part in self.ring.kernel.backward(grad_out, q, *keys_values, out, lse, step.tiles, scale):
+        inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
+        for part in self.ring.kernel.backward(*inputs):
             part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
             # Of all K/V heads: the kernel has summed over the query heads that share one.
             part.k_rows.of(grads.first).add_(part.dk_BGSD)

@@ -98,6 +98,6 @@ def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor
     return swap_op([q, k, v], "Ulysses of q, k, v", handle)
 
 
-def heads_to_tokens(out_BHSD: Tensor, handle: int) -> Tensor:
-    """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads."""
-    return swap_op([out_BHSD], "Ulysses of out", handle)[0]
+def heads_to_tokens(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads, for each."""
+    return swap_op(results_BHSD, "Ulysses of out", handle)

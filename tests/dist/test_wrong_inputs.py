@@ -251,7 +251,7 @@ WRONG = {
         on("v", do=lambda x: x[None]), TYPED, ("v: expected 4 dimensions", "(1, 2, 4, 32, 16)")
     ),
     "k shorter than v": Wrong(
-        on("k", do=lambda x: x[:, :, 1:]), TYPED, ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "one shape")
+        on("k", do=lambda x: x[:, :, 1:]), TYPED, ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "equal batch, heads and tokens")
     ),
     "batch of k": Wrong(on("k", "v", do=lambda x: x[:1]), TYPED, ("(1, 4, 32, 16)", "batch (dim 0)")),
     "head_dim of k": Wrong(

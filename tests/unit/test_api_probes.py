@@ -326,6 +326,11 @@ CALLS: dict[str, Call] = {
             "check_finite": Argument(NO_FLAG, (True, False)),
             "queries": Argument(NO_NAME, ("sharded",)),
             "q_positions": Argument(([0], 3, "x", Hostile()), (None,)),
+            "sinks": Argument(
+                (0.5, "x", Hostile(), [0.0] * Q.shape[1], Q, Q[0, 0, 0, :1].int(), Q.to("meta")),
+                (None, torch.full(Q.shape[1:2], -1e30)),
+            ),
+            "return_lse": Argument((None, 1, "x", Hostile()), (False,)),
         },
     ),
     "ring_attention, replicated queries": Call(

@@ -87,10 +87,12 @@ class RowsAttention:
             return ((self._parts[0].context, ()),)
         return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
 
-    def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
-        """Return [B, H, S, D] of the queries; rows stay where they are."""
+    def __call__(
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        """Return [B, H, S, E] of the queries; rows stay where they are. Sinks: see `ring_attention`."""
         if len(self._parts) == 1:
-            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSD)
+            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSE, sinks=sinks_H)
             return out
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
@@ -98,7 +100,7 @@ class RowsAttention:
                 f" {q_BHSD.shape[0]}; hand the model the whole batch that shard_batch returned"
             )
         outs = [
-            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSD)))
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), sinks=sinks_H)
             for part, rows in zip(self._parts, self._rows, strict=True)
         ]
         return _take(torch.cat(outs), tuple(self._back))

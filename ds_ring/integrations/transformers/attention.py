@@ -79,12 +79,7 @@ def attention(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
-    narrower = k_BGSD.shape[3] - v_BGSD.shape[3]
-    if narrower > 0:  # DeepSeek's latent attention: zeros add nothing, and travel with the values
-        v_BGSD = nn.functional.pad(v_BGSD, (0, narrower))
     out_BHSD = sharding.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
-    if narrower > 0:
-        out_BHSD = out_BHSD[..., :-narrower]
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import Kind, Tiles
@@ -75,6 +76,12 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     """
     wide = (x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors)
     return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in wide]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Return x with zeros behind its head dimension: aten refuses q, k and v of different ones."""
+    # Of what one hop computes, never of what travels or is kept.
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _bias(call: Tile, q: Tensor) -> Tensor | None:
@@ -149,7 +156,8 @@ class CpuKernel:
         self._backward = Sizes(block, triangle, backward=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        q, k, v = _computable(q, k, v)
+        width = v.shape[-1]
+        q, k, v = (_widened(x, max(q.shape[-1], width)) for x in _computable(q, k, v))
         q, scale, _ = _positive(q, scale)
         group = q.shape[1] // k.shape[1]
         for call in calls(tiles, self._forward):
@@ -168,7 +176,7 @@ class CpuKernel:
             # In every other kind of tile each row sees a key.
             if call.kind == Kind.PARTIAL:
                 out, lse = _empty_rows(out, lse)
-            yield PartialOut(heads, rows, _unbatch(rows, out), _unbatch(rows, lse))
+            yield PartialOut(heads, rows, _unbatch(rows, out)[..., :width], _unbatch(rows, lse))
             del out, lse  # or they would live on while the next ones are computed
 
     def backward(
@@ -181,8 +189,15 @@ class CpuKernel:
         lse: Tensor,
         tiles: Tiles,
         scale: float,
+        grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:
+        width, v_width = q.shape[-1], v.shape[-1]
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
+        if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
+            grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
+            v = pad(v, (0, 1), value=1.0)
+        most = max(width, v.shape[-1])
+        grad_out, q, k, v, out = (_widened(x, most) for x in (grad_out, q, k, v, out))
         q, scale, sign = _positive(q, scale)
         group = q.shape[1] // k.shape[1]
         for call in calls(tiles, self._backward):
@@ -204,7 +219,8 @@ class CpuKernel:
                 scale=scale,
             )
             dq = dq if sign == 1 else dq * sign
-            yield PartialGrads(heads, rows, keys, _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv))
+            dq, dk, dv = _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
+            yield PartialGrads(heads, rows, keys, dq[..., :width], dk[..., :width], dv[..., :v_width])
             del dq, dk, dv
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:

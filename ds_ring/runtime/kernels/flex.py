@@ -74,6 +74,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    grad_lse: Tensor | None,
     mask: HopTensors,
     block: int,
     scale: float,
@@ -84,7 +85,7 @@ def _backward(
     blocks = block_mask_of(mask, block).as_tuple()
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
-        q, k, v, out, lse, grad_out, None, score_mod_of(mask), joint_graph, blocks, scale, options, (), ()
+        q, k, v, out, lse, grad_out, grad_lse, score_mod_of(mask), joint_graph, blocks, scale, options, (), ()
     )
     return dq, dk, dv
 
@@ -163,6 +164,7 @@ class FlexKernel:
         lse: Tensor,
         tiles: Tiles,
         scale: float,
+        grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:
         if not len(tiles):
             return
@@ -170,9 +172,11 @@ class FlexKernel:
         grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
         k, v = (_part(x, mask.k_rows) for x in (k, v))
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
+        if grad_lse is not None:
+            grad_lse = _part(grad_lse, mask.q_rows)
         call = self._recomputed if self._recompute else self._operator
         with _no_autocast(q):
-            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale)
+            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale, grad_lse)
         yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
@@ -206,11 +210,14 @@ class FlexKernel:
         v: Tensor,
         mask: HopMask,
         scale: float,
+        grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return (dq, dk, dv) by the operator; the lse is finite."""
-        lse = _dynamic(lse if self._natural else lse / math.log(2), 2)
-        tensors = _marked(mask.tensors)
-        return self._calls.backward(grad_out, q, k, v, out, lse, tensors, self._block, scale, self._options)
+        if not self._natural:  # of the lse in base 2, and its gradient
+            lse = _dynamic(lse / math.log(2), 2)
+            grad_lse = None if grad_lse is None else _dynamic(grad_lse * math.log(2), 2)
+        tensors, how = _marked(mask.tensors), (self._block, scale, self._options)
+        return self._calls.backward(grad_out, q, k, v, out, lse, grad_lse, tensors, *how)
 
     @torch.enable_grad()
     def _recomputed(
@@ -223,6 +230,7 @@ class FlexKernel:
         v: Tensor,
         mask: HopMask,
         scale: float,
+        grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return the same by autograd of a recomputed hop; see [Note: the backward operator]."""
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
@@ -230,8 +238,10 @@ class FlexKernel:
         with torch.no_grad():
             weight = torch.exp(lse_hop - lse).unsqueeze(-1)
             grad = grad_out.to(weight.dtype)
-            grad_lse = (weight * grad * (out_hop.to(weight.dtype) - out)).sum(-1)
-        return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), grad_lse))
+            of_lse = (weight * grad * (out_hop.to(weight.dtype) - out)).sum(-1)
+            if grad_lse is not None:  # d lse / d lse_hop = w
+                of_lse = of_lse + weight.squeeze(-1) * grad_lse
+        return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), of_lse))
 
 
 def operator_compiles() -> bool:

@@ -184,7 +184,10 @@ class PartialGrads(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Compute one hop's attention. q [B, H, S, D]; k, v [B, G, n, D] (the payload); H a multiple of G."""
+    """Compute one hop's attention.
+
+    q [B, H, S, D]; k [B, G, n, D] and v [B, G, n, E], the payload; out [B, H, S, E]; H a multiple of G.
+    """
 
     name: str
 
@@ -202,8 +205,12 @@ class Kernel(Protocol):
         lse: Tensor,
         tiles: Tiles,
         scale: float,
+        grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:
-        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones (DESIGN, 4)."""
+        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones (DESIGN, 4).
+
+        A gradient of the global lse, [B, H, S], is taken off the row sums of out x grad_out.
+        """
         ...
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:

@@ -64,6 +64,7 @@ class ReferenceKernel:
         lse: Tensor,
         tiles: Tiles,
         scale: float,
+        grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:
         groups = k.shape[1]
         for tile in each_tile(tiles):
@@ -74,6 +75,8 @@ class ReferenceKernel:
             weights = _weights(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
             # With the global out this is the sum over all keys, which no tile could form by itself.
             delta = (grad_t * out_t).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
             dscores = weights * (grad_t @ v_t.mT - delta) * scale
             dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
