@@ -53,6 +53,7 @@ VISITORS = {
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},
+    "runtime.one_ring": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
     "estimator.tuning.probe": {"runtime.kernels"},  # pairs that a kernel executes
@@ -62,6 +63,7 @@ VISITORS = {
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
+    "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the tokens of what stays at home

@@ -357,6 +357,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "pattern = ds_ring.Causal() & ": make_plan,
     "engine, *_ = ds_ring.initialize(": compiled_engine,
     "# the rest is compiled by Inductor": compiled_model,
+    "engine.eval()": only_reads("tests/dist/test_generation.py runs such calls"),
     "result = ds_ring.simulate(": simulate_in_python,
     # launcher/README.md
     "ds-ring launch": launch,

@@ -143,6 +143,10 @@ class RecentBatches:
         self._recent.append(([weakref.ref(tensor) for tensor in local], sharding))
         self._current = sharding
 
+    def work_on(self, sharding: BatchSharding) -> None:
+        """Make a sharding the current one that belongs to no batch: a step of a generation."""
+        self._current = sharding
+
     def select(self, local: Iterable[Tensor]) -> BatchSharding:
         """Find the sharding of the tensors that a model was called with, and make it the current one."""
         tensors = [tensor for tensor in local if tensor.ndim >= 2]

@@ -21,6 +21,7 @@ from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.families import equip
+from ds_ring.integrations.transformers.generation import allow_generation
 from ds_ring.integrations.transformers.heads import check_outputs
 from ds_ring.integrations.transformers.windows import check_windows
 
@@ -54,6 +55,7 @@ class Attached:
         """Give the model its own attention and loss meanwhile, without a hook of ours."""
         on, guard = {part: part.config._attn_implementation for part in self.own}, self.model.loss_function
         self.model.loss_function = guard.loss_function
+        generate = self.model.__dict__.pop("generate", None)
         _set_implementations(self.own)
         try:
             with _without(self.handles):
@@ -61,11 +63,15 @@ class Attached:
         finally:
             _set_implementations(on)
             self.model.loss_function = guard
+            if generate is not None:
+                self.model.__dict__["generate"] = generate
 
     def put_on(self) -> None:
         """Hook the model's calls: batches, checks, and what its family needs."""
         model, session = self.model, self.session
         guard, self.handles = equip(model, session)
+        generation, handle = allow_generation(model, session, lambda: self.rewritten)
+        self.handles.append(handle)
         name, signature = type(model).__name__, inspect.signature(model.forward)
 
         def before(
@@ -73,6 +79,9 @@ class Attached:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # The checks are of one call: the same model may be called again with another batch.
             guard.start()
+            if generation.sharding is not None:
+                check_windows(model, generation.sharding)
+                return args, kwargs | {SHARDING: generation.sharding}
             bound = signature.bind_partial(*args, **kwargs)
             given = dict(bound.arguments) | kwargs
             checks.check_model_call(name, given)
@@ -92,6 +101,9 @@ class Attached:
             return args, kwargs | added | {SHARDING: sharding}
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if generation.sharding is not None:
+                generation.after(output)
+                return
             check_outputs(model, output, session.batches.current.local_tokens)
             guard.check(model, output)
 

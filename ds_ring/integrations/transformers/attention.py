@@ -37,6 +37,7 @@ from ds_ring.integrations.transformers.attached import (
     own_implementation,
 )
 from ds_ring.integrations.transformers.classes import bypasses, check_class
+from ds_ring.integrations.transformers.ring_cache import CachedSharding
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def attention(
     given = None if torch.compiler.is_compiling() else attention_mask
     checks.check_attention_call(module, sharding, given, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
-    if k_BGSD.shape[2] != q_BHSD.shape[2]:
+    if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
         raise RingShapeError(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"

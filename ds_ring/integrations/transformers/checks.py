@@ -59,8 +59,8 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
         )
     if given.get("use_cache") or given.get("past_key_values") is not None:
         raise RingConfigError(
-            f"{name}: expected a call without a cache, got use_cache or past_key_values (generate sets them);"
-            " generate inside `with engine.ring.off():`, where every rank has the whole text and a cache"
+            f"{name}: expected a call without a cache, got use_cache or past_key_values; call model.generate,"
+            " whose cache stays on the ring"
         )
 
 

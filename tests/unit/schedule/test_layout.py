@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, Dilated, Full, RingLayoutError, make_layout
+from ds_ring.schedule.cache_layout import CacheLayout
 from tests.cases import LAYOUTS, layout_for
 
 
@@ -62,3 +63,18 @@ def test_auto_follows_the_pattern() -> None:
 def test_layouts_that_cannot_be(arguments: dict[str, object], said: str) -> None:
     with pytest.raises(RingLayoutError, match=said):
         make_layout(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ring_size", [1, 3, 4])
+def test_a_cache_gives_what_follows_a_prompt_to_the_ranks_in_turn(ring_size):
+    prompt = make_layout("zigzag", tokens=11, ring_size=ring_size)
+    cache = CacheLayout(11 + 7, ring_size, prompt=prompt)
+    for rank in range(ring_size):
+        own = prompt.positions(rank)
+        found = cache.positions(rank)
+        expected = [*own[own >= 0], *range(11 + rank, 18, ring_size)]
+        assert list(found[found >= 0]) == expected
+        for position in range(11, 18):
+            slot = cache.slot(rank, position)
+            assert (slot is None) == (position not in expected)
+            assert slot is None or found[slot] == position

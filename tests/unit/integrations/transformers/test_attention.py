@@ -201,11 +201,12 @@ def test_calls_that_would_be_silently_wrong_are_refused(what):
         call(**changes)
 
 
-def test_generate_is_refused():
-    model, session = attached()
-    session.shard_batch({"input_ids": IDS})
-    with pytest.raises(RingConfigError, match=r"generate inside `with engine.ring.off\(\):`"):
-        model.generate(IDS, max_new_tokens=2, attention_mask=None)
+def test_a_ring_of_one_generates_as_sdpa_does():
+    model, _ = attached(FAMILIES["Qwen3"](), pattern={"window": 9})
+    config = FAMILIES["Qwen3"]()
+    config.use_sliding_window, config.sliding_window, config.layer_types = True, 9, ["sliding_attention"] * 2
+    expected = build(config, "sdpa").eval().generate(IDS, max_new_tokens=5)
+    assert torch.equal(model.eval().generate(IDS, max_new_tokens=5), expected)
 
 
 WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {

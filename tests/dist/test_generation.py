@@ -1,0 +1,229 @@
+"""`model.generate` on a ring against one process: tokens, logits of every step, and who holds the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError, RingMismatchError
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+
+VOCABULARY, PROMPT, NEW = 61, 37, 12
+# Weights so large that attention decides on the next token; no word ends a text unless a call says so.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", SIZES),
+    "dynamic rotary embedding": (
+        "LlamaConfig",
+        SIZES | {"rope_parameters": DYNAMIC, "max_position_embeddings": 20},
+    ),
+    "Mistral, window": ("MistralConfig", SIZES | {"sliding_window": 9}),
+    "GPT-2": (
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+        | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        | dict.fromkeys(("bos_token_id", "eos_token_id")),
+    ),
+    "Mixtral": (
+        "MixtralConfig",
+        SIZES | {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True},
+    ),
+}
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": GREEDY | {"do_sample": True, "top_k": 20},
+    "padded on the left": GREEDY | {"padding": (0, 11, 4)},
+    "beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2},
+    "ended": {"max_new_tokens": 40, "eos_token_id": list(range(0, VOCABULARY, 3)), "pad_token_id": 0},
+    "in chunks": GREEDY | {"prefill_chunk_size": 16, "padding": (0, 18, 4)},
+    "one token": GREEDY | {"tokens": 1},
+}
+
+
+class Case(NamedTuple):
+    """A model and where it runs."""
+
+    ring_size: int
+    ways: tuple[str, ...] = ("greedy",)
+    model: str = "Llama"
+    stage: int = 0
+    section: dict[str, Any] = {}  # noqa: RUF012
+    tokens: int = PROMPT
+    reserved: int = 64  # slots at once
+
+
+class Generated(NamedTuple):
+    tokens: Tensor
+    logits: Tensor | None  # [steps, B, V]
+    cache_bytes: int
+
+
+def build(name: str) -> Any:
+    import transformers
+
+    kind, values = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**values)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def generate(model: Any, way: str, tokens: int, replica: int = 0) -> Generated:
+    asked = dict(WAYS[way])
+    tokens, padding = asked.pop("tokens", tokens), asked.pop("padding", None)
+    generator = torch.Generator().manual_seed(1 + replica)
+    ids = torch.randint(1, VOCABULARY, (3, tokens), generator=generator)
+    if padding is not None:
+        asked["attention_mask"] = (torch.arange(tokens) >= torch.tensor(padding)[:, None]).long()
+    torch.manual_seed(7)
+    output = model.generate(ids, **asked, return_dict_in_generate=True, output_logits="num_beams" not in asked)
+    cache = output.past_key_values
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return Generated(output.sequences, torch.stack(output.logits) if output.logits else None, size)
+
+
+def on_a_ring(rank: int, world_size: int, case: Case) -> dict[str, tuple[Generated, Generated]]:
+    """What every way gives on this rank, on the ring and alone."""
+    start_deepspeed()
+    import ds_ring
+    from ds_ring.integrations.transformers import ring_cache
+
+    ring_cache._RESERVED = case.reserved
+    model, alone = build(case.model), build(case.model)
+    config = json_config(case.ring_size, 1, case.stage, ring_attention=case.section)
+    config["sequence_parallel_size"] *= case.section.get("ulysses_size", 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine.eval()
+    replica = engine.ring.mesh.data_rank
+    return {
+        way: (generate(model, way, case.tokens, replica), generate(alone, way, case.tokens, replica))
+        for way in case.ways
+    }
+
+
+CASES = {
+    "ring 4, every way": Case(4, tuple(WAYS)),
+    "ring 2, more tokens than a rank reserves at once": Case(
+        2, ("greedy", "padded on the left", "beams"), stage=2, section={"layout": "striped"}, reserved=2
+    ),
+    "ring 2 x data 2, ZeRO 3, replicas that end at other steps": Case(2, ("ended", "sampled"), stage=3),
+    "ring 2 x Ulysses 2": Case(2, ("greedy", "padded on the left"), section={"ulysses_size": 2}),
+    "a window": Case(2, ("greedy", "beams"), "Mistral, window", section={"pattern": {"window": 9}}),
+    "dynamic rotary embedding": Case(4, ("greedy", "padded on the left"), "dynamic rotary embedding"),
+    "learned positions": Case(4, ("greedy",), "GPT-2"),
+    "experts": Case(2, ("greedy",), "Mixtral"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) -> None:
+    case = CASES[name]
+    world_size = 4 if "x" in name else case.ring_size
+    found = rank_pool(world_size).run(on_a_ring, case)
+    for results in found:
+        for way, (ring, alone) in results.items():
+            assert torch.equal(ring.tokens, alone.tokens), way
+            if alone.logits is not None:
+                assert ring.logits is not None
+                real = alone.logits.isfinite()
+                assert torch.allclose(ring.logits[real], alone.logits[real], atol=2e-4, rtol=1e-5), way
+
+
+def long_prompt(rank: int, world_size: int) -> tuple[int, int]:
+    ring, alone = on_a_ring(rank, world_size, Case(world_size, tokens=1000))["greedy"]
+    assert torch.equal(ring.tokens, alone.tokens)
+    return ring.cache_bytes, alone.cache_bytes
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_a_rank_holds_its_part_of_the_cache(rank_pool: Pool, ring_size: int) -> None:
+    for ring, alone in rank_pool(ring_size).run(long_prompt):
+        slot = alone // (1000 + NEW - 1)
+        assert ring * ring_size <= alone + (64 + 1) * ring_size * slot
+
+
+def while_training(rank: int, world_size: int, generates: bool) -> list[float]:
+    """Losses of two steps, with a generation before, between and after them."""
+    start_deepspeed()
+    import ds_ring
+
+    size = Size(32, 2, 40, 2)
+    model = build_model(size, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    losses: list[float] = []
+    for _ in range(2):
+        if generates:
+            engine.eval()
+            engine.generate(build_batch(size)["input_ids"], max_new_tokens=3)
+            engine.train()
+        loss = engine(**engine.ring.shard_batch(build_batch(size))).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(engine.ring.mean_loss(loss)))
+    return losses
+
+
+def test_training_goes_on_as_if_nothing_had_been_generated(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(while_training, True) == rank_pool(2).run(while_training, False)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """What each wrong call raises here; the last one is right."""
+    start_deepspeed()
+    import ds_ring
+
+    model = build("Llama")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 1, 0))
+    ids, found = torch.arange(1, 20)[None], []
+    calls: list[tuple[type[Exception], dict[str, Any]]] = [
+        (RingConfigError, {"training": True}),
+        (RingConfigError, {"use_cache": False}),
+        (RingConfigError, {"prompt_lookup_num_tokens": 3}),
+        (RingConfigError, {"cache_implementation": "static"}),
+        (RingConfigError, {"output_hidden_states": True, "return_dict_in_generate": True}),
+        (RingMismatchError, {"inputs": ids + rank}),
+        (RingMismatchError, {"max_new_tokens": 2 + rank}),
+        (RingMismatchError, {"do_sample": True, "seed": rank}),
+        (RingConfigError if rank == 1 else RingMismatchError, {"use_cache": rank != 1}),
+    ]
+    for error, call in calls:
+        model.train(call.pop("training", False))
+        torch.manual_seed(call.pop("seed", 0))
+        with pytest.raises(error) as raised:
+            model.generate(**{"inputs": ids, "max_new_tokens": 2} | call)
+        found.append(str(raised.value))
+    model.eval()
+    model.generate(ids, max_new_tokens=2)
+    return found
+
+
+def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> None:
+    for number, found in enumerate(rank_pool(2).run(refused)):
+        words = (
+            "expected evaluation mode", "use_cache=True", "beams, got assisted_generation", "no cache_implementation",
+            "no hidden states", "inputs: ring rank 0 has", "'max_new_tokens': 3", "random numbers (call torch",
+            "use_cache=True",
+        )  # fmt: skip
+        for word, text in zip(words, found, strict=True):
+            assert word in text, (number, text)
