@@ -92,15 +92,10 @@ def keeps_documents_apart(deepspeed_config: str | None) -> bool:
     )
 
 
-def batches_from(loader: Any, first: int) -> Iterator[dict[str, Tensor]]:
-    """Batches without end, another order in each epoch; as if the first `first` had been drawn already."""
-    epoch, skipped = divmod(first, len(loader))
+def batches_from(loader: Any) -> Iterator[dict[str, Tensor]]:
+    """Batches without end; each epoch has another order."""
     while True:
-        loader.set_epoch(epoch)
-        for index, batch in enumerate(loader):
-            if index >= skipped:
-                yield batch
-        epoch, skipped = epoch + 1, 0
+        yield from loader
 
 
 def train_step(engine: Any, batches: Iterator[dict[str, Tensor]]) -> float:
@@ -132,14 +127,15 @@ def memory_of_all_ranks() -> tuple[list[float], list[float]]:
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def resume(engine: Any, report: Report, folder: Path) -> None:
-    """Weights, optimizer, step and log of the newest checkpoint that is whole; the step orders the data."""
+def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
+    """Weights, optimizer, step, place in the data and log of the newest checkpoint that is whole."""
     path, state = engine.load_checkpoint(str(folder))
     if path is None:
         raise SystemExit(
             f"--resume: expected a checkpoint in {folder}, found none; train without --resume first"
         )
     report.restore(state["report"])
+    loader.load_state_dict(state["loader"])
 
 
 def train(
@@ -147,7 +143,7 @@ def train(
 ) -> None:
     """From the engine's step to the last one, with a progress bar on rank 0."""
     checkpoints, first = options.output / "checkpoints", engine.global_steps
-    batches = batches_from(loader, first * engine.gradient_accumulation_steps())
+    batches = batches_from(loader)
     tokens_per_step = int(engine.train_batch_size()) * options.sequence_length
     bar = tqdm(
         total=options.steps,
@@ -165,7 +161,8 @@ def train(
         if step % options.evaluate_every == 0 or step == options.steps:
             report.held_out.append((step, evaluate(engine, held_out)))
         if step == options.steps or (options.save_every and step % options.save_every == 0):
-            engine.save_checkpoint(str(checkpoints), client_state={"report": report.state()})
+            state = {"report": report.state(), "loader": loader.state_dict()}
+            engine.save_checkpoint(str(checkpoints), client_state=state)
         bar.set_postfix_str(
             f"loss {report.losses[-1]:.3f}, {report.tokens_per_second[-1]:.0f} tokens/s", refresh=False
         )
@@ -206,7 +203,7 @@ def main() -> None:
         f" ring {mesh.ring_size} x data {mesh.data_size}, ZeRO {engine.zero_optimization_stage()}"
     )
     if options.resume:
-        resume(engine, report, options.output / "checkpoints")
+        resume(engine, loader, report, options.output / "checkpoints")
     train(options, engine, loader, held_out, report)
     report.comparison = compare_with_one_process(options, engine, documents)
     if dist.get_rank() == 0:

@@ -34,6 +34,7 @@ class BatchReport(NamedTuple):
 
 
 REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)
+ENDED = BatchReport(0, 0, 0, 0, 0, 0, 0)  # no batch: the rank's loader is at the end of its epoch
 
 _COMPARED = {
     "samples": "samples in the batch",
@@ -80,6 +81,7 @@ def check_consistency(
         if fault is not None:
             raise fault
         raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
+    _check_ended(reports)
     for rank, report in enumerate(reports):
         first = rank - rank % sequence_size
         for name, words in _COMPARED.items():
@@ -93,6 +95,18 @@ def check_consistency(
                     " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
                 )
     return sum(report.valid_tokens for report in reports[::sequence_size])
+
+
+def _check_ended(reports: list[BatchReport]) -> None:
+    """Raise RingMismatchError if some ranks have a batch where others have no more."""
+    ended = [rank for rank, report in enumerate(reports) if report == ENDED]
+    if 0 < len(ended) < len(reports):
+        more = next(rank for rank in range(len(reports)) if rank not in ended)
+        raise RingMismatchError(
+            f"batches in an epoch: expected as many on all ranks, got one more on rank {more} than on rank"
+            f" {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
+            " divides one evenly)"
+        )
 
 
 def _all_reports(mine: BatchReport, mesh: RingMesh, device: torch.device) -> list[BatchReport]:

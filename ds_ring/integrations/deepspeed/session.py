@@ -7,14 +7,14 @@ neither DeepSpeed nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError
@@ -26,11 +26,18 @@ from ds_ring.integrations.deepspeed.batch import (
     split_tokens,
     token_shape,
 )
-from ds_ring.integrations.deepspeed.batch_agreement import REFUSED, BatchReport, check_consistency, report_of
+from ds_ring.integrations.deepspeed.batch_agreement import (
+    ENDED,
+    REFUSED,
+    BatchReport,
+    check_consistency,
+    report_of,
+)
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
-from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset, ordered_loader, wrapped
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
+from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
@@ -147,19 +154,38 @@ class RingSession:
     ) -> RingLoader:
         """Return a loader of sharded batches: one sequence group's ranks get the same samples.
 
-        `batch_size` is in samples per data replica. No worker processes by default: forked workers inherit
-        the sockets of the process groups and keep them open when their rank dies.
+        `batch_size` is in samples per data replica. Workers end with their rank ([Note: workers] in
+        loader.py).
         """
         check_dataset(dataset)
-        # Numbered by data replica: the ranks of one sequence get the same samples.
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, self.mesh.data_size, self.mesh.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
-        whole = DataLoader(
-            dataset, batch_size, sampler=sampler, num_workers=num_workers, collate_fn=collate_fn,
-            drop_last=drop_last,
-        )  # fmt: skip
-        return RingLoader(whole, self.shard_batch)
+        replica = (self.mesh.data_rank, self.mesh.data_size)
+        samples = len(dataset)  # type: ignore[arg-type]
+        order = SampleOrder(samples, batch_size, replica, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        whole = ordered_loader(dataset, order, num_workers=num_workers, collate_fn=collate_fn)
+        return RingLoader(whole, self.shard_batch, order)
+
+    def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
+        """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
+
+        All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
+        epoch. A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the
+        epoch.
+
+        Args:
+            loader: gives mappings of tensors, as `shard_batch` takes them.
+            split: whether data replicas take turns with its batches (True: it gives every rank the same
+                ones) or have loaders of their own (False); None: by its sampler.
+            seed: of the order that a shuffling sampler gets.
+
+        Raises:
+            RingConfigError: it divides its samples among other replicas, or does not tell.
+            RingMismatchError: (from an iteration) ranks of a ring got different batches, or not as many.
+        """
+        whole, order = wrapped(loader, (self.mesh.data_rank, self.mesh.data_size), split, seed)
+        return RingLoader(whole, self.shard_batch, order, self._check_end)
+
+    def _check_end(self) -> None:
+        check_consistency(ENDED, None, self.mesh, self.device)
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""

@@ -1,0 +1,198 @@
+"""Loaders on real ranks: an epoch goes on where it was, whoever made the loader, with and without workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import ds_ring
+from ds_ring.integrations.deepspeed.session import RingSession
+from tests.dist.harness import run_ranks_collect
+
+SAMPLES, TOKENS = 10, 9
+
+
+class Numbered(Dataset[dict[str, Tensor]]):
+    """Sample n consists of the token n + 1; says which were read."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset, self.read = offset, list[int]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.read.append(index)
+        ids = torch.full((TOKENS,), index + 1 + self.offset)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Numbered()[index] for index in range(SAMPLES))
+
+
+def session_of(ring_size: int, **section: Any) -> RingSession:
+    # A rank of the harness has workers as a script has: by a plain fork.
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
+    mesh = ds_ring.RingMesh.from_world(ring_size=ring_size)
+    config = ds_ring.RingConfig(ring_size=ring_size, **section)
+    return RingSession(config, mesh, ds_ring.Causal(), torch.device("cpu"), 1.0)
+
+
+def loader_of(session: RingSession, kind: str) -> Any:
+    """A new loader, as a new process would make it; batches of two samples for each replica."""
+    if kind.startswith("own"):
+        return session.loader(Numbered(), 2, shuffle=True, seed=4, num_workers=2 * kind.endswith("workers"))
+    if kind == "stream":
+        return session.wrap(DataLoader(Stream(), 2), split=True)
+    torch.manual_seed(session.mesh.sequence_rank)  # ranks that draw from the default generator differ
+    mesh, options = session.mesh, {"batch_size": 2, "num_workers": 2 * kind.endswith("workers")}
+    if kind == "distributed":
+        sampler = DistributedSampler(Numbered(), mesh.data_size, mesh.data_rank)
+        return session.wrap(DataLoader(Numbered(), sampler=sampler, **options))
+    return session.wrap(DataLoader(Numbered(), shuffle=True, **options))
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    """The samples of each batch, from this rank's tokens."""
+    return [batch["input_ids"].amax(dim=1).tolist() for batch in batches]
+
+
+def resumed_in_mid_epoch(
+    rank: int, world_size: int, ring_size: int, kinds: list[str]
+) -> dict[str, list[list[list[int]]]]:
+    """Two epochs at once; then three batches, and all that is left by a loader that gets their state."""
+    session = session_of(ring_size)
+    return {kind: _two_epochs(session, kind) for kind in kinds}
+
+
+def _two_epochs(session: RingSession, kind: str) -> list[list[list[int]]]:
+    whole, part, resumed = (loader_of(session, kind) for _ in range(3))
+    epochs = [numbers(whole), numbers(whole)]
+    assert kind == "stream" or [len(epoch) for epoch in epochs] == [len(whole)] * 2
+    part.set_epoch(1)
+    begun = iter(part)
+    assert numbers(islice(begun, 3)) == epochs[1][:3]
+    resumed.load_state_dict(part.state_dict())
+    resumed.set_epoch(1)  # as a loop over epochs does
+    assert numbers(resumed) == epochs[1][3:]
+    if kind in ("own", "wrapped"):  # read by this process
+        assert sorted(resumed.dataset.read) == sorted(n - 1 for batch in epochs[1][3:] for n in batch)
+    assert resumed.epoch == 2
+    assert resumed.state_dict()["epoch"] == 2
+    return epochs
+
+
+KINDS = ["own", "own with workers", "wrapped", "stream", "distributed"]
+
+
+@pytest.mark.parametrize(("world", "kinds"), [(2, KINDS), (4, KINDS[::2])])
+def test_an_epoch_goes_on_where_it_was(rank_pool, world, kinds):
+    by_rank = rank_pool(world).run(resumed_in_mid_epoch, 2, kinds, timeout_s=240)
+    for kind in kinds:
+        replicas = [found[kind] for found in by_rank[::2]]
+        assert [found[kind] for found in by_rank] == [one for one in replicas for _ in range(2)]
+        for epoch in range(2):
+            seen = [number for replica in replicas for batch in replica[epoch] for number in batch]
+            assert set(seen) == set(range(1, SAMPLES + 1))
+            assert len(seen) <= SAMPLES + 2 * (len(replicas) - 1)
+        assert kind == "stream" or replicas[0][0] != replicas[0][1]
+    assert world > 2 or by_rank[0]["own"] == by_rank[0]["own with workers"]
+
+
+def resumed_with_other_replicas(rank: int, world_size: int, state: Any) -> tuple[list[list[int]], Any]:
+    """A ring over all ranks with four samples, or rings of two with two each; the state after one batch."""
+    session = session_of(4 if state is None else 2)
+    loader = session.loader(Numbered(), 4 if state is None else 2, shuffle=True)
+    if state is None:
+        first = iter(loader)
+        next(first)
+        return [loader.state_dict(), numbers(islice(first, 1))][::-1]
+    loader.load_state_dict(state)
+    return numbers(islice(loader, 1)), None
+
+
+def test_other_replicas_go_on_with_the_same_global_batches(rank_pool):
+    expected, state = rank_pool(4).run(resumed_with_other_replicas, None)[0]
+    by_rank = rank_pool(4).run(resumed_with_other_replicas, state)
+    for batch, whole in enumerate(expected):
+        assert sorted(by_rank[0][0][batch] + by_rank[2][0][batch]) == sorted(whole)
+
+
+def refused(rank: int, world_size: int, cases: list[str]) -> list[tuple[str, str]]:
+    session, answers = session_of(2), []
+    loaders = {
+        "other order": lambda: DataLoader(Numbered(offset=rank), 2),
+        "other length": lambda: [{"input_ids": torch.ones(1, 8, dtype=torch.int64)}] * (3 + rank),
+        "world sampler": lambda: DataLoader(Numbered(), 2, sampler=DistributedSampler(Numbered(), 4, rank)),
+        "iterable": lambda: DataLoader(Stream(), 2),
+    }
+    for what in cases:
+        try:
+            answers.append(("", str(list(session.wrap(loaders[what]())))))
+        except ds_ring.RingError as error:
+            answers.append((type(error).__name__, str(error)))
+    return answers
+
+
+REFUSED = {
+    "other order": (2, "RingMismatchError", "input tokens (checksum)"),
+    "other length": (2, "RingMismatchError", "one more on rank 1 than on rank 0"),
+    "world sampler": (4, "RingConfigError", "DistributedSampler of 2 data replicas"),
+    "iterable": (4, "RingConfigError", "split=True"),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loaders_that_give_ranks_of_a_ring_other_batches_are_refused_on_every_rank(rank_pool, world):
+    cases = {what: case for what, case in REFUSED.items() if case[0] == world}
+    for answers in rank_pool(world).run(refused, list(cases)):
+        for (got, message), (_, name, text) in zip(answers, cases.values(), strict=True):
+            assert got == name
+            assert text in message
+
+
+def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:
+    """Rank 1 is killed while its workers live; how rank 0 hears of it, and after how many seconds."""
+    session = session_of(2, heartbeat_timeout_seconds=20.0)
+    batches = iter(session.loader(Numbered(), 1, num_workers=2))
+    next(batches)
+    if rank == 1:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        Path(folder, "workers").write_text(" ".join(children))
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        list(batches)
+    except ds_ring.RingPeerError as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+def test_workers_end_with_their_rank_and_hide_no_death(tmp_path):
+    """They inherit its sockets, and torch's own look for their parent every five seconds only."""
+    survivor, _ = run_ranks_collect(dies_beside_its_workers, 2, str(tmp_path), grace_s=60)
+    text, seconds = survivor.value
+    assert "rank 1" in text
+    assert seconds < 4.0
+    workers = Path(tmp_path, "workers").read_text().split()
+    assert len(workers) == 2
+    assert not [pid for pid in workers if _runs(Path("/proc", pid, "stat"))]
+
+
+def _runs(stat: Path) -> bool:
+    """Whether a process is more than an entry that nobody has asked for yet."""
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
