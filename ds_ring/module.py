@@ -310,6 +310,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         prune=config.prune,
         hop_timeout_s=float(config.hop_timeout_seconds),
         check_finite=config.check_finite,
+        recompute=config.recompute_attention,
         block_size=config.block_size,
         kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
         chunk_bytes=config.chunk_bytes,

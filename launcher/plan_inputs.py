@@ -117,6 +117,7 @@ def _setting(
         hardware=hardware,
         batch=1 if batch is None else int(batch),
         checkpointing=options.activation_checkpointing,
+        recompute_attention=config.recompute_attention,
         loss_tokens=options.loss_chunk,
         overlap=config.overlap,
         prune=config.prune,

@@ -120,6 +120,11 @@ class RingConfig(Section):
         "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
         "64 MiB on CUDA",
     )
+    recompute_attention: Flag = Field(
+        default=False,
+        description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
+        "each layer's attention output, as large as its input, and sends nothing again",
+    )
     min_sequence_length: Tokens = Field(
         default=0,
         description="below this many tokens the ranks of a ring take whole samples instead of shards",

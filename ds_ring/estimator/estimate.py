@@ -149,7 +149,8 @@ def _step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
     ulysses, model = setting.ulysses_size, setting.model
     inside = setting.batch * slots
     tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
-    return TrainingStep(model, setting.zero, tokens, ring, setting.checkpointing, setting.loss_tokens)
+    kept = not setting.recompute_attention
+    return TrainingStep(model, setting.zero, tokens, ring, setting.checkpointing, kept, setting.loss_tokens)
 
 
 def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
@@ -172,8 +173,8 @@ def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
         for mine in parts
     ]
     slowest = max(costs, key=lambda cost: cost.seconds)
-    # Checkpointing runs the forward pass, its transfers included, once more.
-    again = slowest.forward_s if setting.checkpointing else 0.0
+    # Checkpointing runs the forward pass, its transfers included, once more only where it is told to.
+    again = slowest.forward_s if setting.checkpointing and setting.recompute_attention else 0.0
     exposed = max(cost.exposed_s for cost in costs)
     tokens = setting.batch * plan.layout.local_tokens // setting.ulysses_size
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated.

@@ -51,7 +51,8 @@ class TrainingStep:
     zero: Zero
     tokens: LocalTokens  # how many here
     ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
-    checkpointing: bool = False  # a layer keeps its input only and is computed again
+    checkpointing: bool = False  # a layer keeps its input and is computed again
+    keeps_attention: bool = False  # but for attention's output and lse, which are kept then
     loss_tokens: int | None = None  # tokens whose logits are there at once (a chunked loss); None for all
 
     @property
@@ -65,10 +66,13 @@ class TrainingStep:
     def attention_bytes(self) -> int:
         """Return bytes of q, k, v, out, the output in the order of tokens, and the float32 lse."""
         here, element = self.tokens, self.zero.element_bytes
-        inside = here.inside * (
-            (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element + here.heads * FLOAT
-        )
-        return inside + self._query_bytes
+        inside = here.inside * (here.heads + 2 * here.kv_heads) * self.model.head_dim * element
+        return inside + self._results_bytes + self._query_bytes
+
+    @property
+    def _results_bytes(self) -> int:
+        here = self.tokens
+        return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
 
     @property
     def _query_bytes(self) -> int:
@@ -94,7 +98,8 @@ class TrainingStep:
     def saved(self, layers: int, attention: bool) -> int:
         """Return what whole layers keep for the backward pass, of attention or of the rest."""
         if self.checkpointing:
-            return 0 if attention else layers * self.layer_input_bytes
+            kept = self._results_bytes if self.keeps_attention else 0
+            return layers * (kept if attention else self.layer_input_bytes)
         return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
 
     def moments(self) -> list[Moment]:
@@ -149,7 +154,7 @@ class TrainingStep:
             saved, attention = self.saved(left, False), self.saved(left, True)
             if self.checkpointing:  # computed again
                 saved += 2 * self.norm_bytes + self.mlp_bytes
-                attention += self.attention_bytes
+                attention += self.attention_bytes - (self._results_bytes if self.keeps_attention else 0)
             yield self._mlp(name, made, saved, attention)
             yield self._attention(name, made + self.model.mlp_parameters, saved, attention)
 

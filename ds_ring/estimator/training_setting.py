@@ -32,6 +32,7 @@ class Setting:
     hardware: Hardware  # of all devices
     batch: int = 1  # sequences of one ring
     checkpointing: bool = False  # layers are computed again in the backward pass
+    recompute_attention: bool = False  # as in the JSON: attention as well
     loss_tokens: int | None = None  # tokens whose logits are there at once; None for all
     # overlap, prune, chunk_bytes: as in the JSON
     overlap: bool = True

@@ -18,9 +18,11 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.contexts import context_of
 from ds_ring.runtime.gather_pass import GatherPass
+from ds_ring.runtime.kept_results import kept_or_run
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.runtime.trace import is_fake
 
 
 def _pass_of(
@@ -61,11 +63,17 @@ def ring_attention_op(
     See `RingPass.forward`; but the sinks are those of all Ulysses ranks' heads.
     """
     context = context_of(handle)
-    with context.mesh.in_call():
+
+    def run() -> tuple[Tensor, Tensor]:
         # Outside the guard: a refused call sends nothing, and the mesh can still be used after it.
         made = _pass_of(q, k, v, handle, sinks=sinks)
         with _guarded(made):
             return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
+
+    with context.mesh.in_call():
+        if context.options.recompute or is_fake(q):
+            return run()
+        return kept_or_run((handle, q.shape, k.shape, v.shape, q.dtype), run)
 
 
 # Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.

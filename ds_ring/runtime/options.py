@@ -27,6 +27,7 @@ class Options:
         hop_timeout_s: seconds that a hop may take.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
+        recompute: run a pass again where its checkpointed region is, instead of keeping (out, lse).
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
@@ -42,6 +43,7 @@ class Options:
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
     block_size: int = 128
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
@@ -52,7 +54,7 @@ class Options:
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
             )
-        for name in ("overlap", "prune", "check_finite"):
+        for name in ("overlap", "prune", "check_finite", "recompute"):
             true_or_false(getattr(self, name), name, RingConfigError)
         if not _is_number(self.hop_timeout_s) or not 0 < self.hop_timeout_s <= LONGEST_S:
             raise RingConfigError(

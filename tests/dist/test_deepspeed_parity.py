@@ -118,7 +118,7 @@ def test_a_processor_without_fp16_skips_with_the_reason(rank_pool):
     rank_pool(2).run(train_on_ring, EVEN, config, 1)  # not on the same ranks
 
 
-def test_gradient_checkpointing_recomputes_on_the_ring(rank_pool):
+def test_gradient_checkpointing_on_the_ring(rank_pool):
     config = json_config(2, EVEN.samples, 1)
     runs = rank_pool(2).run(train_on_ring, EVEN, config, STEPS, checkpointing=True)
     check_parity(runs, alone(EVEN))

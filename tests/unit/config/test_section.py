@@ -48,6 +48,7 @@ DESIGN_EXAMPLE: Json = {
         "overlap": True,
         "prune": True,
         "chunk_bytes": None,
+        "recompute_attention": False,
         "min_sequence_length": 0,
         "heartbeat_timeout_seconds": 10,
         "hop_timeout_seconds": 60,
@@ -116,6 +117,7 @@ def test_every_key_can_be_set() -> None:
         "overlap": False,
         "prune": False,
         "chunk_bytes": 1 << 22,
+        "recompute_attention": True,
         "min_sequence_length": 4096,
         "heartbeat_timeout_seconds": 2.5,
         "hop_timeout_seconds": 2.5,
@@ -666,7 +668,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "f43ff69f6c5ae5ba"
+    assert RingConfig(ring_size=4).fingerprint() == "103f5067fe32e35b"
 
 
 @pytest.mark.parametrize(

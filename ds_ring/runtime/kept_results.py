@@ -1,0 +1,98 @@
+"""Keep (out, lse) of passes in a checkpointed region, so that no key travels when the region is run again.
+
+Activation checkpointing runs a region's forward pass again in the backward pass. What attention's gradient needs
+of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward passes in a
+step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Results = tuple[Tensor, Tensor]
+_ATTRIBUTE = "_ds_ring_kept"
+_HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
+    "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
+    "_recomputation_hook.__init__.<locals>.pack_hook": "target_frame_ref",
+}
+
+
+@dataclass
+class _Kept:
+    """Hold the results of a region's calls, in their order.
+
+    Attributes:
+        results: of each call: which it was, out and lse, and their versions (a model may write to them).
+        reader: number of the backward pass that took some; another one runs all passes again.
+    """
+
+    results: deque[tuple[object, Results, tuple[int, ...]]] = field(default_factory=deque)
+    reader: int | None = None
+
+    def take(self, call: object) -> Results | None:
+        """Return the results of the next call; None if they are not there as they were."""
+        task = torch._C._current_graph_task_id()
+        if self.reader not in (None, task):
+            self.results.clear()
+        self.reader = task
+        if not self.results:
+            return None
+        same, results, versions = self.results.popleft()
+        return results if same == call and _versions(results) == versions else None
+
+
+def kept_or_run(call: object, run: Callable[[], Results]) -> Results:
+    """Return what a pass gives: kept results where its region is run again, else those of `run`.
+
+    Args:
+        call: equal for equal calls. Every rank decides alike, since all run the same region.
+        run: the pass.
+    """
+    region, again = _region()
+    if region is None:
+        return run()
+    kept = getattr(region, _ATTRIBUTE, None)
+    if again:
+        return (kept.take(call) if kept is not None else None) or run()
+    if kept is None:
+        kept = _Kept()
+        setattr(region, _ATTRIBUTE, kept)
+    results = run()
+    kept.results.append((call, results, _versions(results)))
+    return results
+
+
+# [Note: regions]
+# One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
+# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward` and
+# `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame object,
+# known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
+def _region() -> tuple[Any, bool]:
+    """Return the innermost region that is running and whether it is run again; (None, False) outside."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if hasattr(ctx, "run_function"):
+                return ctx, code.co_name == "backward"
+        frame = frame.f_back
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = inspect.unwrap(hooks[0]) if hooks is not None else None
+    name = _HOOKS.get(getattr(pack, "__qualname__", ""))
+    if name is None:
+        return None, False
+    found = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
+    return (found, False) if name == "frame" else (found(), True)
+
+
+def _versions(results: Results) -> tuple[int, ...]:
+    return tuple(0 if x.is_inference() else x._version for x in results)

@@ -1,0 +1,119 @@
+"""Activation checkpointing, three kinds: passes counted, gradients bit by bit, on gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
+from ds_ring.runtime.ring_pass import RingPass
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+LAYERS, TOKENS, WIDTH, HEADS = 8, 48, 32, 4
+KINDS = ("reentrant", "not reentrant", "DeepSpeed")
+
+
+class Layer(nn.Module):
+    """A residual block around ring attention."""
+
+    def __init__(self, attention: RingAttention, writes: bool) -> None:
+        super().__init__()
+        self.attention, self.writes = attention, writes
+        self.qkv, self.join = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        out = self.attention(q, k, v)
+        if self.writes and not torch.is_grad_enabled():  # in the first run of a reentrant region
+            out.mul_(1.0)
+        return x + self.join(out.transpose(1, 2).flatten(2)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, attention: RingAttention, kind: str, writes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Layer(attention, writes) for _ in range(LAYERS))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = run_by(self.kind)(layer, x)
+        return x
+
+
+def run_by(kind: str) -> Callable[..., Any]:
+    if kind == "none":
+        return lambda function, x: function(x)
+    if kind == "DeepSpeed":
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        return checkpointing.checkpoint
+    return partial(checkpoint, use_reentrant=kind == "reentrant")
+
+
+def steps(
+    rank: int, world_size: int, kind: str, recompute: bool = False, writes: bool = False
+) -> tuple[list[int], list[Tensor]]:
+    """Forward passes of two steps at once and of a graph that goes back twice; gradients of the former."""
+    if kind == "DeepSpeed":
+        from tests.dist.deepspeed_ranks import start_deepspeed
+
+        start_deepspeed()
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
+    json = {"ring_size": world_size, "recompute_attention": recompute}
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": world_size, "ring_attention": json})
+    attention = RingAttention(config, mesh=mesh, layout=layout, pattern=Causal())
+    model = Model(attention, kind, writes)
+    inputs = [torch.randn(2, TOKENS // world_size, WIDTH, requires_grad=True) for _ in range(2)]
+    counts, forward = [0], RingPass.forward
+
+    def counting(self: RingPass, *args: Tensor | None) -> tuple[Tensor, Tensor]:
+        counts[-1] += 1
+        return forward(self, *args)  # type: ignore[arg-type]
+
+    RingPass.forward = counting  # type: ignore[method-assign]
+    try:
+        # Two graphs alive at once; the first one goes back last.
+        losses = [model(x).square().sum() for x in inputs]
+        for loss in reversed(losses):
+            loss.backward()
+        counts.append(0)
+        grads = [x.grad.clone() for x in (*inputs, *model.parameters()) if x.grad is not None]
+        if kind == "not reentrant":
+            loss = model(inputs[0]).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    finally:
+        RingPass.forward = forward  # type: ignore[method-assign]
+    return counts, grads
+
+
+def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
+    plain = rank_pool(2).run(steps, "none")
+    assert [counts for counts, _ in plain] == [[2 * LAYERS, 0]] * 2
+    for kind in KINDS:
+        found = rank_pool(2).run(steps, kind)
+        # The second time that one graph goes back nothing is kept any more.
+        again = 2 * LAYERS if kind == "not reentrant" else 0
+        assert [counts for counts, _ in found] == [[2 * LAYERS, again]] * 2, kind
+        for (_, got), (_, want) in zip(found, plain, strict=True):
+            assert len(got) == len(want) == 2 + 4 * LAYERS
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
+def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, options: dict[str, bool]) -> None:
+    plain = rank_pool(2).run(steps, "none")
+    found = rank_pool(2).run(steps, "reentrant", **options)
+    assert [counts for counts, _ in found] == [[4 * LAYERS, 0]] * 2
+    for (_, got), (_, want) in zip(found, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
