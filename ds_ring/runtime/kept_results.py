@@ -1,8 +1,8 @@
 """Keep (out, lse) of passes in a checkpointed region, so that no key travels when the region is run again.
 
-Activation checkpointing runs a region's forward pass again in the backward pass. What attention's gradient needs
-of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward passes in a
-step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
+Activation checkpointing runs a region's forward pass again in the backward pass. What attention's gradient
+needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward passes
+in a step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def kept_or_run(call: object, run: Callable[[], Results]) -> Results:
 
 # [Note: regions]
 # One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
-# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward` and
-# `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame object,
-# known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
+# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
+# and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
+# object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
 def _region() -> tuple[Any, bool]:
     """Return the innermost region that is running and whether it is run again; (None, False) outside."""
     frame: Any = sys._getframe(1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
+from ds_ring.runtime import autograd
 from ds_ring.runtime.ring_pass import RingPass
 from tests.dist.harness import RankPool
 
@@ -108,6 +109,41 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
         for (_, got), (_, want) in zip(found, plain, strict=True):
             assert len(got) == len(want) == 2 + 4 * LAYERS
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
+
+
+def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
+    """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
+    from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+
+    start_deepspeed()
+    import transformers
+
+    import ds_ring
+
+    counts, pass_of = [0, 0], autograd._pass_of
+
+    def counting(*operands: Any, **more: Any) -> Any:  # the gradient of out is the fifth
+        counts[len(operands) > 4] += 1
+        return pass_of(*operands, **more)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(2, 1, 3))[0]
+    ids = torch.arange(TOKENS)[None]
+    autograd._pass_of = counting
+    try:
+        engine.backward(engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids})).loss)
+    finally:
+        autograd._pass_of = pass_of
+    return counts
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: bool) -> None:
+    assert rank_pool(2).run(count_in_llama, reentrant) == [[LAYERS, LAYERS]] * 2
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"writes": True}], ids=str)
