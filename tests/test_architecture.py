@@ -76,7 +76,11 @@ MAY_IMPORT_A_PASS = {
 }  # for real ranks, and for virtual ones
 
 # A package from outside, and the one place that may import it.
-OUTSIDE = {"deepspeed": "integrations", "transformers": "integrations"}
+OUTSIDE = {
+    "deepspeed": "integrations",
+    "transformers": "integrations",
+    "megatron": "integrations.megatron",
+}
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
 EVALUATES_MASK_FUNCTIONS = {

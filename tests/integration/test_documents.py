@@ -349,6 +349,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# before (flash, efficient or cuDNN": only_reads("torch's ring needs CUDA's attention"),
     "# after: the model calls": instead_of_context_parallel,
     "# before (not run here): core attention": only_reads("needs Megatron"),
+    "# in Megatron: one line": only_reads("tests/dist/test_megatron.py trains such models"),
     "# after: 1 says": as_megatron,
     # configs/README.md
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/train_lm.py": packed,

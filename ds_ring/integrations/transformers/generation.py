@@ -28,6 +28,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.ring_cache import CachedSharding, RingCache
+from ds_ring.integrations.transformers.windows import makes_such_masks
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
@@ -99,6 +100,8 @@ class Generation:
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
+            "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
+            " would forget tokens; set it to None": _only_the_cache_slides(self._model),
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
@@ -224,6 +227,13 @@ def allow_generation(
 
         model.__dict__["generate"] = generate
     return generation, handle
+
+
+def _only_the_cache_slides(model: PreTrainedModel) -> bool:
+    """Return whether a window is in the configuration but in no mask (Moshi)."""
+    config = model.config.get_text_config()
+    window, types = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    return bool(window) and types is None and not makes_such_masks(model, "sliding_attention")
 
 
 def _settings(model: PreTrainedModel, asked: dict[str, Any]) -> Any:

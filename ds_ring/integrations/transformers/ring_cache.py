@@ -168,7 +168,16 @@ class _CachedAttention(RingAttention):
 
     q_positions: Tensor
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        sinks: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert not args and not kwargs
         handle = self.context.handle
-        out: Tensor = replicated_attention_op(query, key, value, self.q_positions, handle)[0]
+        out: Tensor = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)[0]
         return out

@@ -209,6 +209,12 @@ def test_a_ring_of_one_generates_as_sdpa_does():
     assert torch.equal(model.eval().generate(IDS, max_new_tokens=5), expected)
 
 
+def test_a_window_that_only_the_cache_has_is_refused():
+    model, _ = attached(transformers.MoshiConfig(**SIZES, ffn_dim=48, sliding_window=9))
+    with pytest.raises(RingConfigError, match="transformers' cache would forget tokens"):
+        model.eval().generate(IDS, max_new_tokens=2)
+
+
 WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
     "dropout": (
         lambda: transformers.GPT2Config(**GPT2_SIZES),
