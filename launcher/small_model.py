@@ -17,7 +17,6 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.windows import makes_such_masks
 
 from .small_config import VOCABULARY, special_tokens
 
@@ -54,17 +53,8 @@ HEADS = {
 
 
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
-    """Return the section that says what the model's own attention is, as its user would write it."""
-    config: Any = model.config
-    pattern: dict[str, Any] = {"causal": head != "masked-lm" and not _is_encoder(config)}
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    in_all = layer_types == {"sliding_attention"} or (
-        not layer_types and makes_such_masks(model, "sliding_attention")
-    )
-    if window and in_all and getattr(config, "use_sliding_window", True):
-        pattern["window"] = window
-    return {"pattern": pattern}
+    """Return the section as its user would write it: windows and chunks are the model's to say."""
+    return {"pattern": {"causal": head != "masked-lm" and not _is_encoder(model.config)}}
 
 
 def usual_head(config: PreTrainedConfig) -> str:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
-from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
+from ds_ring.config.messages import Refused, Section, Takes, problems_of, sentence, shown
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slices import Slices
@@ -152,9 +162,70 @@ def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
     return value
 
 
+def _by_number(layers: Any, info: ValidationInfo) -> Any:
+    """Return each named layer's number and whole pattern."""
+    if not isinstance(layers, dict):
+        return layers
+    found: dict[int, PatternKeys] = {}
+    for names, own in layers.items():
+        pattern = _of_a_layer(info.data, names, own)
+        for layer in _numbers(names):
+            if layer in found:
+                raise Refused(sentence("each layer once", f"{layer} twice", "name it in one place"))
+            found[layer] = pattern
+    return tuple(sorted(found.items(), key=lambda item: item[0]))
+
+
+def _numbers(names: str) -> Iterator[int]:
+    """Yield the layers of "0-4, 6", both ends of a range included."""
+    for name in names.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", name, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise Refused(sentence('numbers and ranges of layers, "0-4, 6"', shown(names), "count from 0"))
+        yield from range(first, last + 1)
+
+
+def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
+    """Return the whole pattern of some layers: what they do not say is as in the section."""
+    if not isinstance(own, dict):
+        raise Refused(sentence("an object of pattern keys", shown(own), 'write {"window": 512}, say'))
+    for key in ("layers", "documents", "causal"):
+        if key in own:
+            raise Refused(
+                sentence(f"no {key} in {shown(names)}", shown(own[key]), "it is the same for all layers")
+            )
+    try:
+        return PatternConfig.model_validate(
+            {key: value for key, value in others.items() if key != "documents"} | own
+        )
+    except ValidationError as error:
+        raise Refused(
+            "; ".join(
+                f"{shown(names)}.{one.key}: {one.sentence}" for one in problems_of(error, PatternConfig, "")
+            )
+        ) from None
+
+
+LayerList = Annotated[
+    tuple[tuple[int, Any], ...] | None,
+    BeforeValidator(_by_number),
+    Takes(
+        'an object of layer numbers and pattern keys, {"0-4, 6": {"window": 512}}, or null',
+        "use null for one pattern",
+    ),
+]
+_LAYERS = (
+    'layers with a pattern of their own, numbered from 0: {"0-4, 6": {"window": 512}}; keys left out there'
+    " are as here"
+)
 if TYPE_CHECKING:
-    PatternConfig = PatternKeys
-else:  # with the keys of the patterns' own files
+
+    class PatternConfig(PatternKeys):
+        """Add the keys of the patterns' own files, and of single layers."""
+
+        layers: LayerList = None
+else:
     _OWN = Annotated[Beside, AfterValidator(_has_an_effect)]
     PatternConfig = create_model(
         "PatternConfig",
@@ -165,4 +236,5 @@ else:  # with the keys of the patterns' own files
             name: (_OWN, Field(default=None, description=key.meaning))
             for name, (key, _) in PATTERNS_BY_KEY.items()
         },
+        layers=(LayerList, Field(default=None, description=_LAYERS)),  # last: it reads all others
     )

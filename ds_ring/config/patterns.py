@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +25,16 @@ def pattern_from_config(config: RingConfig) -> Pattern:
     """Build the pattern of the section; its parts are composed with `&`."""
     # "documents": true is not in it: documents change with every batch, and are added to this pattern by
     # whoever has the batch (`pattern & Documents(...)`).
-    section = config.pattern
+    return _pattern(config.pattern)
+
+
+def named_patterns(config: RingConfig) -> dict[int, Pattern]:
+    """Return the patterns of the layers that "layers" names, by their numbers from 0."""
+    return {layer: _pattern(section) for layer, section in config.pattern.layers or ()}
+
+
+@lru_cache(maxsize=256)
+def _pattern(section: PatternConfig) -> Pattern:
     parts: list[Pattern] = []
     if section.segment_lengths is not None and section.dilation_rates is not None:
         lengths, rates = tuple(section.segment_lengths), tuple(section.dilation_rates)

@@ -2,9 +2,10 @@
 
 [Note: the cost of a layout]
 Work is what the fullest rank computes: the pairs of its queries, over the mean of all ranks ("imbalance").
-Bytes are the tokens that the plan sends. A layout whose imbalance is at most `EVEN` is even enough; of these
-the one that sends least is taken; where none is, the most even one. Memory is not traded: shards differ by
-at most `SLACK` in tokens.
+Bytes are the tokens that the plan sends. Layers with different patterns share a layout: bytes are summed over
+the layers, and so is the work of the fullest rank, since ranks wait for each other in every layer. A layout
+whose imbalance is at most `EVEN` is even enough; of these the one that sends least is taken; where none is,
+the most even one. Memory is not traded: shards differ by at most `SLACK` in tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.partitions import Residue
 from ds_ring.masks.pattern import Head, Pattern
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, PieceLayout, ResidueLayout
+from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
 EVEN = 1.05  # imbalance up to here counts as even
@@ -75,8 +76,15 @@ class Option(NamedTuple):
     imbalance: float
 
 
-def _imbalance(work: IntArray) -> float:
-    return float(work.max() / work.mean()) if work.any() else 1.0
+def _imbalance(works: list[IntArray]) -> float:
+    """Return what the fullest ranks compute over the mean, for the works of all layers of each pattern."""
+    mean = sum(work.mean() for work in works)
+    return float(sum(work.max() for work in works) / mean) if mean else 1.0
+
+
+def imbalance(mix: Mix, layout: Layout) -> float:
+    """Return the pairs of the fullest rank over the mean; [Note: the cost of a layout]."""
+    return _imbalance([layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix])
 
 
 def tokens_sent(pattern: Pattern, layout: Layout) -> int:
@@ -85,77 +93,88 @@ def tokens_sent(pattern: Pattern, layout: Layout) -> int:
     return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
-def _best(pattern: Pattern, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
+def _best(mix: Mix, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all that were compared by what they send; [Note: the cost of a layout]."""
     even = sorted((o for o in options if o.imbalance <= EVEN), key=lambda o: len(o.layout.runs(0)))
     compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
-    rated = [Candidate(*option, tokens_sent(pattern, option.layout)) for option in compared]
+    rated = [
+        Candidate(*option, sum(layers * tokens_sent(one, option.layout) for one, layers in mix))
+        for option in compared
+    ]
     return min(rated, key=lambda c: c.tokens_sent), rated
 
 
-def make_auto(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Compare contiguous, zigzag and, where these are uneven, balanced layouts; take one and log why."""
-    if pattern is None or ring_size == 1:
+    if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
-    bound = bound_to_one_head(pattern)
+    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
-    options = [Option(layout, _imbalance(work_of_ranks(bound, layout))) for layout in chunks]
+    options = [Option(layout, imbalance(bound, layout)) for layout in chunks]
     # pieces mean more runs, so they are tried only where no chunk layout is even
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
     best, rated = _best(bound, options)
     others = "; ".join(str(c) for c in rated if c is not best) or "no other was even enough"
-    _log.info("ds_ring: layout auto took %s for %s; compared with: %s", best, pattern, others)
+    _log.info("ds_ring: layout auto took %s for %s; compared with: %s", best, in_words(mix), others)
     return best.layout
 
 
-def make_balanced(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+def in_words(mix: Mix) -> str:
+    """Return the patterns as a text, with their layers where there are several."""
+    if len(mix) == 1:
+        return str(mix[0][0])
+    return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
+
+
+def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Assign pieces of the sequence so that every rank has the same work; [Note: the cost of a layout].
 
     Raises:
         RingLayoutError: no pattern given.
     """
-    if pattern is None:
+    if not mix:
         raise RingLayoutError(
             'layout "balanced" needs the pattern: make_layout("balanced", pattern=..., ...)'
         )
-    bound = bound_to_one_head(pattern)
+    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     options = _balanced_options(tokens, ring_size, multiple_of, bound)
     if not options:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     return _best(bound, options)[0].layout
 
 
-def _balanced_options(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern) -> list[Option]:
+def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
     """Return even cuts, and pieces dealt out in two ways, finer and finer until some are even."""
     sizes, found = (tokens, ring_size, multiple_of), []
     # at most one piece for each token; 0 where there are fewer tokens than ranks
     finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
     if not finest:
         return []
-    work = _work_of_pieces(pattern, tokens, finest)
-    cuts = _even_cuts(*sizes, work)
+    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0))
     if cuts is not None:
-        found.append(Option(cuts, _imbalance(work_of_ranks(pattern, cuts))))
+        found.append(Option(cuts, imbalance(mix, cuts)))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
             continue
         bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
-        piece_work = _work_of_pieces(pattern, tokens, pieces)
-        for owners in (_snake(piece_work, ring_size), _nearest(piece_work, ring_size)):
-            load = np.bincount(owners, weights=piece_work, minlength=ring_size)
-            found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(load)))
+        works = _works_of_pieces(mix, tokens, pieces)
+        for deal in (_snake, _nearest):
+            owners = deal(np.sum(works, axis=0), ring_size)
+            loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
+            found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads)))
         # from coarse to fine: finer pieces only until there are enough even layouts to compare
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
             break
     return found
 
 
-def _work_of_pieces(pattern: Pattern, tokens: int, pieces: int) -> IntArray:
+def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
+    """Count the pairs of every piece in all layers of each pattern; int64 [pieces] each."""
     bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return work_of_runs(pattern, runs, tokens)
+    return [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
 
 
 def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
@@ -203,16 +222,16 @@ def _nearest(work: IntArray, ring_size: int) -> IntArray:
     return owners
 
 
-def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
-    """Return the residue layout of a dilated pattern (alone or in a composition).
+def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
+    """Return the residue layout of a dilated pattern (alone, in a composition, or in some layers).
 
     Raises:
         RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
     """
-    dilations = [] if pattern is None else _dilations_in(pattern)
-    if pattern is None or not dilations:
+    dilations = next(filter(None, (_dilations_in(one) for one, _ in mix)), None)
+    if dilations is None:
         raise RingLayoutError(
-            f'layout "residue" orders tokens by the residues of a dilated pattern, got {pattern};'
+            f'layout "residue" orders tokens by the residues of a dilated pattern, got {in_words(mix)};'
             ' give a pattern with Dilated(...), or take "auto"'
         )
     window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
@@ -228,10 +247,8 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern
     )
     if ring_size == 1:
         return next(shapes)
-    bound = bound_to_one_head(pattern)
-    works = [(work_of_ranks(bound, layout), layout) for layout in shapes]
-    even = [layout for work, layout in works if work.max() <= EVEN * work.mean()]
-    return even[0] if even else min(works, key=lambda pair: pair[0].max())[1]
+    options = [Option(layout, imbalance(mix, layout)) for layout in shapes]
+    return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
 
 
 def _dilations_in(pattern: Pattern) -> list[Residue]:

@@ -22,6 +22,9 @@ from ds_ring.masks.pattern import Pattern
 IntArray = np.ndarray  # int64 throughout this package
 
 
+Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty where nobody said
+
+
 @dataclass(frozen=True)
 class Layout(ABC):
     """Describe the bijection position <-> (ring rank, slot) for `tokens` tokens over `ring_size` ranks.
@@ -255,16 +258,16 @@ class ResidueLayout(Layout):
         return f"{super().__str__()}, windows of {self.window}, moduli {self.moduli}"
 
 
-def make_contiguous(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+def make_contiguous(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Give rank p the p-th part of the sequence."""
     return ChunkLayout(tokens, ring_size, multiple_of, 1)
 
 
-def make_zigzag(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+def make_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Give rank p parts p and 2P - 1 - p of 2P."""
     return ChunkLayout(tokens, ring_size, multiple_of, 2)
 
 
-def make_striped(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
+def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Give rank p every P-th token."""
     return StripedLayout(tokens, ring_size, multiple_of)

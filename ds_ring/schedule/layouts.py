@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingLayoutError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS, load
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, Mix
 
 
 def check_layout_name(name: str) -> None:
@@ -28,7 +29,7 @@ def make_layout(
     *,
     tokens: int,
     ring_size: int,
-    pattern: Pattern | None = None,
+    pattern: Pattern | Mapping[Pattern, int] | None = None,
     multiple_of: int = 1,
 ) -> Layout:
     """Build a layout by name.
@@ -38,7 +39,8 @@ def make_layout(
             "balanced" (even work), "auto" (contiguous or zigzag, or balanced where both are uneven).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
-        pattern: what will be attended.
+        pattern: what will be attended. Where layers differ, how many layers have each pattern:
+            `{SlidingWindow(512): 5, Causal(): 1}`; the layout is chosen for all of them together.
         multiple_of: pad every shard to a multiple of this many slots.
 
     Raises:
@@ -49,16 +51,25 @@ def make_layout(
     ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
     multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
-    if pattern is not None and not isinstance(pattern, Pattern):
-        raise RingLayoutError(
-            f"make_layout: pattern: expected a pattern or None, got {shown(pattern)}; use"
-            " ds_ring.Causal(), say"
-        )
-    return _made(name, tokens, ring_size, pattern, multiple_of)
+    return _made(name, tokens, ring_size, _mix_of(pattern), multiple_of)
+
+
+def _mix_of(pattern: object) -> Mix:
+    if pattern is None:
+        return ()
+    counted = pattern if isinstance(pattern, Mapping) else {pattern: 1}
+    for one, layers in counted.items():
+        if not isinstance(one, Pattern):
+            raise RingLayoutError(
+                f"make_layout: pattern: expected a pattern, patterns with their number of layers, or None,"
+                f" got {shown(one)}; use ds_ring.Causal(), say"
+            )
+        whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)
+    return tuple(counted.items())
 
 
 # kept, because a layout made for a pattern takes tiles of the whole sequence
 @lru_cache(maxsize=256)
-def _made(name: str, tokens: int, ring_size: int, pattern: Pattern | None, multiple_of: int) -> Layout:
-    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, pattern)
+def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int) -> Layout:
+    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix)
     return made

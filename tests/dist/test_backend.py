@@ -179,6 +179,8 @@ def wrong_call(rank: int, world_size: int, case: str) -> None:
     layout = ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
     options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout, "inner": "eager"}
     model = build("Mistral" if case == "window" else "Llama")
+    if case == "window":
+        options["pattern"] = ds_ring.SlidingWindow(WINDOW - 1)
     if case == "no options":
         options = {}
     compiled = torch.compile(model, backend="ds_ring", options=options)
@@ -201,7 +203,7 @@ WRONG_CALLS = {
     "padding": (["RingPatternError"] * 2, r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out"),
     "no positions": (["RingPatternError"] * 2, "expected this rank's positions of"),
     "packed": (["RingPatternError"] * 2, "for packed documents say so"),
-    "window": (["RingPatternError"] * 2, "a sliding window of 10 tokens.*configure the window"),
+    "window": (["RingPatternError"] * 2, r'SlidingWindow\(window=10, .*write "window": 10'),
     "alone": (["RingMismatchError", "RingPatternError"], "position"),
     "no options": (["RingMeshError"] * 2, "pass options="),
 }

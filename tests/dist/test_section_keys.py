@@ -63,6 +63,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "output",
     ),
     "ring_attention.pattern.documents": ({}, {"pattern": {"documents": True}}, "takes documents"),
+    "ring_attention.pattern.layers": ({}, {"pattern": {"layers": {"1": {"window": 7}}}}, "layer 1"),
     "ring_attention.attention": ({}, {"attention": "as_is"}, "attn_implementation"),
     "ring_attention.kernel": ({}, {"kernel": "reference"}, "kernel"),
     "ring_attention.block_size": ({"kernel": "flex"}, {"kernel": "flex", "block_size": 64}, "kernel on CUDA"),
@@ -116,6 +117,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "takes documents":
         return error_of(lambda: session.shard_batch(with_documents))
     local = session.shard_batch(batch)
+    if name == "layer 1":
+        return str(session.attention(layer=1).contexts[0][0].pattern)
     if name == "kernel on CUDA":
         return describe(kernel_on_cuda(options_from_config(session.config)))
     if name == "NaN":

@@ -53,9 +53,8 @@ class Rewriting:
         scopes = list(scopes_of(module))
         found = [one for scope in scopes for one in self._attentions(scope)]
         windows = {None if one.facts is None else one.facts.window for one in found}
-        mixed = min((w for w in windows if w is not None), default=None) if len(windows) > 1 else None
         for one in found:
-            self._replace(one, mixed)
+            self._replace(one, len(windows) > 1)
         # From the inside out: a call's arguments are unused once its graph no longer reads them.
         for scope in reversed(scopes):
             _erase_unused(scope.module)
@@ -75,9 +74,9 @@ class Rewriting:
             except RingPatternError as error:
                 raise type(error)(f"attention{where(node)}: {error}") from None
 
-    def _replace(self, one: Attention, mixed_window: int | None) -> None:
+    def _replace(self, one: Attention, mixed: bool) -> None:
         graph, node = one.scope.module.graph, one.node
-        which = self._which_of(one, mixed_window)
+        which = self._which_of(one, mixed)
         q, k, v = (self._instead.get(x, x) for x in (one.q, one.k, one.v))
         k, v = _without_repeats(k, v)
         with graph.inserting_before(node):
@@ -94,11 +93,11 @@ class Rewriting:
             self._instead[node] = out
         graph.erase_node(node)
 
-    def _which_of(self, one: Attention, mixed_window: int | None) -> Node:
+    def _which_of(self, one: Attention, mixed: bool) -> Node:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
         facts = one.facts or Facts()
         root = one.scope.root
-        asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed_window)
+        asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed)
         if facts.positions is None:  # any tensor of the whole graph will do: nothing is read off it
             any_tensor = next(n for n in root.module.graph.nodes if is_tensor(n))
             at = any_tensor

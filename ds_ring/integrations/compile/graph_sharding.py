@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.layer_patterns import pattern_of_layer
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.windows import applies_window
+from ds_ring.masks.tiles import UNBOUNDED
+from ds_ring.masks.windows import SlidingWindow
 from ds_ring.runtime.compiled_attention import Placed
 from ds_ring.runtime.context import Options, RingContext
 from ds_ring.runtime.contexts import context_for, refusing_context
@@ -44,6 +47,13 @@ class GraphSharding(NamedTuple):
     checks_positions: bool = True
 
 
+class LayerFacts(NamedTuple):
+    """Hold what the mask of one attention says."""
+
+    said: Pattern | None  # None where its mask is not read
+    mixed: bool  # whether other attentions of the graph say otherwise
+
+
 class ShardingSource(Protocol):
     """Say, whenever a graph runs, where its tokens lie."""
 
@@ -51,7 +61,7 @@ class ShardingSource(Protocol):
     def mesh(self) -> RingMesh:
         """Return this process's place."""
 
-    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
+    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
         """Return the sharding of the batch in the model; `local_tokens` where the graph knows them."""
 
 
@@ -64,14 +74,25 @@ class StaticSource:
     layout: Layout | str
     options: Options
 
-    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
+    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
         options = Options(**{**vars(self.options), "scale": scale})
         context = context_for(self.pattern, self.layout, self.mesh, options)
-        context.in_a_graph = True
         layout = self.layout if isinstance(self.layout, Layout) else None
         if layout is None and local_tokens is not None:
             layout = context.layout_for(local_tokens * self.mesh.ulysses_size)
-        return GraphSharding(self.mesh, self.pattern, layout, ((context, ()),))
+        tokens = UNBOUNDED if layout is None else layout.tokens
+        pattern = self.pattern
+        if mask.said is not None:
+            pattern = pattern_of_layer(mask.said, pattern, tokens, False, mask.mixed)
+        if pattern != self.pattern:
+            if layout is None:  # a name may stand for another layout where the pattern is another one
+                raise RingPatternError(
+                    f"the model's mask is {mask.said}, the pattern of the options {self.pattern}; pass"
+                    " options={'layout': make_layout(...)} of known length, or that pattern"
+                )
+            context = context_for(pattern, layout, self.mesh, options)
+        context.in_a_graph = True
+        return GraphSharding(self.mesh, pattern, layout, ((context, ()),))
 
 
 @dataclass(eq=False)
@@ -87,10 +108,11 @@ class SessionSource:
     def mesh(self) -> RingMesh:
         return self.session.mesh
 
-    def sharding(self, local_tokens: int | None, scale: float | None) -> GraphSharding:
+    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
         sharding = self.session.batches.current
-        parts = sharding.attention(scale).contexts
-        return GraphSharding(sharding.mesh, sharding.pattern, sharding.layout, parts, not sharding.groups)
+        pattern = sharding.pattern_of(mask.said, None, mask.mixed)
+        parts = sharding.attention(scale, pattern).contexts
+        return GraphSharding(sharding.mesh, pattern, sharding.layout, parts, not sharding.groups)
 
 
 @dataclass(eq=False)
@@ -132,7 +154,7 @@ def place_op(
     scale: float | None,
     causal: bool | None,
     window: int | None,
-    mixed_window: int | None,
+    mixed: bool,
 ) -> Tensor:
     """Return the number of this run's sharding, int64 [1]: what `placed_attention` takes.
 
@@ -144,16 +166,16 @@ def place_op(
         scale: of the scores; None is 1 / sqrt(D).
         causal: whether the mask is; None leaves it to the pattern.
         window: tokens that the mask lets a token see, itself included; None: no window.
-        mixed_window: the shortest window in the graph if not all of its masks have the same one.
+        mixed: whether masks of the graph have different windows.
     """
     # A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
     # of it, too.
     registered = source_of(source)
     mesh = registered.source.mesh
     try:
-        sharding = registered.source.sharding(int(positions.shape[-1]) if checked else None, scale)
+        tokens = int(positions.shape[-1]) if checked else None
+        sharding = registered.source.sharding(tokens, scale, LayerFacts(_said(causal, window), mixed))
         mesh = sharding.mesh
-        check_mask(sharding, causal, window, mixed_window)
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)
         parts = sharding.parts
@@ -168,38 +190,16 @@ def _(positions: Tensor, *_: Any) -> Tensor:
 
 
 # [Note: what may replace a mask]
-# A graph's mask is over local slots; the configured pattern says what was meant, in global positions. It
-# stands for the mask if nothing can differ but what the configuration says explicitly:
-# - both are causal, or neither is; a narrower pattern (LongNet, documents) is the configuration's choice;
-# - a sliding window of the mask is exactly the pattern's, unless it is as long as the sequence;
-# - where the mask is computed from position ids, these are this rank's positions of the layout. Then they
-#   restart nowhere, and what looks like packed documents in a shard is where the layout was cut. With
-#   documents in the pattern they may also count within each document.
-def check_mask(
-    sharding: GraphSharding, causal: bool | None, window: int | None, mixed_window: int | None
-) -> None:
-    """Raise RingPatternError unless the pattern may stand for a mask: [Note: what may replace a mask]."""
-    pattern, tokens = sharding.pattern, None if sharding.layout is None else sharding.layout.tokens
-    if causal is not None and causal != pattern.is_causal:
-        raise RingPatternError(
-            f"attention: the model's mask is {'' if causal else 'not '}causal, the pattern {pattern} is"
-            f" {'' if pattern.is_causal else 'not '}causal; configure a pattern that is what the model asks"
-            ' for ("causal" in the JSON, or options={"pattern": ...})'
-        )
-    if mixed_window is not None and (tokens is None or mixed_window < tokens):
-        raise RingPatternError(
-            f"attention: some layers of the model see {mixed_window} tokens, others see otherwise, and a ring"
-            " has one pattern for all layers: make the windows of the model's configuration all alike"
-        )
-    if window is None or (tokens is not None and window >= tokens):
-        return
-    if not applies_window(pattern, 0, window - 1):
-        raise RingPatternError(
-            f"attention: the model's mask is a sliding window of {window} tokens, and the pattern {pattern}"
-            f" lets each of {'the' if tokens is None else tokens} tokens see otherwise; configure the window"
-            f' ("window": {window} in the "pattern" section of the JSON, or options={{"pattern":'
-            f" SlidingWindow({window})}}), or set it to None in the model's configuration"
-        )
+# A graph's mask is over local slots; the pattern of the layer says what was meant, in global positions. It is
+# put together from the mask and the configured pattern by [Note: the pattern of a layer] in
+# layer_patterns.py. Where the mask is computed from position ids, these are this rank's positions of the
+# layout. Then they restart nowhere, and what looks like packed documents in a shard is where the layout was
+# cut. With documents in the pattern they may also count within each document.
+def _said(causal: bool | None, window: int | None) -> Pattern | None:
+    """Return what a mask says as a pattern; None for one that was not read."""
+    if causal is None:
+        return None
+    return SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
 
 
 def check_positions(positions: Tensor, sharding: GraphSharding) -> None:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.masks.chunked import Chunked
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
@@ -36,15 +38,15 @@ class BatchSharding:
     config: RingConfig  # kernel, transport and the other options; its layout and ring size are not looked at
     layout: Layout  # where the batch's tokens lie
     mesh: RingMesh  # the ranks they are spread over: one rank for a batch that is not cut
-    pattern: Pattern  # who attends to whom in every sample; packed documents narrow it further
-    groups: tuple[RowGroup, ...] = ()  # rows by their documents; none if all rows have `pattern`
+    patterns: LayerPatterns  # the JSON's: who attends to whom in every sample, where a layer says no more
+    groups: tuple[RowGroup, ...] = ()  # rows by their documents, which narrow it; none if all rows are alike
     # the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
     longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
     # position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
-    _by_scale: dict[float | None, RowsAttention] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[float | None, Pattern], RowsAttention] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
@@ -58,16 +60,34 @@ class BatchSharding:
         mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
         return replace(self, slots=mine.to(device))
 
-    def attention(self, scale: float | None = None) -> RowsAttention:
-        """Return the attention of this batch; `scale` is of the scores, None for 1 / sqrt(head_dim)."""
-        if scale not in self._by_scale:
-            patterns = [group.pattern for group in self.groups] or [self.pattern]
+    def pattern_of(
+        self, said: Pattern | None = None, layer: int | None = None, mixed: bool = False
+    ) -> Pattern:
+        """Return who attends to whom in a layer, documents apart: `LayerPatterns.of`."""
+        if self.groups and any(isinstance(part, Chunked) for part in (said.conjuncts if said else ())):
+            raise RingPatternError(
+                f"the model's layer is {said}, whose chunks begin with each document; expected no documents"
+                ' beside chunks, got some: set "documents": false, or config.attention_chunk_size to'
+                f" {self.layout.tokens} before the model is built"
+            )
+        return self.patterns.of(self.layout.tokens, said, layer, mixed)
+
+    def attention(self, scale: float | None = None, pattern: Pattern | None = None) -> RowsAttention:
+        """Return the attention of this batch, documents included.
+
+        Args:
+            scale: of the scores, None for 1 / sqrt(head_dim).
+            pattern: of the layer (`pattern_of`); None for the JSON's.
+        """
+        asked = self.patterns.pattern if pattern is None else pattern
+        if (scale, asked) not in self._kept:
+            patterns = [asked & group.documents for group in self.groups] or [asked]
             parts = [
-                RingAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=pattern)
-                for pattern in patterns
+                RingAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one)
+                for one in patterns
             ]
-            self._by_scale[scale] = RowsAttention(parts, tuple(group.rows for group in self.groups))
-        return self._by_scale[scale]
+            self._kept[scale, asked] = RowsAttention(parts, tuple(group.rows for group in self.groups))
+        return self._kept[scale, asked]
 
 
 class RowsAttention:

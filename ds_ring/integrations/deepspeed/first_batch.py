@@ -97,7 +97,7 @@ class FirstBatch:
             sharding = self.session.batches.current
             with recording(engine.module) as layers:
                 output = forward(*args, **kwargs)
-            attended = Attended(sharding.layout.tokens, sharding.pattern, sharding.groups)
+            attended = Attended(sharding.layout.tokens, sharding.patterns, sharding.groups)
             logits, loss = results_of(output)
             seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
             self._forwards.append(hooked(seen))
@@ -209,7 +209,7 @@ class FirstBatch:
             self.session.config,
             make_layout("contiguous", tokens=attended.tokens, ring_size=1),
             RingMesh.single(),
-            attended.pattern,
+            attended.patterns,
             attended.groups,
         )
         before, book._current = book._current, single

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -111,8 +112,9 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     from ds_ring.integrations.transformers.attached import NAME
 
     asked, model = config.pattern, alone.config
-    own = asked.segment_lengths is None and not asked.documents
-    own = own and asked.window in (None, getattr(model, "sliding_window", None))
+    # whether it is causal, and a window that is the model's, are what its own attention does
+    rest = asked.model_copy(update={"causal": True, "window": None})
+    own = rest == PatternConfig() and asked.window in (None, getattr(model, "sliding_window", None))
     if not own:
         alone.set_attn_implementation(NAME)  # type: ignore[operator]
         log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")

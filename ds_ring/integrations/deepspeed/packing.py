@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.masks.documents import Documents
-from ds_ring.masks.pattern import Pattern
 
 DOCUMENT_IDS = "document_ids"
 PADDING = -1  # the document of tokens that belong to none
@@ -27,7 +26,7 @@ PADDING = -1  # the document of tokens that belong to none
 class RowGroup(NamedTuple):
     """Hold rows of a batch that attend alike; one ring pass."""
 
-    pattern: Pattern  # who attends to whom in these rows
+    documents: Documents  # they narrow the pattern of every layer
     rows: tuple[int, ...]  # of the local batch, ascending
 
 
@@ -83,11 +82,10 @@ def has_no_label(document_ids: Tensor) -> Tensor:
     return ends | (document_ids < 0)
 
 
-def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
+def group_rows(document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
     """Group rows with equal documents; the group whose attention is most work comes first.
 
     Args:
-        pattern: what the JSON says of every document.
         document_ids: [B, T], or [1, T] for all rows alike.
         batch_rows: B.
     """
@@ -98,7 +96,7 @@ def group_rows(pattern: Pattern, document_ids: Tensor, batch_rows: int) -> tuple
     for row, own in enumerate(documents):
         rows_of.setdefault(own, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -_pairs(group[0]))
-    return tuple(RowGroup(pattern & own, tuple(rows)) for own, rows in groups)
+    return tuple(RowGroup(own, tuple(rows)) for own, rows in groups)
 
 
 def _documents(ids_T: np.ndarray) -> Documents:

@@ -81,7 +81,7 @@ class RingUse:
         batch.
         """
         sharding = self._session.batches.current
-        plain = sharding.pattern == Causal() and not sharding.groups
+        plain = sharding.patterns.pattern == Causal() and not sharding.groups
         return sharding.mesh.sequence_size > 1 or not plain
 
     def _no_plain_attention(self) -> AbstractContextManager[Any]:
@@ -97,7 +97,7 @@ class RingUse:
             fault = f"attention saw {tokens}"
         else:
             documents = " with documents" if sharding.groups else ""
-            fault = f"the pattern {sharding.pattern}{documents} was not applied"
+            fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
         return (
             "expected the model to use ring attention, but no ring pass ran in its forward pass:"
             f" {fault}; {_WHAT_TO_DO}"

@@ -7,6 +7,7 @@ neither DeepSpeed nor transformers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.config.patterns import named_patterns
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError
 from ds_ring.integrations.deepspeed.batch import (
@@ -34,6 +36,7 @@ from ds_ring.integrations.deepspeed.batch_agreement import (
     report_of,
 )
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
+from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset, ordered_loader, wrapped
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
@@ -53,7 +56,8 @@ class RingSession:
     Attributes:
         config: the "ring_attention" section.
         mesh: this process's place in the data x ring x ulysses grid.
-        pattern: who attends to whom in every batch; packed documents narrow it batch by batch.
+        pattern: who attends to whom in every batch, where neither the model nor the JSON says otherwise of a
+            layer; packed documents narrow it batch by batch.
         device: where sharded batches go.
         gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
         batches: where the latest batches lie.
@@ -71,17 +75,24 @@ class RingSession:
     attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
     _by_length: dict[tuple[int, int], BatchSharding] = field(default_factory=dict, repr=False)
 
+    @functools.cached_property
+    def patterns(self) -> LayerPatterns:
+        """Return what the JSON says of layers."""
+        return LayerPatterns(self.pattern, named_patterns(self.config))
+
     @property
     def layout(self) -> Layout:
         """Return the layout of the batch that the model is working on (for attention modules of your own)."""
         return self.batches.current.layout
 
-    def attention(self, scale: float | None = None) -> RowsAttention:
+    def attention(self, scale: float | None = None, layer: int | None = None) -> RowsAttention:
         """Return attention over the batch that the model is working on, packed documents included.
 
         For modules of your own: `out = session.attention()(q, k, v)`, asked for in every forward pass.
+        `layer` counts from 0; it is needed where the JSON names layers.
         """
-        return self.batches.current.attention(scale)
+        current = self.batches.current
+        return current.attention(scale, current.pattern_of(layer=layer))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -217,7 +228,7 @@ class RingSession:
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         if DOCUMENT_IDS in prepared:
             batch_rows, _ = token_shape(prepared)
-            groups = group_rows(self.pattern, prepared[DOCUMENT_IDS], batch_rows)
+            groups = group_rows(prepared[DOCUMENT_IDS], batch_rows)
             return self._place(tokens, longest, mesh, groups)
         if (tokens, longest) not in self._by_length:
             self._by_length[tokens, longest] = self._place(tokens, longest, mesh)
@@ -226,14 +237,18 @@ class RingSession:
     def _place(
         self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
     ) -> BatchSharding:
-        """Choose one layout for all rows of a batch: with documents that of the rows that are most work."""
-        layout = make_layout(
-            self.config.layout if mesh is self.mesh else "contiguous",
+        greatest = torch.tensor(longest, device=self.device)
+        layout = self.layout_for(tokens, mesh, groups)
+        sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
+        return sharding.with_slots(self.device) if self.needs.slots else sharding
+
+    def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
+        """Choose one layout for all layers and rows: with documents for the rows that are most work."""
+        mix = self.patterns.counted(tokens, self.needs.layers)
+        return make_layout(
+            "contiguous" if mesh.sequence_size < self.mesh.sequence_size else self.config.layout,
             tokens=tokens,
             ring_size=mesh.ring_size,
-            pattern=groups[0].pattern if groups else self.pattern,
+            pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
             multiple_of=mesh.ulysses_size,
         )
-        greatest = torch.tensor(longest, device=self.device)
-        sharding = BatchSharding(self.config, layout, mesh, self.pattern, groups, greatest)
-        return sharding.with_slots(self.device) if self.needs.slots else sharding

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from ds_ring.errors import RingVerifyError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.masks.pattern import Pattern
 
 
 class Attended(NamedTuple):
     """Describe a batch's attention, wherever its tokens lie."""
 
     tokens: int
-    pattern: Pattern
+    patterns: LayerPatterns
     groups: tuple[RowGroup, ...]
 
 

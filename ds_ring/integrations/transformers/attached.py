@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ds_ring.errors import RingPatternError
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.families import equip
 from ds_ring.integrations.transformers.generation import allow_generation
 from ds_ring.integrations.transformers.heads import check_outputs
-from ds_ring.integrations.transformers.windows import check_windows
+from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 
 NAME = "ds_ring"
 SHARDING = "ds_ring_sharding"
@@ -72,6 +73,9 @@ class Attached:
         guard, self.handles = equip(model, session)
         generation, handle = allow_generation(model, session, lambda: self.rewritten)
         self.handles.append(handle)
+        said = patterns_of_layers(model, session.pattern.is_causal)
+        session.needs.layers += said
+        narrowest = 0 if session.config.pattern.layers else narrowest_beside(said, session.pattern)
         name, signature = type(model).__name__, inspect.signature(model.forward)
 
         def before(
@@ -80,7 +84,6 @@ class Attached:
             # The checks are of one call: the same model may be called again with another batch.
             guard.start()
             if generation.sharding is not None:
-                check_windows(model, generation.sharding)
                 return args, kwargs | {SHARDING: generation.sharding}
             bound = signature.bind_partial(*args, **kwargs)
             given = dict(bound.arguments) | kwargs
@@ -97,7 +100,11 @@ class Attached:
                 session.batches.select(x for x in given.values() if isinstance(x, Tensor))
             sharding = session.batches.current
             checks.check_length(name, given, sharding)
-            check_windows(model, sharding)
+            if torch.compiler.is_compiling() and narrowest < sharding.layout.tokens:
+                raise RingPatternError(
+                    f"{name}: a layer of the model sees {narrowest} of {sharding.layout.tokens} tokens, which"
+                    ' only engine.compile(backend="ds_ring") reads; use that, or do not compile'
+                )
             return args, kwargs | added | {SHARDING: sharding}
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
@@ -37,7 +38,9 @@ from ds_ring.integrations.transformers.attached import (
     own_implementation,
 )
 from ds_ring.integrations.transformers.classes import bypasses, check_class
+from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
 from ds_ring.integrations.transformers.ring_cache import CachedSharding
+from ds_ring.masks.pattern import Pattern
 
 log = logging.getLogger(__name__)
 
@@ -71,27 +74,56 @@ def attention(
             f" attn_implementation='{UNMODIFIED}', set"
             ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
         )
-    # In a graph of another compiler `mask` made one of the local position ids, which nobody reads.
-    given = None if torch.compiler.is_compiling() else attention_mask
-    checks.check_attention_call(module, sharding, given, dropout, kwargs)
+    sinks = kwargs.pop("s_aux", None)
+    pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
     if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
         raise RingShapeError(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
-    out_BHSD = sharding.attention(scaling)(q_BHSD, k_BGSD, v_BGSD)
+    out_BHSD = sharding.attention(scaling, pattern)(q_BHSD, k_BGSD, v_BGSD, sinks)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
-def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return no mask, since the pattern is the mask; in a graph one for the backend to read."""
+def _pattern(
+    module: nn.Module, sharding: BatchSharding, mask: object, dropout: float, kwargs: dict[str, Any]
+) -> Pattern | None:
+    """Return who attends to whom in this layer; None for the JSON's pattern.
+
+    Raises:
+        RingConfigError, RingPatternError: what a ring does not compute, or is not what the JSON says.
+    """
+    name = type(module).__name__
+    if torch.compiler.is_compiling():  # by another compiler: windows of layers were refused before
+        checks.check_attention_call(name, None, dropout, kwargs)
+        if is_causal(module, kwargs) != sharding.patterns.pattern.is_causal:
+            raise RingPatternError(f"{name}: set pattern.causal in the JSON to what the model is")
+        return None
+    checks.check_attention_call(name, None if isinstance(mask, LayerMask) else mask, dropout, kwargs)
+    said = mask.pattern if isinstance(mask, LayerMask) else said_by_call(module, kwargs)
+    config = getattr(module, "config", None)
+    mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
+    try:
+        return sharding.pattern_of(said, getattr(module, "layer_idx", None), mixed)
+    except RingPatternError as error:
+        raise RingPatternError(f"{name}: {error}") from None
+
+
+def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Return what the layers that get this mask attend to; in a graph a tensor for the backend to read.
+
+    Raises:
+        RingPatternError: a padding mask, or one that no pattern stands for.
+    """
     # The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     if torch.compiler.is_compiling():  # Dynamo cannot look into functions
-        made: Tensor | None = sdpa_mask(*args, **kwargs)
-        return made
-    checks.refuse_masks(*args, **kwargs)
-    return None
+        return sdpa_mask(**kwargs, mask_function=mask_function, attention_mask=attention_mask)
+    if attention_mask is not None:
+        raise RingPatternError(
+            f"attention_mask: expected none, got {list(attention_mask.shape)}; {checks.THROUGH_SHARD_BATCH}"
+        )
+    return read_mask(mask_function)
 
 
 _choose_attention = PreTrainedModel.get_correct_attn_implementation

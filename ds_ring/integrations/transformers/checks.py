@@ -7,20 +7,12 @@ averaged over local tokens. Owns no behaviour of the ring. Errors depend on what
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
+from typing import Any
 
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.windows import check_window_of_call
-
-if TYPE_CHECKING:
-    pass
 
 THROUGH_SHARD_BATCH = (
     "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
@@ -75,11 +67,8 @@ def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> N
             )
 
 
-def check_attention_call(
-    module: nn.Module, sharding: BatchSharding, mask: object, dropout: float, kwargs: dict[str, Any]
-) -> None:
-    """Refuse dropout, masks, windows and extra terms of the scores."""
-    name = type(module).__name__
+def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse dropout, mask tensors and extra terms of the scores."""
     if dropout:
         raise RingConfigError(
             f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
@@ -90,14 +79,6 @@ def check_attention_call(
             f"{name}: expected no mask tensor, got {type(mask).__name__} {list(getattr(mask, 'shape', []))};"
             " it is written for one rank's tokens: say it with the pattern in the JSON"
         )
-    is_causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if bool(causal) != sharding.pattern.is_causal:
-        raise RingPatternError(
-            f"{name}: the model is {'' if causal else 'not '}causal, the pattern {sharding.pattern} is"
-            f" {'' if sharding.pattern.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
-        )
-    check_window_of_call(name, kwargs, sharding)
     refuse_foreign_arguments(name, kwargs)
 
 
@@ -106,43 +87,3 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
     for key in _FOREIGN_ARGUMENTS:
         if kwargs.get(key) is not None:
             raise RingPatternError(f"{name}: expected no {key}, got one; ring attention does not compute it")
-
-
-def refuse_masks(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> None:
-    """Refuse the masks that no pattern stands for: a model may only want what the pattern says by itself."""
-    # Local position ids jump where a layout does, which transformers takes for packed documents: its mask for
-    # them, of local tokens, is ignored. Real packing was refused, or turned into the pattern ("documents":
-    # true), where whole batches are seen.
-    if attention_mask is not None:
-        raise RingPatternError(
-            f"attention_mask: expected none, got {list(attention_mask.shape)}; {THROUGH_SHARD_BATCH}"
-        )
-    unknown = sorted(set(_leaves(mask_function)) - _KNOWN_MASKS)
-    if unknown:
-        raise RingPatternError(
-            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
-            " model with plain causal or full attention"
-        )
-
-
-_KNOWN_MASKS = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-    "sliding_window_overlay.<locals>.inner_mask",  # its width is checked by check_windows
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask",  # likewise
-    "chunked_overlay.<locals>.inner_mask",  # likewise
-}
-_COMPOSED_MASKS = {
-    "and_masks.<locals>.and_mask": "mask_functions",
-    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
-}
-
-
-def _leaves(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the elementary mask functions that transformers composed into this one."""
-    name = function.__qualname__
-    if name not in _COMPOSED_MASKS:
-        return [name]
-    parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
-    return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]

@@ -27,14 +27,13 @@ from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.ring_cache import CachedSharding, RingCache
-from ds_ring.integrations.transformers.windows import makes_such_masks
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.one_ring import one_ring
 from ds_ring.runtime.shard import shard_sequence
-from ds_ring.schedule.layouts import make_layout
 
 _MODES = {
     GenerationMode.GREEDY_SEARCH,
@@ -138,9 +137,9 @@ class Generation:
         cache.begin(tokens)
         _note_padding(cache, mask_BT, tokens)
         assert cache.layout is not None
-        session, pattern = self._session, self._session.pattern
+        session, groups = self._session, self._groups(cache.layout.tokens)
         self.sharding = CachedSharding(
-            session.config, cache.layout, self.mesh, pattern, self._groups(cache.layout.tokens), longest,
+            session.config, cache.layout, self.mesh, session.patterns, groups, longest,
             q_positions=torch.tensor(list(cache.arriving)),
         )  # fmt: skip
         session.batches.work_on(self.sharding)
@@ -154,10 +153,9 @@ class Generation:
         assert cache is not None
         _note_padding(cache, mask_BT, tokens)
         groups = self._groups(tokens)
-        pattern = groups[0].pattern if groups else session.pattern
-        layout = make_layout(session.config.layout, tokens=tokens, ring_size=mesh.ring_size, pattern=pattern)
+        layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
-        self.sharding = BatchSharding(session.config, layout, mesh, session.pattern, groups, longest)
+        self.sharding = BatchSharding(session.config, layout, mesh, session.patterns, groups, longest)
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank
@@ -178,7 +176,7 @@ class Generation:
         if tokens not in kept:
             ids_BT = torch.zeros(real_BT.shape[0], tokens, dtype=torch.int64)
             ids_BT[:, : real_BT.shape[1]].masked_fill_(~real_BT, PADDING)
-            kept[tokens] = group_rows(self._session.pattern, ids_BT, real_BT.shape[0])
+            kept[tokens] = group_rows(ids_BT, real_BT.shape[0])
         return kept[tokens]
 
     def after(self, output: Any) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_ring.integrations.deepspeed.batch import Batch
+from ds_ring.masks.pattern import Pattern
 
 
 @dataclass
@@ -20,5 +21,7 @@ class ModelNeeds:
 
     slots: bool = False  # the position of every local slot in the sequence goes with the sharding
     real_tokens: bool = False  # which local tokens are no padding goes with it, too
+    # what the model says of its layers, in their order, for the choice of a layout; empty: nobody knows
+    layers: tuple[Pattern, ...] = ()
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None

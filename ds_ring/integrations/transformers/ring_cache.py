@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.masks.pattern import Pattern
 from ds_ring.module import RingAttention
 from ds_ring.runtime.autograd import replicated_attention_op
 from ds_ring.schedule.cache_layout import CacheLayout
@@ -152,12 +153,11 @@ class CachedSharding(BatchSharding):
 
     q_positions: Tensor = field(kw_only=True)  # int64 [Q], on the CPU
 
-    def attention(self, scale: float | None = None) -> RowsAttention:
+    def attention(self, scale: float | None = None, pattern: Pattern | None = None) -> RowsAttention:
+        asked = self.patterns.pattern if pattern is None else pattern
         parts: list[RingAttention] = []
-        for pattern in [group.pattern for group in self.groups] or [self.pattern]:
-            part = _CachedAttention(
-                self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=pattern
-            )
+        for one in [asked & group.documents for group in self.groups] or [asked]:
+            part = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one)
             part.q_positions = self.q_positions
             parts.append(part)
         return RowsAttention(parts, tuple(group.rows for group in self.groups))

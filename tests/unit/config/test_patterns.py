@@ -19,7 +19,7 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
-from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.patterns import named_patterns, pattern_from_config
 from ds_ring.masks.pattern import Pattern
 
 SLICES: Any = [[[0, 8], [0, 8], "full"], [[8, 16], [0, 16], "causal"]]
@@ -81,3 +81,12 @@ def test_sections_and_their_patterns(section: dict[str, Any], pattern: Pattern) 
 def test_sections_that_mean_nothing_are_refused(section: dict[str, Any], said: str) -> None:
     with pytest.raises(RingConfigError, match=said):
         RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {"pattern": section}})
+
+
+def test_named_layers_keep_what_they_do_not_say() -> None:
+    layers = {"0-2, 5": {"chunk": 16}, "4": {"window": None}}
+    pattern: Any = {"window": 8, "documents": True, "layers": layers}
+    config = RingConfig.from_deepspeed({"ring_attention": {"ring_size": 2, "pattern": pattern}})
+    local = SlidingWindow(8) & Chunked(16)
+    assert named_patterns(config) == {0: local, 1: local, 2: local, 5: local, 4: Causal()}
+    assert pattern_from_config(config) == SlidingWindow(8)

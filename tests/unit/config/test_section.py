@@ -39,6 +39,7 @@ DESIGN_EXAMPLE: Json = {
             "head_offsets": "paper",
             "documents": False,
             **dict.fromkeys(PATTERNS_BY_KEY),
+            "layers": None,
         },
         "attention": "ring",
         "kernel": "auto",
@@ -108,6 +109,7 @@ def test_every_key_can_be_set() -> None:
             "head_offsets": "paper_kv",
             "documents": True,
             **{name: None if key.beside else 1024 for name, (key, _) in PATTERNS_BY_KEY.items()},
+            "layers": None,
         },
         "attention": "as_is",
         "kernel": "flex",
@@ -383,6 +385,12 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
         section(pattern=None),
         ["ring_attention.pattern: expected an object", "got null; write {"],
     ),
+    ("layers word", pattern(layers="0-4"), ['{"0-4, 6": {"window": 512}}, or null, got "0-4"; use null']),
+    ("layer names", pattern(layers={"first": {}}), ['ranges of layers, "0-4, 6", got "first"; count from 0']),
+    ("layer twice", pattern(layers={"0-4": {}, "3": {}}), ["each layer once, got 3 twice"]),
+    ("layer windw", pattern(layers={"0": {"windw": 4}}), ['"0".windw: ', "did you mean 'window'?"]),
+    ("layer causal", pattern(layers={"0": {"causal": False}}), ["expected no causal", "same for all layers"]),
+    ("layer prefix", pattern(window=8, layers={"0": {"prefix": 4}}), ['"0".prefix: ', "hides later tokens"]),
     ("pattern word", section(pattern="causal"), ['got "causal"; write {"causal": true}']),
     ("window 0", pattern(window=0), ["a whole number of at least 1, or null, got 0; use null for no window"]),
     ("window -1", pattern(window=-1), ["got -1; use null"]),
@@ -668,7 +676,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "103f5067fe32e35b"
+    assert RingConfig(ring_size=4).fingerprint() == "7828a33b06b5dd0a"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
+from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import EVEN, work_of_ranks
 from ds_ring.schedule.layout import Layout
@@ -59,3 +60,23 @@ def test_auto_is_even(pattern_of: PatternOf, tokens: int, ring_size: int) -> Non
         assert [plan.rank(rank).pairs for rank in range(ring_size)] == work.tolist()
     assert work.max() <= EVEN * work.mean()
     assert layout.longest_shard <= 1.1 * tokens / ring_size
+
+
+@pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 4), (16384, 8)])
+@pytest.mark.parametrize("window", [512, 1024, 4096])
+def test_one_layout_is_even_for_layers_that_differ(window: int, tokens: int, ring_size: int) -> None:
+    """The sum over layers of the fullest rank's work, since ranks wait for each other in every layer."""
+    mix: dict[Pattern, int] = {SlidingWindow(window): 5, Causal(): 1}
+    layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=mix)
+    works = [layers * work_of_all_heads(one, layout, heads=1) for one, layers in mix.items()]
+    assert sum(work.max() for work in works) <= EVEN * sum(work.mean() for work in works)
+    # balanced for the windows alone would be uneven in the global layers
+    local = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=SlidingWindow(window))
+    assert local != layout
+
+
+def test_a_mix_of_something_else_is_refused() -> None:
+    with pytest.raises(RingLayoutError, match="patterns with their number of layers"):
+        make_layout("auto", tokens=64, ring_size=2, pattern={"causal": 1})  # type: ignore[dict-item]
+    with pytest.raises(RingLayoutError, match="layers with Causal"):
+        make_layout("auto", tokens=64, ring_size=2, pattern={Causal(): 0})

@@ -259,10 +259,15 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "written out": (written_out, Causal(), RingPatternError, "attention written out"),
     "a soft cap": (capped, Full(), RingPatternError, "score_mod changes the scores"),
     "cross attention": (cross, Full(), RingShapeError, "as many keys as queries, 5, got 24"),
-    "no mask, causal pattern": (full, Causal(), RingPatternError, "mask is not causal, the pattern"),
-    "causal, full pattern": (causal, Full(), RingPatternError, "mask is causal, the pattern"),
-    "a window that is not the pattern's": (flex, Causal(), RingPatternError, "sliding window of 5 tokens"),
-    "windows in some layers": (two_windows, SlidingWindow(5), RingPatternError, "others see otherwise"),
+    "no mask, causal pattern": (full, Causal(), RingPatternError, "model is not causal, the pattern"),
+    "causal, full pattern": (causal, Full(), RingPatternError, "model is causal, the pattern"),
+    "a window that is not the pattern's": (
+        flex,
+        Causal(),
+        RingPatternError,
+        "layout.* of known length",
+    ),
+    "windows in some layers": (two_windows, SlidingWindow(5), RingPatternError, "every layer takes its own"),
 }
 
 

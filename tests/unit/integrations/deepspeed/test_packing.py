@@ -83,17 +83,17 @@ def test_without_ids_and_positions_a_sample_is_one_document():
 
 def test_rows_with_equal_borders_share_a_pattern():
     ids = torch.tensor([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [8, 8, 0, 0, 0], [1, 1, 2, 2, -1]])
-    groups = group_rows(Causal(), ids, 4)
+    groups = group_rows(ids, 4)
     assert [group.rows for group in groups] == [(1,), (0, 2), (3,)], "the most work first"
     for group in groups:
-        mask = group.pattern.mask(torch.arange(5).numpy(), torch.arange(5).numpy())
+        mask = (Causal() & group.documents).mask(torch.arange(5).numpy(), torch.arange(5).numpy())
         for row in group.rows:
             alike = (ids[row][:, None] == ids[row][None]) & (ids[row] >= 0)
             assert mask.tolist() == alike.tril().tolist()
 
 
 def test_one_row_of_ids_stands_for_all():
-    (group,) = group_rows(Causal(), DOCUMENTS[:1], 3)
+    (group,) = group_rows(DOCUMENTS[:1], 3)
     assert group.rows == (0, 1, 2)
 
 
@@ -116,7 +116,7 @@ def test_short_batches_keep_their_own_rows_documents(place):
     local, sharding = session._cut(prepared)
     assert local["input_ids"].equal(IDS[place : place + 1])
     assert sharding.mesh.ring_size == 1
-    assert sharding.groups == group_rows(Causal(), DOCUMENTS[place : place + 1], 1)
+    assert sharding.groups == group_rows(DOCUMENTS[place : place + 1], 1)
 
 
 def test_rows_come_back_in_their_order():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention import attach, check_model
+from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.masks.dense import Causal
+from ds_ring.masks.windows import SlidingWindow
 from ds_ring.runtime.mesh import RingMesh
 
 SIZES: dict[str, Any] = {
@@ -26,6 +29,10 @@ SIZES: dict[str, Any] = {
 GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 GPT2_SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
 NO_DROPOUT: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+LOCAL_AND_GLOBAL: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 FAMILIES = {
     "Llama": lambda: transformers.LlamaConfig(**GROUPED),
@@ -36,6 +43,10 @@ FAMILIES = {
     "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**SIZES),
     "GPT-2": lambda: transformers.GPT2Config(**GPT2_SIZES, **NO_DROPOUT),
     "Gemma 3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8),
+    "Gemma 3, local and global": lambda: transformers.Gemma3TextConfig(
+        **GROUPED, head_dim=8, **LOCAL_AND_GLOBAL
+    ),
+    "Mistral, short window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=7),
     "Mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
 }
 IDS = torch.randint(0, 61, (2, 33), generator=torch.Generator().manual_seed(1))
@@ -68,7 +79,7 @@ def test_the_loss_is_that_of_sdpa(family):
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3"])
+@pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3, local and global"])
 def test_the_rings_attention_compiles_to_one_graph(family):
     """As engine.compile(backend="ds_ring") does it; every mask is read in the graph."""
     from ds_ring.integrations.compile.backend import backend_of
@@ -221,20 +232,10 @@ WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
         RingConfigError,
         "no dropout inside attention, got 0.1",
     ),
-    "a window": (
-        lambda: transformers.MistralConfig(**GROUPED, sliding_window=32),
+    "a soft cap": (
+        lambda: transformers.Gemma2Config(**GROUPED, head_dim=8),
         RingPatternError,
-        "config.sliding_window is 32.*lets each of 33 tokens see otherwise",
-    ),
-    "windowed layers": (
-        lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16),
-        RingPatternError,
-        "config.sliding_window is 16",
-    ),
-    "attention sinks": (
-        lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=2),
-        RingPatternError,
-        "expected no s_aux",
+        "expected no softcap",
     ),
 }
 
@@ -272,7 +273,8 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
         create_causal_mask(model.config, embeds, torch.ones_like(IDS), None)
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
-    assert create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping) is None
+    made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
+    assert made == LayerMask(Causal())
 
 
 def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
@@ -309,79 +311,78 @@ def test_packed_positions_reach_the_model_and_its_mask_is_accepted():
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_model_with_a_window_runs_where_the_pattern_has_the_same(documents):
+@pytest.mark.parametrize("section", [{}, {"window": 7}])
+def test_a_model_with_a_window_runs_where_the_pattern_has_none_or_the_same(section, documents):
     """Both count the token itself; with documents, transformers counts within each."""
-    config = transformers.MistralConfig(**GROUPED, sliding_window=5)
+    config = transformers.MistralConfig(**GROUPED, sliding_window=7)
+    got, expected = logits_of_both(config, documents, section)
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+def logits_of_both(config: Any, documents: bool, section: Any, own: Any = None) -> tuple[Tensor, Tensor]:
+    """On a ring of one, in the order of the sequence, and by sdpa of a model with the configuration `own`."""
     batch = {"input_ids": IDS}
     if documents:
         batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)]).expand(2, -1)
-    expected = build(config, "sdpa")(**batch, use_cache=False).logits
-    model, session = attached(config, pattern={"window": 5, "documents": documents})
+    expected = build(own or config, "sdpa")(**batch, use_cache=False).logits
+    model, session = attached(config, pattern=section | {"documents": documents})
     got = model(**session.shard_batch(batch)).logits
-    order = torch.from_numpy(session.layout.positions(0))
-    assert torch.allclose(got, expected[:, order], atol=1e-5)
+    return got, expected[:, torch.from_numpy(session.layout.positions(0))]
 
 
-@pytest.mark.parametrize("window", [4, 6])
-def test_another_window_than_the_models_is_refused(window):
-    model, session = attached(
-        transformers.MistralConfig(**GROUPED, sliding_window=5), pattern={"window": window}
-    )
-    with pytest.raises(RingPatternError, match=r'sliding_window is 5; .*set "window": 5 in the "pattern"'):
-        model(**session.shard_batch({"input_ids": IDS}))
+@pytest.mark.parametrize("documents", [False, True])
+def test_layers_that_the_json_names_are_those_of_a_model_that_says_so(documents):
+    mixed = transformers.Qwen2Config(**GROUPED, **LOCAL_AND_GLOBAL, use_sliding_window=True)
+    plain = transformers.Qwen2Config(**GROUPED)
+    for section in ({"layers": {"0": {"window": 7}}}, {"window": 7, "layers": {"1": {"window": None}}}):
+        got, expected = logits_of_both(plain, documents, section, own=mixed)
+        assert torch.allclose(got, expected, atol=1e-5)
+    again, _ = logits_of_both(mixed, documents, {"layers": {"0": {"window": 7}}})
+    assert torch.equal(again, got), "the model and the JSON say the same"
 
 
-def test_layers_with_and_without_a_window_are_refused():
-    config = transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=16)
-    config.layer_types = ["sliding_attention", "full_attention"]
-    model, session = attached(config, pattern={"window": 16})
-    with pytest.raises(RingPatternError, match="others are full_attention; a ring has one pattern"):
-        model(**session.shard_batch({"input_ids": IDS}))
-
-
-LAYERED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Gemma 3": (
-        lambda: transformers.Gemma3TextConfig(
-            **GROUPED, head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
-        ),
-        {},
+CONTRADICTIONS: dict[str, tuple[Any, Any, str]] = {
+    "another window": (
+        "Mistral",
+        {"window": 6},
+        'SlidingWindow.window=5.* write "window": 5 in the "pattern"',
     ),
-    "ModernBERT": (
-        lambda: transformers.ModernBertConfig(
-            **SIZES, local_attention=16, global_attn_every_n_layers=2, pad_token_id=0
-        ),
-        {"causal": False},
+    "a chunk": ("Mistral", {"chunk": 8}, 'write "window": 5 in the "pattern"'),
+    "LongNet": ("Mistral", {"segment_lengths": [8], "dilation_rates": [2]}, 'write "window": 5'),
+    "a named layer": ("Mistral", {"layers": {"1": {"window": 6}}}, 'write "window": 5 in the "pattern"'),
+    "a window for all": ("Gemma", {"window": 7}, "every layer takes its own from the model"),
+    "chunks in documents": (
+        "Llama 4",
+        {"documents": True},
+        'expected no documents beside chunks.*"documents": false',
     ),
 }
 
 
-@pytest.mark.parametrize("way", [1, 2])
-@pytest.mark.parametrize("family", LAYERED)
-def test_what_the_error_about_windows_says_works(family, way):
-    """Followed word for word: the configuration and the section that it names, and nothing else."""
-    make, pattern = LAYERED[family]
-    kind = transformers.AutoModelForMaskedLM if family == "ModernBERT" else transformers.AutoModelForCausalLM
-    model, session = kind.from_config(make(), attn_implementation="ds_ring"), session_of(pattern=pattern)
-    attach(model, session)
-    with pytest.raises(RingPatternError, match="in some layers, and others are full_attention") as caught:
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_pattern_that_contradicts_the_model_is_refused(case):
+    family, section, words = CONTRADICTIONS[case]
+    configs = {
+        "Mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
+        "Gemma": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, **LOCAL_AND_GLOBAL),
+        "Llama 4": lambda: transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, attention_chunk_size=8, num_local_experts=2, attn_temperature_tuning=False,
+            intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"],
+        ),
+    }  # fmt: skip
+    model, session = attached(configs[family](), pattern=section)
+    with pytest.raises(RingPatternError, match=words):
         model(**session.shard_batch({"input_ids": IDS}))
-    advice = re.split(r"; \(\d\) |\(1\) ", str(caught.value))[way]
-    config = make()
-    for statement in re.findall(
-        r"(config\.\w+ = [^,;(]+?) (?:\(or more\) )?before the model is built", advice
-    ):
-        exec(statement, {"config": config})
-    if way == 2:
-        pattern = pattern | {"window": int(re.search(r'"window": (\d+)', advice)[1])}
-    session = session_of(pattern=pattern)
-    torch.manual_seed(0)
-    expected = kind.from_config(config, attn_implementation="sdpa").eval()(input_ids=IDS).logits
-    torch.manual_seed(0)
-    model = kind.from_config(config, attn_implementation="ds_ring").eval()
-    attach(model, session)
-    got = model(**session.shard_batch({"input_ids": IDS})).logits
-    order = torch.from_numpy(session.layout.positions(0))
-    assert torch.allclose(got, expected[:, order], atol=1e-5)
+
+
+def test_a_module_of_ones_own_says_its_layer():
+    session = session_of(pattern={"layers": {"1": {"window": 7}}})
+    session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingPatternError, match=r"ring.attention\(layer=0\)"):
+        session.attention()
+    contexts = [session.attention(layer=layer).contexts[0][0] for layer in (0, 1)]
+    assert [context.pattern for context in contexts] == [Causal(), SlidingWindow(7)]
+    assert contexts[0].layout is contexts[1].layout is session.layout
 
 
 def test_a_class_without_the_interface_may_keep_its_attention():

@@ -1,0 +1,147 @@
+"""Decide who attends to whom in one layer: what the model says of it, and what the JSON says.
+
+Owns the rule by which the two are put together, and its error. How a model says it is read where the model is
+known: transformers' masks in integrations/transformers/layer_masks.py, those of a graph in graph_masks.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import and_
+
+from ds_ring.errors import RingPatternError
+from ds_ring.masks.chunked import Chunked
+from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.documents import Documents
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.windows import SlidingWindow, applies_window
+
+
+@dataclass(frozen=True)
+class LayerPatterns:
+    """Hold what the JSON says of layers.
+
+    Attributes:
+        pattern: of all layers that are not named.
+        named: of those that are, by their numbers from 0.
+    """
+
+    pattern: Pattern
+    named: Mapping[int, Pattern]
+
+    def of(self, tokens: int, said: Pattern | None, layer: int | None, mixed: bool) -> Pattern:
+        """Return who attends to whom in a layer, documents apart.
+
+        Args:
+            tokens: of the sequence.
+            said: the model's own word: [Note: the pattern of a layer]. None: none.
+            layer: its number from 0 on.
+            mixed: whether layers of the model differ.
+
+        Raises:
+            RingPatternError: the model and the JSON contradict each other, or the JSON names layers and
+                nobody knows the number of this one.
+        """
+        if self.named and layer is None:
+            raise RingPatternError(
+                'attention: expected the number of the layer, since "layers" in the "pattern" section names'
+                ' some, got none; ask engine.ring.attention(layer=0), say, or leave "layers" out'
+            )
+        given = self.pattern if layer is None else self.named.get(layer, self.pattern)
+        if said is None:
+            return given
+        return pattern_of_layer(said, given, tokens, layer in self.named, mixed)
+
+    def counted(self, tokens: int, said: Sequence[Pattern]) -> Counter[Pattern]:
+        """Count the layers of each pattern, in the order of the layers.
+
+        Args:
+            tokens: of the sequence.
+            said: what the model says of its layers; empty if nobody knows.
+        """
+        found: Counter[Pattern] = Counter()
+        count = max([len(said), 1, *(layer + 1 for layer in self.named)])
+        for layer, one in enumerate(said or [None] * count):
+            try:
+                found[self.of(tokens, one, layer, len(set(said)) > 1)] += 1
+            except RingPatternError:  # the layer itself is refused, if it says so when it runs
+                found[self.pattern] += 1
+        return found
+
+
+# [Note: the pattern of a layer]
+# A model's layer is causal or not, and may have a window or a chunk ("said"). The JSON's pattern stands for
+# what the model leaves open:
+# - both are causal, or neither is;
+# - a layer with a window (or chunk) keeps it where the JSON has none, and where the JSON has the same one;
+# - a layer that sees everything gets the JSON's pattern: a narrower one (LongNet, a window) is wanted
+#   knowingly. In a model whose other layers have windows that is not known, so the JSON must name the layer.
+# Everything else is refused: no layer is changed without a word. Windows as long as the sequence are none.
+@lru_cache(maxsize=1024)
+def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool) -> Pattern:
+    """Return the pattern of a layer: [Note: the pattern of a layer].
+
+    Args:
+        said: the model's: Causal or Full, SlidingWindow, Chunked, or several put together by `&`.
+        given: the JSON's.
+        tokens: of the sequence.
+        named: whether the JSON names this very layer.
+        mixed: whether layers of the model differ.
+
+    Raises:
+        RingPatternError: the two contradict each other; it says what to write.
+    """
+    if said.is_causal != given.is_causal:
+        raise RingPatternError(
+            f"the model is {'' if said.is_causal else 'not '}causal, the pattern {given} is"
+            f" {'' if given.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
+        )
+    narrow = [part for part in said.conjuncts if _hides(part, tokens)]
+    plain = all(isinstance(part, Causal | Full | Documents) for part in given.conjuncts)
+    if not narrow:
+        if mixed and not plain and not named:
+            raise RingPatternError(
+                f"the pattern {given} of the JSON is for all layers, and of this model some layers have"
+                " windows or chunks of their own while this one sees everything; leave it out: every layer"
+                ' takes its own from the model. Or name the layers that are meant: "layers": {"0-3":'
+                ' {"window": 512}}'
+            )
+        return given
+    if plain:
+        kept = [part for part in given.conjuncts if not isinstance(part, Causal | Full)]
+        return reduce(and_, [*narrow, *kept])
+    if all(covers(given, part) for part in narrow):
+        return given
+    raise RingPatternError(
+        f"the model's layer is {' & '.join(map(str, narrow))}, and the pattern {given} lets each"
+        f" of {tokens} tokens see otherwise; {_advice(narrow, tokens)}"
+    )
+
+
+def _hides(part: Pattern, tokens: int) -> bool:
+    """Return whether a part of what a model says hides anything in a sequence of this length."""
+    width = getattr(part, "window", None) or getattr(part, "chunk", None)
+    return width is not None and width < tokens
+
+
+def covers(given: Pattern, part: Pattern) -> bool:
+    """Return whether the JSON's pattern has the model's window or chunk."""
+    if isinstance(part, SlidingWindow):
+        return applies_window(given, *part.distance)
+    return part in given.conjuncts
+
+
+def _advice(narrow: list[Pattern], tokens: int) -> str:
+    ways = []
+    for part in narrow:
+        key = "chunk" if isinstance(part, Chunked) else "window"
+        width = getattr(part, key)
+        ways.append(f'write "{key}": {width} in the "pattern" section, or leave it out there')
+    return (
+        "; ".join(dict.fromkeys(ways))
+        + ": a layer takes its own from the model. To change the model, set its configuration before it is"
+        f" built (a width of {tokens} or more hides nothing)"
+    )

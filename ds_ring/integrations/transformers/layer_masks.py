@@ -1,0 +1,168 @@
+"""Read what each layer of a transformers model masks: its window, its chunk, whether it is causal.
+
+Owns the mask that transformers hands to a layer instead of a tensor (`LayerMask`), how it is read off the
+functions that transformers composes a mask from, and what a configuration says of all layers before there is
+a batch. transformers' causal window counts the token itself, as `SlidingWindow` does; its two-sided one does
+not. Whether the JSON may stand for a layer is layer_patterns.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ds_ring.errors import RingPatternError
+from ds_ring.integrations.deepspeed.layer_patterns import covers
+from ds_ring.masks.chunked import Chunked
+from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.windows import SlidingWindow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# a word of `layer_types`: the configuration's width, and a part of the name of what makes such masks
+_NARROW = {
+    "sliding_attention": ("sliding_window", "sliding_window"),
+    "chunked_attention": ("attention_chunk_size", "chunked"),
+}
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """Stand for a mask tensor on its way to a layer."""
+
+    # No tensor: the recomputation of a layer would be handed a copy, which has lost the pattern.
+
+    pattern: Pattern
+
+
+# [Note: what a layer says]
+# Whoever makes a mask in transformers composes it from a few functions of positions, and calls the mask
+# function that is registered for the attention. Ours reads these functions and returns a `LayerMask`, which
+# the model hands to the layers that it made the mask for: it is what "eager" would have masked, whatever the
+# configuration calls it. A function that is not known is refused by name. Only a layer that gets no mask at
+# all is read by what it hands to attention (`is_causal`, `sliding_window`).
+def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
+    """Return what a mask of transformers masks: [Note: what a layer says].
+
+    Raises:
+        RingPatternError: it has a function that no pattern stands for.
+    """
+    leaves = _leaves(mask_function)
+    causal = any(leaf.__qualname__ == "causal_mask_function" for leaf in leaves)
+    parts = {leaf.__qualname__: _part(leaf, causal) for leaf in leaves}
+    unknown = sorted(name for name, part in parts.items() if part is None)
+    if unknown:
+        raise RingPatternError(
+            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
+            " model with plain causal or full attention, or with windows or chunks"
+        )
+    narrow = [part for part in parts.values() if part is not None and not isinstance(part, Causal | Full)]
+    return LayerMask(reduce(and_, narrow) if narrow else _plain(causal))
+
+
+def _plain(causal: bool) -> Pattern:
+    return Causal() if causal else Full()
+
+
+def _part(leaf: Callable[..., Any], causal: bool) -> Pattern | None:
+    """Return the pattern of an elementary mask function; None if there is none."""
+    held = inspect.getclosurevars(leaf).nonlocals
+    match leaf.__qualname__.removesuffix(".<locals>.inner_mask"):
+        # Local position ids jump where a layout does, which transformers takes for packed documents: its mask
+        # for them, of local tokens, is ignored. Real packing was refused, or turned into the pattern
+        # ("documents": true), where whole batches are seen.
+        case "causal_mask_function" | "bidirectional_mask_function" | "packed_sequence_mask_function":
+            return _plain(causal)
+        case "sliding_window_overlay" if causal:  # alone it would hide what is before the window only
+            return SlidingWindow(int(held["sliding_window"]))
+        case "sliding_window_bidirectional_overlay":
+            return SlidingWindow(int(held["sliding_window"]) + 1, causal)
+        case "chunked_overlay":
+            return Chunked(int(held["chunk_size"]), causal)
+    return None
+
+
+_COMPOSED_MASKS = {
+    "and_masks.<locals>.and_mask": "mask_functions",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+}
+
+
+def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the elementary mask functions that transformers composed into this one."""
+    name = function.__qualname__
+    if name not in _COMPOSED_MASKS:
+        return [function]
+    parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
+    return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer that got no mask is causal."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def said_by_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
+    """Return what a layer that got no mask says by its arguments: [Note: what a layer says].
+
+    Raises:
+        RingPatternError: a window that nobody can read.
+    """
+    causal = is_causal(module, kwargs)
+    window = kwargs.get("sliding_window")
+    if window is None:
+        return _plain(causal)
+    if not causal:
+        # Some models count the token itself here and others do not.
+        raise RingPatternError(
+            f"{type(module).__name__}: expected a mask beside the two-sided sliding_window {window}, got"
+            " none; use a model of transformers that makes one"
+        )
+    return SlidingWindow(int(window))
+
+
+def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, ...]:
+    """Return what the configuration says of every layer: for the choice of a layout, not for attention."""
+    config: Any = model.config.get_text_config()
+    count = int(getattr(config, "num_hidden_layers", 1) or 1)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = [next((one for one in _NARROW if makes_such_masks(model, one)), "full_attention")] * count
+    found: list[Pattern] = []
+    for layer_type in types:
+        width = getattr(config, _NARROW.get(layer_type, ("", ""))[0], None)
+        if not width or not getattr(config, "use_sliding_window", True):
+            found.append(_plain(causal))
+        elif layer_type == "chunked_attention":
+            found.append(Chunked(int(width), causal))
+        else:
+            found.append(SlidingWindow(int(width) + (not causal), causal))
+    return tuple(found)
+
+
+def narrowest_beside(said: tuple[Pattern, ...], given: Pattern) -> int:
+    """Return the shortest window or chunk of the layers that the JSON's pattern has not; 2^62 for none."""
+    narrow = (one for one in said if isinstance(one, SlidingWindow | Chunked) and not covers(given, one))
+    widths = (one.window if isinstance(one, SlidingWindow) else one.chunk for one in narrow)
+    return min(widths, default=1 << 62)
+
+
+def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
+    """Return whether the model's code makes masks of this kind: Moshi has a window in its config only."""
+    from transformers import PreTrainedModel
+
+    modules = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
+    names: set[str] = set()
+    for module in modules:
+        names |= set(vars(sys.modules[module])) if module in sys.modules else set()
+    return any(name.startswith("create_") and _NARROW[layer_type][1] in name for name in names)
