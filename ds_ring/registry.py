@@ -38,6 +38,7 @@ LAYOUTS = {
     "striped": "ds_ring.schedule.layout.make_striped",
     "residue": "ds_ring.schedule.choose.make_residue",
     "balanced": "ds_ring.schedule.choose.make_balanced",
+    "document_zigzag": "ds_ring.schedule.document_zigzag.make_document_zigzag",
 }
 
 

@@ -81,15 +81,16 @@ def _require_plain(text: str) -> None:
     # Events only: an alias bomb is refused before it is expanded.
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        what = ""
+        what, tag = "", getattr(event, "tag", None)
         if depth > MOST_NESTED:
             what = f"expected at most {MOST_NESTED} levels in each other, got more; is this the right file?"
         elif isinstance(event, yaml.AliasEvent):
-            what = f"expected plain values, got the alias *{event.anchor[:80]}; write the value itself"
-        elif getattr(event, "tag", None) not in (None, "!"):
-            what = f"expected plain values, got the tag {event.tag[:80]}; remove it"
+            what = f"expected plain values, got the alias *{str(event.anchor)[:80]}; write the value itself"
+        elif tag not in (None, "!"):
+            what = f"expected plain values, got the tag {tag[:80]}; remove it"
         if what:
-            raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
+            mark: Any = event.start_mark  # the stubs have two classes for the same
+            raise yaml.constructor.ConstructorError(None, None, what, mark)
 
 
 def _read_text(path: Path) -> str:

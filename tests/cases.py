@@ -74,11 +74,13 @@ LONG_PATTERNS: dict[str, Callable[[int], Pattern]] = {
 
 
 def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, multiple_of: int = 1) -> Layout:
-    """The layout of that name for a pattern. Residue orders that a pattern does not ask for serve it, too."""
+    """The layout of that name for a pattern. Orders made for another pattern serve this one, too."""
     sizes = {"tokens": tokens, "ring_size": ring_size, "multiple_of": multiple_of}
     try:
         return make_layout(name, pattern=pattern, **sizes)
     except RingLayoutError:
+        if name == "document_zigzag":
+            return make_layout(name, pattern=Documents(document_ids(tokens)), **sizes)
         if name != "residue":
             raise
         window = 6 * max(1, sizes["tokens"] // 96)  # runs of a few tokens: every pair of runs is a tile

@@ -1,4 +1,4 @@
-"""The cost model against reality: planned and measured peak memory, and bytes, of small runs on this machine.
+"""Compare planned and measured peak memory, and bytes sent, of small runs on this machine.
 
 Each point runs on real gloo ranks under the profiler, whose allocation events are summed up: attention alone,
 forward + backward, or whole DeepSpeed training of a small Llama (two steps, from before the model is built).
@@ -55,7 +55,7 @@ PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
 
 
 class Point(NamedTuple):
-    """One run. `model` and `stage` are those of training; None is attention alone."""
+    """Describe one run; `model` and `stage` are those of training, None is attention alone."""
 
     ranks: int
     tokens: int
@@ -116,13 +116,13 @@ POINTS = [
 
 
 def bucket_of(point: Point) -> int:
-    """A reduce_bucket_size that holds every parameter; DeepSpeed's default is more than these models."""
+    """Return a reduce_bucket_size that holds every parameter; DeepSpeed's default is more than these have."""
     assert point.model is not None
     return point.model.largest_parameter
 
 
 def planned(point: Point) -> Found:
-    """What the cost model says, for the rank that needs most."""
+    """Return what the cost model says for the rank that needs most."""
     pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
     if point.model is not None and point.stage is not None:
         zero = Zero(point.stage, point.ranks, element, bucket_of(point), point.stage == 3, fused_adam=False)
@@ -150,7 +150,7 @@ def planned(point: Point) -> Found:
 
 
 def attention_rank(point: Point) -> Found:
-    """One rank of a pass, in a process group that is there."""
+    """Run one rank of a pass, in a process group that is there."""
     pattern, dtype = PATTERNS[point.pattern][0], getattr(torch, point.dtype)
     mesh = RingMesh.from_world(point.ranks)
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
@@ -166,7 +166,7 @@ def attention_rank(point: Point) -> Found:
 
 
 def training_rank(point: Point) -> Found:
-    """One rank of a training run: the model is built, two steps are made."""
+    """Run one rank of training: build the model, make two steps."""
     import deepspeed
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -203,7 +203,7 @@ def training_rank(point: Point) -> Found:
 
 
 def deepspeed_json(point: Point) -> dict[str, Any]:
-    """Adam, and buckets of a size that is in proportion to the model."""
+    """Return a JSON with Adam, and buckets in proportion to the model."""
     zero = {
         "stage": point.stage,
         "reduce_bucket_size": bucket_of(point),
@@ -224,7 +224,7 @@ def deepspeed_json(point: Point) -> dict[str, Any]:
 
 @contextmanager
 def patient_waits(seconds: float = 0.005) -> Iterator[None]:
-    """After each wait gloo's thread gets time to let go: tensors are freed by the thread that waited."""
+    """Give gloo's thread time to let go after each wait: tensors are then freed by the thread that waited."""
     from torch._C._distributed_c10d import Work
 
     wait = Work.wait
@@ -242,12 +242,12 @@ def patient_waits(seconds: float = 0.005) -> Iterator[None]:
 
 
 def measure_rank(point: Point) -> Found:
-    """One rank of the run, of whichever kind."""
+    """Run one rank, of whichever kind."""
     return attention_rank(point) if point.stage is None else training_rank(point)
 
 
 def measured(point: Point) -> Found:
-    """The most of any rank of a real run.
+    """Measure the most of any rank of a real run.
 
     Raises:
         RanksError: a rank failed, or they took longer than five minutes.
@@ -257,7 +257,7 @@ def measured(point: Point) -> Found:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One row per point; exit status 1 if one of them is off by more than 5 %."""
+    """Print a row for each point; exit status 1 if one of them is off by more than 5 %."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,9 +19,7 @@ class Documents(Pattern):
     """Attend within one document only; a negative id marks padding, which sees nothing.
 
     Attributes:
-        starts: positions at which an id begins, ascending, the first 0.
-        ids: id of each of these stretches; one id may have several.
-        tokens: length T of the sequence.
+        starts, ids, tokens: stretches of equal ids, as in `Table`.
     """
 
     starts: tuple[int, ...]

@@ -36,7 +36,8 @@ def make_layout(
 
     Args:
         name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
-            "balanced" (even work), "auto" (contiguous or zigzag, or balanced where both are uneven).
+            "balanced" (even work), "document_zigzag" (documents), "auto" (contiguous or zigzag, or balanced
+            where both are uneven).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
         pattern: what will be attended. Where layers differ, how many layers have each pattern:

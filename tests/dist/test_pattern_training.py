@@ -104,7 +104,7 @@ CASES = {
     "longnet, striped": Case(2, 2, 0, LONGNET, {"layout": "striped"}),
     "documents, ring 2, zero 1": Case(2, 2, 1, PACKED),
     "documents, ring 2, zero 3": Case(2, 2, 3, PACKED),
-    "documents, ring 4, zero 1": Case(4, 4, 1, PACKED),
+    "documents, ring 4, zero 1": Case(4, 4, 1, PACKED, {"layout": "document_zigzag"}),
     "documents, data 2 x ring 2": Case(4, 2, 2, PACKED, {"layout": "zigzag"}),
     "documents, ring 2 x ulysses 2": Case(4, 4, 1, PACKED, {"ulysses_size": 2}),
     "documents, short batches": Case(2, 2, 1, PACKED, {"min_sequence_length": SIZE.tokens + 1}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -55,11 +56,14 @@ def pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 def few() -> list[tuple[str, str, str, int]]:
     """A pass for each mask and layout: of kernels and ring sizes those that meet most for the first time."""
     met: set[tuple[Any, ...]] = set()
+    uses: Counter[tuple[str, int]] = Counter()  # of a kernel at a ring size
     found = []
     for mask, layout in itertools.product(MASKS, LAYOUTS):
         every = [(mask, kernel, layout, size) for kernel, size in itertools.product(KERNELS, RANKS)]
-        found.append(max(every, key=lambda case: len(pairs(case) - met)))
-        met |= pairs(found[-1])
+        best = max(every, key=lambda case: (len(pairs(case) - met), -uses[case[1::2]]))
+        found.append(best)
+        uses[best[1::2]] += 1
+        met |= pairs(best)
     return found
 
 

@@ -16,6 +16,8 @@ from ds_ring.masks.dense import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
 from ds_ring.masks.triangulation import cut_by_distance
+from ds_ring.registry import KERNELS as KERNEL_ROWS
+from ds_ring.registry import load
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.cpu import CpuKernel
@@ -249,3 +251,11 @@ def test_a_fake_pass_leaves_nothing_that_a_real_one_meets() -> None:
                 assert all(is_fake(part.out_BHSD) for part in CpuKernel().forward(q, k, v, tiles, 1.0))
             q, k, v = (torch.randn(1, 1, 512, 16) for _ in range(3))
             assert not any(is_fake(part.out_BHSD) for part in CpuKernel().forward(q, k, v, tiles, 1.0))
+
+
+@pytest.mark.parametrize("name", KERNEL_ROWS)
+def test_a_row_of_the_registry_is_a_kernel_of_its_name(name: str) -> None:
+    row = KERNEL_ROWS[name]
+    assert load(row.home).name == name
+    # what "auto" takes is what `ds-ring plan` must know
+    assert (row.device is None) == (row.workspace is None) and (row.workspace is None or load(row.workspace))
