@@ -222,6 +222,7 @@ class RingMesh:
         """Return what passes on this mesh are noted in; None for nothing."""
         return self.traces[-1] if self.traces else None
 
+    # One property each, so that type checkers and readers see what a mesh has; the numbers are the grid's.
     @property
     def ring_size(self) -> int:
         return self.grid.ring_size

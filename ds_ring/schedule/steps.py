@@ -81,6 +81,7 @@ class Send:
         return f"send {_tokens(self)} to {self.peer}"
 
 
+# Its fields stand in `Send` as well: each kind of step is read by itself, and inherits from none.
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
     """Receive into a fresh buffer: two messages from one rank.

@@ -180,17 +180,9 @@ class CpuKernel:
             del out, lse  # or they would live on while the next ones are computed
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        scale: float,
-        grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
         width, v_width = q.shape[-1], v.shape[-1]
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
         if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there

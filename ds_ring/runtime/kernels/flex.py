@@ -155,17 +155,9 @@ class FlexKernel:
         yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        scale: float,
-        grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
         if not len(tiles):
             return
         mask = self._mask(q, tiles)
@@ -201,17 +193,9 @@ class FlexKernel:
 
     @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
     def _operator(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: HopMask,
-        scale: float,
-        grad_lse: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
+        scale: float, grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return (dq, dk, dv) by the operator; the lse is finite."""
         if not self._natural:  # of the lse in base 2, and its gradient
             lse = _dynamic(lse / math.log(2), 2)
@@ -221,17 +205,9 @@ class FlexKernel:
 
     @torch.enable_grad()
     def _recomputed(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: HopMask,
-        scale: float,
-        grad_lse: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
+        scale: float, grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return the same by autograd of a recomputed hop; see [Note: the backward operator]."""
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out_hop, lse_hop = self._attend(*leaves, mask, scale)

@@ -196,18 +196,10 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        scale: float,
-        grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:
-        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones (DESIGN, 4).
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones.
 
         A gradient of the global lse, [B, H, S], is taken off the row sums of out x grad_out.
         """

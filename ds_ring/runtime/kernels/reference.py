@@ -55,17 +55,9 @@ class ReferenceKernel:
             yield PartialOut(heads, tile.q_rows, _weights(scores, lse) @ v_t, lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        scale: float,
-        grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
         groups = k.shape[1]
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // groups)

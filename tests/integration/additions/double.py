@@ -24,11 +24,11 @@ class DoubleKernel:
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-        scale: float,
+        scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
         DoubleKernel.passes += 1
         wide = (x.double() for x in (grad_out, q, k, v, out, lse))
-        for part in ReferenceKernel().backward(*wide, tiles, scale):
+        for part in ReferenceKernel().backward(*wide, tiles, scale, grad_lse):
             yield part._replace(**{name: getattr(part, name).float() for name in part._fields[3:]})
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
