@@ -1,0 +1,118 @@
+"""Generation on a ring against one process: tokens, logits, memory of the cache, and time.
+
+A small Llama with random weights on gloo ranks of this machine: a long prompt, then greedy tokens. Each rank
+runs the model alone as well, and compares.
+
+Example:
+    python tools/check_generation.py                   # 4 Ki tokens, then 64; rings of 2 and 4; a minute
+    python tools/check_generation.py --prompt 16384 --ring-sizes 4 --stage 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_ring_launcher.local_ranks import run_ranks
+
+
+class Request(NamedTuple):
+    """What is generated, and where."""
+
+    ring_size: int
+    prompt: int
+    tokens: int
+    stage: int
+
+
+def generate(model: Any, request: Request) -> tuple[Any, int, float]:
+    """What the model generates, the bytes of its cache on this rank, and the seconds that it took."""
+    ids = torch.randint(1, 512, (1, request.prompt), generator=torch.Generator().manual_seed(0))
+    started = time.monotonic()
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.tokens, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    seconds = time.monotonic() - started
+    layers = output.past_key_values.layers
+    return output, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), seconds
+
+
+def build(request: Request) -> Any:
+    """A Llama whose attention decides on the next token, and which never ends a text."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=request.prompt + request.tokens,
+        initializer_range=0.15, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def on_a_rank(request: Request) -> dict[str, Any]:
+    """One rank: the model alone, then on the ring."""
+    import deepspeed
+
+    import ds_ring
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    alone, alone_bytes, alone_seconds = generate(build(request), request)
+    model = build(request)
+    engine, *_ = ds_ring.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": request.stage},
+            "zero_allow_untested_optimizer": True,
+            "sequence_parallel_size": request.ring_size,
+            "ring_attention": {},
+        },
+    )
+    engine.eval()
+    ring, ring_bytes, ring_seconds = generate(engine, request)
+    logits = [torch.stack(output.logits) for output in (ring, alone)]
+    return {
+        "equal_tokens": int((ring.sequences == alone.sequences).all(0).sum()) - request.prompt,
+        "different_tokens_generated": len(set(ring.sequences[0, request.prompt :].tolist())),
+        "logits_off": float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()),
+        "cache_bytes": ring_bytes,
+        "cache_share": round(ring_bytes / alone_bytes, 4),
+        "seconds": round(ring_seconds, 1),
+        "seconds_alone": round(alone_seconds, 1),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One row a ring size; exit status 1 if a token differs from one process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompt", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[2, 4], metavar="P")
+    parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
+    options = parser.parse_args(arguments)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    wrong = 0
+    for ring_size in options.ring_sizes:
+        request = Request(ring_size, options.prompt, options.tokens, options.stage)
+        found = run_ranks(on_a_rank, ring_size, (request,), threads=1, deadline_s=600.0)
+        row = {key: max(one[key] for one in found) for key in found[0]}
+        row["equal_tokens"] = min(one["equal_tokens"] for one in found)
+        wrong += row["equal_tokens"] != options.tokens
+        print(json.dumps({"ring_size": ring_size, "of_tokens": options.tokens} | row), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
