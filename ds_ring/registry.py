@@ -30,7 +30,7 @@ class JsonKey(NamedTuple):
     beside: dict[str, str] = {}  # noqa: RUF012
 
 
-# Functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns.
+# Functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns (`Mix`).
 LAYOUTS = {
     "auto": "ds_ring.schedule.choose.make_auto",
     "contiguous": "ds_ring.schedule.layout.make_contiguous",

@@ -9,7 +9,8 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.partitions import Table
 from ds_ring.masks.pattern import Head, Pattern
-from ds_ring.schedule.layout import Layout, PieceLayout
+from ds_ring.schedule.choose import in_words
+from ds_ring.schedule.layout import Layout, Mix, PieceLayout
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,17 @@ class DocumentZigzag(PieceLayout):
         return "document_zigzag"
 
 
-def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
-    """Cut every document of a pattern (alone or in a composition) into 2P chunks.
+def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
+    """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks.
 
     Raises:
         RingLayoutError: no documents in the pattern, or documents of a sequence of another length.
     """
-    tables = [] if pattern is None else _tables_in(pattern)
+    tables = list(dict.fromkeys(table for pattern, _ in mix for table in _tables_in(pattern)))
     if not tables:
         raise RingLayoutError(
-            f'layout "document_zigzag" cuts the documents of a pattern, got {pattern}; give a pattern with'
-            ' Documents(...), in the JSON "documents": true, or take "auto"'
+            f'layout "document_zigzag" cuts the documents of a pattern, got {in_words(mix) or None};'
+            ' give a pattern with Documents(...), in the JSON "documents": true, or take "auto"'
         )
     if {table.tokens for table in tables} != {tokens}:
         raise RingLayoutError(

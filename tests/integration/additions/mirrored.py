@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.layout import ChunkLayout, Layout
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,6 @@ class MirroredLayout(ChunkLayout):
         return [self.ring_size - 1 - ring_rank]
 
 
-def make_mirrored(tokens: int, ring_size: int, multiple_of: int, pattern: Pattern | None) -> Layout:
-    """Return the layout, for any pattern."""
+def make_mirrored(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
+    """Return the layout, for any patterns."""
     return MirroredLayout(tokens, ring_size, multiple_of)
