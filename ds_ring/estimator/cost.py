@@ -108,7 +108,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
             slots[id(chunk.steps)] = sum(count_slots(post.slots) * sizes[post.payload] for post in posted)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     # K and V, or dK and dV.
-    return 2 * shape.batch * shape.head_dim * heads
+    return shape.batch * shape.pair_dim * heads
 
 
 def pass_cost(

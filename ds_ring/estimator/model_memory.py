@@ -189,8 +189,9 @@ class TrainingStep:
 
 
 def attention_alone(
-    rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory
-) -> Moment:
+    rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory,
+    v_head_dim: int | None = None,
+) -> Moment:  # fmt: skip
     """Return the memory of a forward and backward pass with no model around it.
 
     Args:
@@ -199,8 +200,10 @@ def attention_alone(
         head_dim: D.
         element: bytes of one element of q, k, v.
         ring: what the pass needs beside them.
+        v_head_dim: E of values and outputs; None is D.
     """
-    tensors = 4 * (rows + kv_rows) * local_tokens * head_dim * element  # q, k, v, out and their gradients
+    both = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+    tensors = 2 * (rows + kv_rows) * local_tokens * both * element  # q, k, v, out and their gradients
     parts = {"attention": tensors + rows * local_tokens * FLOAT, "ring buffers": ring.buffers}
     parts |= {"accumulators": ring.accumulators, "kernel workspace": ring.workspace}
     return Moment("attention, backward", parts)

@@ -46,6 +46,7 @@ class PassShape:
         kernel: the fast one of a device.
         contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each send of
             the own shard is then a copy.
+        v_head_dim: E of values and outputs; None is D.
     """
 
     batch: int
@@ -56,11 +57,23 @@ class PassShape:
     chunk_bytes: int
     kernel: str
     contiguous: bool = True
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Return E, the head_dim of values and outputs."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def pair_dim(self) -> int:
+        """Return D + E: the elements of a token's K and V of one head, which travel together."""
+        return self.head_dim + self.value_dim
 
     @property
     def head_bytes(self) -> int:
-        """Return the bytes of local K of one head."""
-        return self.batch * self.local_tokens * self.head_dim * self.element_bytes
+        """Return the bytes of one head in the smaller one of local K and V."""
+        narrower = min(self.head_dim, self.value_dim)
+        return self.batch * self.local_tokens * narrower * self.element_bytes
 
     def schedule(self, classes: Iterable[HeadClassPlan], backward: bool) -> Schedule:
         """Return a rank's schedule, its heads in chunks as tensors of this shape are sent."""
@@ -170,7 +183,7 @@ class _Meter:
             payload, slots = chunk.steps.buffers[buffer]
             element = FLOAT if payload is Payload.GRADIENTS else self.shape.element_bytes
             # K and V, or dK and dV.
-            size = 2 * slots * self._rows(chunk.kv_heads) * self.shape.head_dim * element
+            size = slots * self._rows(chunk.kv_heads) * self.shape.pair_dim * element
             self.sizes[index, buffer] = size
             self.used += size
             self.most_used = max(self.most_used, self.used)
@@ -190,15 +203,18 @@ class _Meter:
         """Return the bytes of float32 results beside those of the inputs' dtype."""
         if self.shape.element_bytes >= FLOAT:
             return 0
-        # out, or dQ with the own shard's dK and dV.
-        rows = self._rows(chunk.query_heads) + (2 * self._rows(chunk.kv_heads) if backward else 0)
-        return rows * self.shape.local_tokens * self.shape.head_dim * FLOAT
+        rows, shape = self._rows(chunk.query_heads), self.shape
+        elements = rows * shape.value_dim  # out, or dQ with the own shard's dK and dV
+        if backward:
+            elements = rows * shape.head_dim + self._rows(chunk.kv_heads) * shape.pair_dim
+        return elements * shape.local_tokens * FLOAT
 
     def _workspace(self, chunk: HeadChunk, step: Compute) -> int:
         shape = self.shape
         keys = shape.local_tokens if step.buffer == SHARD else chunk.steps.buffers[step.buffer].slots
         rows, kv_rows = self._rows(chunk.query_heads), self._rows(chunk.kv_heads)
-        hop = HopShape(rows, kv_rows, shape.local_tokens, keys, shape.head_dim, shape.element_bytes)
+        widths = (shape.head_dim, shape.element_bytes, shape.value_dim)
+        hop = HopShape(rows, kv_rows, shape.local_tokens, keys, *widths)
         return workspace_bytes(shape.kernel, step.tiles, hop, step.gradients is not None)
 
     def _rows(self, heads: slice) -> int:

@@ -5,7 +5,8 @@ arrive meanwhile. Which rates are true of a machine is the caller's: `cost.py` r
 `tuning/model.py` what it has measured.
 
 FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
-backward (five products; Dao et al. 2022, FlashAttention).
+backward (five products; Dao et al. 2022, FlashAttention). One product forward and two backward are of values,
+which may have another head_dim E.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         shape: of the tensors.
         rates: of the machine.
     """
-    flops = (BACKWARD_FLOPS if schedule.backward else FORWARD_FLOPS) * shape.head_dim
+    flops, of_values = (BACKWARD_FLOPS, 4) if schedule.backward else (FORWARD_FLOPS, 2)
+    flops = flops * shape.head_dim + of_values * (shape.value_dim - shape.head_dim)
     starts = schedule.starts
     # Chunks overlap: a batch takes what all chunks under way in it take.
     line = np.zeros(
@@ -126,7 +128,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         rows = shape.batch * count_heads(chunk.kv_heads)
         calls = np.minimum(tiles, 1) if rates.one_call else tiles
         # Bytes received; dK and dV are float32 whatever the inputs are.
-        size = 2 * rows * shape.head_dim * (keys * shape.element_bytes + gradients * FLOAT)
+        size = rows * shape.pair_dim * (keys * shape.element_bytes + gradients * FLOAT)
         kernel = executed * rows * flops / rates.flops_per_s + calls * rates.tile_s
         transfer = size / rates.bytes_per_s + np.where(size > 0, rates.latency_s, 0.0)
         part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])

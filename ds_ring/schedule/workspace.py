@@ -31,6 +31,7 @@ class HopShape(NamedTuple):
         keys: key slots that are here.
         head_dim: D.
         element_bytes: of q, k and v; accumulators are float32.
+        value_dim: E of values and outputs.
     """
 
     rows: int
@@ -39,6 +40,12 @@ class HopShape(NamedTuple):
     keys: int
     head_dim: int
     element_bytes: int
+    value_dim: int
+
+    @property
+    def wide(self) -> int:
+        """Return the wider head_dim: aten's operators for the CPU have one for all."""
+        return max(self.head_dim, self.value_dim)
 
 
 def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
@@ -57,7 +64,7 @@ def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) 
 
 def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count copies of low precision, one call and its merge, and biases that are kept."""
-    copies = _float_copies(shape, backward) if shape.element_bytes < FLOAT else 0
+    copies = _copies(shape, backward)
     call = _cpu_backward(tiles, shape) if backward else _cpu_forward(tiles, shape)
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
     kept = 2 * weights // 3
@@ -67,14 +74,14 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
 def _cpu_forward(tiles: Tiles, shape: HopShape) -> int:
     """Count a call's output, its lse, and the merge's five temporaries of that size."""
     queries = min(BLOCK, int(tiles.q.length.max()))
-    return queries * shape.rows * (shape.head_dim + 6) * FLOAT + ATEN_FORWARD_BYTES
+    return queries * shape.rows * (shape.wide + 6) * FLOAT + ATEN_FORWARD_BYTES
 
 
 def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
     """Count dq twice (aten's accumulator and its result), dk, dv."""
     queries, keys = _call_sides(tiles)
     per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
-    return per_slot * shape.head_dim * FLOAT + ATEN_BACKWARD_BYTES
+    return per_slot * shape.wide * FLOAT + ATEN_BACKWARD_BYTES
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
@@ -108,16 +115,24 @@ def _bias(tiles: Tiles, backward: bool) -> int:
     return forward + (2 * FLOAT * strip * (strip + width - 1) if backward else 0)
 
 
-def _float_copies(shape: HopShape, backward: bool) -> int:
-    """Count float32 copies of low precision on the CPU: q (backward: grad_out and out as well), k, v."""
-    queries = (3 if backward else 1) * shape.rows * shape.queries
-    return (queries + 2 * shape.kv_rows * shape.keys) * shape.head_dim * FLOAT
+def _copies(shape: HopShape, backward: bool) -> int:
+    """Count copies on the CPU, float32 of low precision and padded ones of what is narrower than the rest.
+
+    They are of q, k and v, and backward of grad_out and out as well.
+    """
+    queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
+    slots = {shape.head_dim: queries + keys}
+    slots[shape.value_dim] = slots.get(shape.value_dim, 0) + keys + (2 * queries if backward else 0)
+    is_low = shape.element_bytes < FLOAT
+    copied = (number for width, number in slots.items() if is_low or width < shape.wide)
+    return sum(copied) * shape.wide * FLOAT
 
 
 def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop: out, its float32 form, the merge's weights; or dq, dk, dv, delta."""
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
     if backward:
-        return (queries + 2 * keys) * shape.head_dim * shape.element_bytes + 2 * queries * FLOAT
+        elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
+        return elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
-    return queries * (shape.head_dim * (shape.element_bytes + wide) + 6 * FLOAT)
+    return queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)

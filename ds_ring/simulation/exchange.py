@@ -28,7 +28,7 @@ class Sums(Protocol):
             what: which.
             tokens: whose tokens.
             runs: their positions, int64 [m, 3] of (start, step, length).
-            part: [B, heads, n, D], float32 or float64.
+            part: [B, heads, n, D or E], float32 or float64.
         """
         ...
 
@@ -41,12 +41,12 @@ class GradientSums:
         dtype: of the sums, float32 or float64.
 
     Attributes:
-        dk, dv: [B, G, T, D], in the order of positions.
+        dk, dv: [B, G, T, D] and [B, G, T, E], in the order of positions.
     """
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
-        shape = (geometry.batch, geometry.kv_heads, geometry.tokens, geometry.head_dim)
-        self.dk, self.dv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        shape = (geometry.batch, geometry.kv_heads, geometry.tokens)
+        self.dk, self.dv = (torch.zeros(*shape, geometry.width(name), dtype=dtype) for name in ("k", "v"))
 
     def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
         """Add gradients of some tokens; see `Sums.add`."""

@@ -41,6 +41,7 @@ class GeneratedSource:
         batch: B.
         dtype: of what is filled.
         seed: 0 to 2^64 - 1.
+        v_head_dim: E of values and outputs; None is D.
 
     Raises:
         RingShapeError: sizes that are not positive integers, H not a multiple of G, no floating dtype.
@@ -56,9 +57,12 @@ class GeneratedSource:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        v_head_dim: int | None = None,
     ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
         sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}
+        sizes["v_head_dim"] = v_head_dim
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise RingShapeError(f"GeneratedSource: {name}: expected a positive integer, got {size!r}")
@@ -67,7 +71,7 @@ class GeneratedSource:
         if not isinstance(seed, int) or not 0 <= seed <= MASK:
             raise RingConfigError(f"GeneratedSource: seed: expected 0 to 2^64 - 1, got {seed!r}")
         check_heads(heads, kv_heads, 1)
-        self.geometry = Geometry(batch, heads, kv_heads, tokens, head_dim, dtype)
+        self.geometry = Geometry(batch, heads, kv_heads, tokens, head_dim, dtype, v_head_dim)
         self.seed = seed
         self._words = np.empty(SCRATCH_WORDS, dtype=np.uint64)
         self._shifted = np.empty(SCRATCH_WORDS, dtype=np.uint64)

@@ -52,11 +52,11 @@ def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, b
     """
     sizes = source.geometry
     group, count = sizes.query_heads // sizes.kv_heads, len(rows)
-    out = torch.zeros(sizes.batch, sizes.query_heads, count, sizes.head_dim, dtype=torch.float64)
+    out = torch.zeros(sizes.batch, sizes.query_heads, count, sizes.width("out"), dtype=torch.float64)
     lse = torch.full(out.shape[:-1], -torch.inf, dtype=torch.float64)
-    dq = torch.zeros_like(out) if backward else None
-    everything = (sizes.batch, sizes.kv_heads, sizes.tokens, sizes.head_dim)
-    dk, dv = (torch.zeros(everything, dtype=torch.float64) if backward else None for _ in range(2))
+    dq = lse.new_zeros(*lse.shape, sizes.head_dim) if backward else None
+    everything = (sizes.batch, sizes.kv_heads, sizes.tokens)
+    dk, dv = (lse.new_zeros(*everything, sizes.width(name)) if backward else None for name in ("k", "v"))
     # Bounds the memory of the scores, whatever the length.
     at_once = max(PAIRS_AT_ONCE // sizes.tokens, 1)
     for head in range(sizes.query_heads):
@@ -95,7 +95,7 @@ def _weights(
 def _read(source: Source, name: str, head: int, positions: IntArray) -> Tensor:
     """Return one head at some positions, float64 [B, n, D]."""
     sizes = source.geometry
-    x = torch.empty(sizes.batch, 1, len(positions), sizes.head_dim, dtype=sizes.dtype)
+    x = torch.empty(sizes.batch, 1, len(positions), sizes.width(name), dtype=sizes.dtype)
     runs = np.stack([positions, np.ones_like(positions), np.ones_like(positions)], axis=1)
     source.fill(name, slice(head, head + 1), runs, x)
     return x[:, 0].double()

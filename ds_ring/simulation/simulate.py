@@ -102,9 +102,9 @@ def simulate(
     Args:
         q: global queries [B, H, T, D] on the CPU, in memory or mapped from a file; or a `Source`, which has k
             and v as well (`GeneratedSource` for more tokens than memory holds).
-        k, v: global keys and values [B, G, T, D]; H a multiple of G.
+        k, v: global keys [B, G, T, D] and values [B, G, T, E]; H a multiple of G.
         pattern, layout: which position attends to which, and lies on which rank.
-        grad_out: gradient of the output [B, H, T, D], for the backward pass; with a `Source` True.
+        grad_out: gradient of the output [B, H, T, E], for the backward pass; with a `Source` True.
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
@@ -159,10 +159,10 @@ def _threads(number: int) -> Iterator[None]:
 def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> SimulationResult:
     """Run all ranks one after the other and put their results together."""
     sizes, layout = job.source.geometry, job.plan.layout
-    shape = (sizes.batch, sizes.query_heads, sizes.tokens, sizes.head_dim)
-    out = torch.full(shape, torch.nan, dtype=sizes.dtype)
-    lse = torch.full(shape[:-1], torch.nan, dtype=accumulator_dtype(sizes.dtype))
-    dq = None if job.sums is None else torch.full_like(out, torch.nan)
+    shape, nan = (sizes.batch, sizes.query_heads, sizes.tokens), torch.nan
+    out = torch.full((*shape, sizes.width("out")), nan, dtype=sizes.dtype)
+    lse = torch.full(shape, nan, dtype=accumulator_dtype(sizes.dtype))
+    dq = None if job.sums is None else torch.full((*shape, sizes.head_dim), nan, dtype=sizes.dtype)
     memory: dict[int, RankMemory] = {}
     bytes_sent: dict[int, BytesSent] = {}
     traces: dict[int, Trace] = {}
@@ -235,9 +235,10 @@ def _source_of(
             f"expected q and k of one length, got others: q has {q.shape[2]} tokens, k has {k.shape[2]};"
             " pass global tensors of one sequence"
         )
-    if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (q.shape, q.dtype):
+    shape = (*q.shape[:3], v.shape[3])
+    if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (shape, q.dtype):
         raise RingShapeError(
-            f"grad_out: expected {tuple(q.shape)} of {q.dtype}, as q, got {tuple(grad_out.shape)} of"
+            f"grad_out: expected {shape} of {q.dtype}, as the output, got {tuple(grad_out.shape)} of"
             f" {grad_out.dtype}"
         )
     return TensorSource(q, k, v, grad_out if isinstance(grad_out, Tensor) else None)

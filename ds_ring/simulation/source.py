@@ -1,7 +1,7 @@
 """Read tokens of global tensors for virtual ranks, from memory or from mapped files.
 
 Owns the two directions between a global tensor and packed tokens at some positions. Legend: B batch, H query
-heads, G K/V heads, T global tokens, D head dim, n tokens at some positions.
+heads, G K/V heads, T global tokens, D head dim (E of values and outputs), n tokens at some positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
 
 class Geometry(NamedTuple):
-    """Hold global sizes of q [B, H, T, D], k and v [B, G, T, D]."""
+    """Hold global sizes of q [B, H, T, D], k [B, G, T, D] and v [B, G, T, E]."""
 
     batch: int
     query_heads: int
@@ -25,6 +25,12 @@ class Geometry(NamedTuple):
     tokens: int
     head_dim: int
     dtype: torch.dtype
+    v_head_dim: int | None = None  # E; None is D
+
+    def width(self, name: str) -> int:
+        """Return the head dim of "q", "k" (D), "v", "out" or "grad_out" (E)."""
+        of_values = None if name in ("q", "k") else self.v_head_dim
+        return self.head_dim if of_values is None else of_values
 
     def heads(self, name: str) -> int:
         """Return the heads of "q", "grad_out" (H), "k" or "v" (G)."""
@@ -46,7 +52,7 @@ class Source(Protocol):
             name: which tensor.
             heads: of all that it has.
             runs: positions, int64 [m, 3] of (start, step, length).
-            out: [B, heads, n, D] for the n positions one after the other; any strides.
+            out: [B, heads, n, D or E] for the n positions one after the other; any strides.
         """
         ...
 
@@ -56,8 +62,8 @@ class TensorSource:
 
     Args:
         q: [B, H, T, D].
-        k, v: [B, G, T, D].
-        grad_out: [B, H, T, D]; None where no backward pass is wanted.
+        k, v: [B, G, T, D] and [B, G, T, E].
+        grad_out: [B, H, T, E]; None where no backward pass is wanted.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None) -> None:
@@ -65,7 +71,7 @@ class TensorSource:
         if grad_out is not None:
             self._tensors["grad_out"] = grad_out.detach()
         batch, heads, tokens, head_dim = q.shape
-        self.geometry = Geometry(batch, heads, k.shape[1], tokens, head_dim, q.dtype)
+        self.geometry = Geometry(batch, heads, k.shape[1], tokens, head_dim, q.dtype, v.shape[3])
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
         take_rows(self._tensors[name][:, heads], runs, out)
@@ -75,10 +81,10 @@ def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tenso
     """Return a rank's tokens, zeros in padding slots, as `shard_sequence` cuts them.
 
     Returns:
-        [B, H, S, D], for "k" and "v" [B, G, S, D].
+        [B, H, S, D or E], for "k" and "v" [B, G, S, D or E].
     """
     sizes = source.geometry
-    shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.head_dim)
+    shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.width(name))
     x = torch.zeros(shape, dtype=sizes.dtype)
     valid = layout.valid_tokens(ring_rank)
     if valid:
