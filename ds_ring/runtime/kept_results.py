@@ -1,8 +1,8 @@
 """Keep (out, lse) of passes in a checkpointed region, so that no key travels when the region is run again.
 
 Activation checkpointing runs a region's forward pass again in the backward pass. What attention's gradient
-needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward passes
-in a step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
+needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward
+passes in a step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
 """
 
 from __future__ import annotations
