@@ -11,10 +11,10 @@ from importlib import metadata
 
 from ds_ring.errors import RingError
 
-from .commands import check_model, launch, plan, profile, simulate, tune, verify_checkpoint
+from .commands import check_model, launch, plan, profile, resize_checkpoint, simulate, tune, verify_checkpoint
 from .commands.parsers import Parser, readable
 
-COMMANDS = (launch, plan, simulate, profile, tune, check_model, verify_checkpoint)
+COMMANDS = (launch, plan, simulate, profile, tune, check_model, verify_checkpoint, resize_checkpoint)
 
 WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
@@ -25,6 +25,7 @@ examples:
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring check-model llama                                is this model exact on a ring?
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
+  ds-ring resize-checkpoint runs/train_lm/checkpoints --world-size 4    go on with other ranks
   ds-ring simulate --tokens 65536 --ring-sizes 1 8         what each rank would need and send
   ds-ring profile --tokens 8192 --ring-sizes 1 2 4 8       pictures: memory by ring size, who waits when
   ds-ring COMMAND --help                                   more examples

@@ -54,6 +54,7 @@ def base_of(command: str, folder: Path) -> list[str]:
         "tune": ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2",
                  "--threads", "0"],  # refused after everything else: no rank is started
         "verify-checkpoint": [str(folder / "checkpoints")],
+        "resize-checkpoint": [str(folder / "checkpoints"), "--world-size", "2"],
         "check-model": [str(folder / "config.json"), "--deadline-seconds", "0"],  # the same
     }[command]  # fmt: skip
 

@@ -63,22 +63,28 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise RingConfigError for what names no folder, or no tag in one."""
-    from ds_ring.config.messages import shown
+    """Raise RingConfigError for options that do not go together, or name no folder."""
     from ds_ring.errors import RingConfigError
 
     if options.accept and options.tag is None:
         raise RingConfigError("--accept: expected --tag with it, got none; name the checkpoint to accept")
+    check_folder(options.folder, options.tag)
+
+
+def check_folder(folder: Path, tag: str | None) -> None:
+    """Raise RingConfigError for what names no folder, or no tag in one."""
+    from ds_ring.config.messages import shown
+    from ds_ring.errors import RingConfigError
+
     try:
-        is_folder = options.folder.is_dir()
+        is_folder = folder.is_dir()
     except (OSError, ValueError):
         is_folder = False
     if not is_folder:
         raise RingConfigError(
-            f"expected the folder that save_checkpoint was given, got {shown(str(options.folder))}, which"
+            f"expected the folder that save_checkpoint was given, got {shown(str(folder))}, which"
             " is no folder; check the path"
         )
-    tag = options.tag
     if tag is not None and (
         tag in (".", "..") or "/" in tag or not tag.isprintable() or len(os.fsencode(tag)) > 255
     ):

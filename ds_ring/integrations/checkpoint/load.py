@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ds_ring.integrations.checkpoint.manifest import (
 )
 from ds_ring.integrations.checkpoint.paths import require_plain_tag
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
+from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import save_checkpoint
 from ds_ring.integrations.checkpoint.storage import Storage, storage_of, together
 
@@ -85,7 +87,10 @@ def load_checkpoint(
         return None, None
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
         _require_latest(Path(load_dir), chosen)
-    with weights_only_below(Path(load_dir)):
+    universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
+    with weights_only_below(Path(load_dir)), _as_universal(engine, universal):
+        if load_optimizer_states and not load_module_only:
+            _require_size(engine, Path(load_dir, chosen), universal)
         path, client_state = type(engine).load_checkpoint(
             engine,
             load_dir,
@@ -127,6 +132,33 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
             "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *found])
         )
     return None
+
+
+@contextmanager
+def _as_universal(engine: DeepSpeedEngine, universal: bool) -> Iterator[None]:
+    """Let DeepSpeed take a checkpoint for what it is, whatever "load_universal" says in the JSON."""
+    before, engine._config.load_universal_checkpoint = engine._config.load_universal_checkpoint, universal
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = before
+
+
+def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> None:
+    """Raise RingCheckpointError for a checkpoint of another number of ranks, or another kind. Collective."""
+    stage, world = engine.zero_optimization_stage(), dist.get_world_size()
+    if universal:
+        made = max(together(lambda: stage_of(folder)))
+        if (stage == 3) != (made == 3) or stage == 0:
+            raise RingCheckpointError(
+                f"{folder}: expected a universal checkpoint of ZeRO {stage}, got one of ZeRO {made}; ranks"
+                " and ring may change, of stages only 1 and 2 into each other"
+            )
+    elif stage and (saved := max(together(lambda: ranks_of(folder)))) not in (0, world):
+        raise RingCheckpointError(
+            f"{folder}: expected a checkpoint of {world} ranks, as many as there are, got one of {saved};"
+            f" convert it with `ds-ring resize-checkpoint {folder.parent} --world-size {world}`"
+        )
 
 
 def _existing(root: Path, tag: str) -> str:

@@ -25,7 +25,7 @@ from ds_ring.integrations.checkpoint.paths import is_folder, require_plain_tag
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
 from ds_ring.integrations.checkpoint.storage import Storage, storage_of, together
 
-__all__ = ["save_checkpoint"]
+__all__ = ["give_its_name", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def save_checkpoint(
             shutil.rmtree(hidden, ignore_errors=True)
         raise
     # The rename is the commit: before it the old checkpoint is whole, after it the new one.
-    together(lambda: _give_its_name(hidden, root / tag) if storage.leads else None)
+    together(lambda: give_its_name(hidden, root / tag) if storage.leads else None)
     if save_latest:
         together(lambda: write_at_once(root / LATEST, tag) if storage.leads else None)
     return bool(done)
@@ -171,7 +171,7 @@ def _require_seen(folder: Path, record: FileRecord, writer: int, leader: int) ->
         )
 
 
-def _give_its_name(hidden: Path, folder: Path) -> None:
+def give_its_name(hidden: Path, folder: Path) -> None:
     """Rename a sealed folder. What had the name is removed if it is an older checkpoint, else set aside."""
     before = None
     if os.path.lexists(folder):

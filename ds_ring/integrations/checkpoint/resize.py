@@ -1,0 +1,190 @@
+"""Make a checkpoint that any number of ranks can load: DeepSpeed's universal form, sealed.
+
+Owns the conversion and what it refuses. The universal checkpoint stands beside the one that it was made from,
+and becomes `latest`; load.py finds out that a folder has one. DeepSpeed 0.19.8 converts ZeRO 1, 2 and 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import ds_to_universal
+
+from ds_ring.config.text_file import write_at_once
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
+from ds_ring.integrations.checkpoint.file_record import record_files
+from ds_ring.integrations.checkpoint.lock import FolderLocks
+from ds_ring.integrations.checkpoint.manifest import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    files_in,
+    read_latest,
+    verify_checkpoint,
+    write_manifest,
+)
+from ds_ring.integrations.checkpoint.paths import require_plain_tag
+from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
+from ds_ring.integrations.checkpoint.save import give_its_name
+
+log = logging.getLogger(__name__)
+
+SUFFIX = "-universal"
+_ADAM = {"exp_avg", "exp_avg_sq"}  # what the universal form has beside the weights and the step
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether the checkpoint in `folder` is one for any number of ranks."""
+    return (folder / "zero").is_dir()
+
+
+def ranks_of(folder: Path) -> int:
+    """Return how many ranks saved the optimizer states in `folder`; 0 if there are none (ZeRO 0)."""
+    name = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+    found = (name.search(path) for path in files_in(folder))
+    return max((int(one.group(1)) + 1 for one in found if one), default=0)
+
+
+def stage_of(folder: Path) -> int:
+    """Return the ZeRO stage that the universal checkpoint in `folder` was made from."""
+    state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", mmap=True)
+    return int(state.get("zero_stage", state.get("optimizer_state_dict", {}).get("zero_stage", 0)))
+
+
+def resize_checkpoint(directory: str | os.PathLike[str], tag: str | None = None, workers: int = 1) -> str:
+    """Convert a checkpoint for any number of ranks; return the new tag, `latest` from now on.
+
+    The checkpoint that it is made from is verified first and stays as it is. However the conversion is cut
+    short, `latest` names a whole checkpoint. Needs memory for the largest parameter and disk space for twice
+    the optimizer's states.
+
+    Args:
+        directory: what `save_checkpoint` was given.
+        tag: which checkpoint; None for the one that `latest` names.
+        workers: processes that convert.
+
+    Raises:
+        RingCheckpointMissingError: there is no such checkpoint.
+        RingCheckpointError: it is not whole, needs no conversion (ZeRO 0, or universal already), DeepSpeed
+            cannot convert it (another optimizer than Adam's kind, frozen weights or groups of parameters with
+            settings of their own at ZeRO 3), another job saves in `directory`, or a file cannot be written.
+    """
+    root = Path(directory)
+    tag = _tag_in(root, tag)
+    manifest = verify_checkpoint(root, tag)
+    _require_conversion(root / tag)
+    new, work = tag + SUFFIX, root / f".{tag}.resizing"
+    try:
+        FolderLocks().claim(root)
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        with weights_only_below(root):
+            _require_convertible(root / tag)
+            _convert(root / tag, work / new, workers)
+        write_manifest(work / new, record_files(work / new, files_in(work / new)), manifest.global_steps)
+        give_its_name(work / new, root / new)
+        write_at_once(root / LATEST_UNIVERSAL, new)
+        write_at_once(root / LATEST, new)
+    except OSError as error:
+        raise RingCheckpointError(f"{error.filename or root}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return new
+
+
+def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None) -> int:
+    """Return the samples of an optimizer step that the JSON of a checkpoint says: of all replicas together.
+
+    Raises:
+        RingCheckpointMissingError, RingCheckpointError: there is no such checkpoint, or it is not whole.
+    """
+    root = Path(directory)
+    folder = root / _tag_in(root, tag)
+    verify_checkpoint(root, folder.name)
+    require_weights_only(folder, files_in(folder))
+    with weights_only_below(root):
+        state = _load_one(folder, "model_states.pt")
+    config, ranks = state["ds_config"], max(ranks_of(folder), int(state["dp_world_size"]))
+    if "train_batch_size" in config:
+        return int(config["train_batch_size"])
+    micro = int(config["train_micro_batch_size_per_gpu"]) * int(config.get("gradient_accumulation_steps", 1))
+    return micro * ranks // int(config.get("sequence_parallel_size", 1))
+
+
+def _tag_in(root: Path, tag: str | None) -> str:
+    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
+    if tag is None:
+        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
+    return tag
+
+
+def _require_conversion(folder: Path) -> None:
+    """Raise RingCheckpointError for a checkpoint that any number of ranks loads as it is."""
+    if is_universal(folder) or not ranks_of(folder):
+        kind = "a universal one" if is_universal(folder) else "one without ZeRO's optimizer states (ZeRO 0)"
+        raise RingCheckpointError(
+            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it as"
+            " it is"
+        )
+    require_weights_only(folder, files_in(folder))
+
+
+def _require_convertible(folder: Path) -> None:
+    """Raise RingCheckpointError for what DeepSpeed would convert to something else without a word."""
+    optimizer = _load_one(folder, "optim_states.pt")["optimizer_state_dict"]
+    stage3 = int(optimizer["zero_stage"]) == 3
+    states = optimizer["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+    per_parameter = [set(state) - {"step"} for state in states["state"].values()]
+    if any(names != _ADAM for names in per_parameter):
+        got = sorted(set().union(*per_parameter)) or "none"
+        raise RingCheckpointError(
+            f"{folder}: expected an optimizer with the states {sorted(_ADAM)}, got {got}; DeepSpeed's"
+            " universal form has room for those of Adam and AdamW only: load the weights alone, with"
+            " load_module_only=True"
+        )
+    if not stage3:
+        return
+    groups = [{key: value for key, value in one.items() if key != "params"} for one in states["param_groups"]]
+    if any(one != groups[0] for one in groups):
+        raise RingCheckpointError(
+            f"{folder}: expected groups of parameters with equal settings, got {len(groups)} different ones;"
+            " at ZeRO 3 DeepSpeed gives all of them the first one's: use ZeRO 2, or one group"
+        )
+    if _load_one(folder, "model_states.pt").get("frozen_param_shapes"):
+        raise RingCheckpointError(
+            f"{folder}: expected a model whose weights are all trained, got frozen ones; at ZeRO 3 DeepSpeed"
+            " does not convert these: use ZeRO 2, or save_16bit_model"
+        )
+
+
+def _load_one(folder: Path, ending: str) -> dict[str, Any]:
+    path = folder / sorted(name for name in files_in(folder) if name.endswith(ending))[0]
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
+    return loaded
+
+
+def _convert(source: Path, target: Path, workers: int) -> None:
+    """Run DeepSpeed's converter; what it prints is shown where it fails."""
+    options = argparse.Namespace(
+        input_folder=str(source), output_folder=str(target), num_extract_workers=workers,
+        num_merge_workers=workers, keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            ds_to_universal.main(options)
+    except OSError:
+        raise
+    except Exception as error:  # its assertions, and whatever a file that it does not know makes it raise
+        log.error("DeepSpeed's converter printed:\n%s", printed.getvalue())
+        raise RingCheckpointError(
+            f"{source}: DeepSpeed cannot convert it: {type(error).__name__}: {error}"
+        ) from error
