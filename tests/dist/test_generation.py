@@ -83,6 +83,15 @@ class Generated(NamedTuple):
 def build(name: str) -> Any:
     import transformers
 
+    if name not in MODELS:  # a family, made small
+        from ds_ring_launcher.small_config import read_config, shrink
+        from ds_ring_launcher.small_model import build as build_small
+
+        config = shrink(read_config(name), PROMPT + NEW, 2, {})
+        model = build_small(config, "causal-lm", 0).eval()
+        model.set_attn_implementation("eager")
+        model.generation_config.eos_token_id = None
+        return model
     kind, values = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**values)
@@ -134,6 +143,8 @@ CASES = {
     "dynamic rotary embedding": Case(4, ("greedy", "padded on the left"), "dynamic rotary embedding"),
     "learned positions": Case(4, ("greedy",), "GPT-2"),
     "experts": Case(2, ("greedy",), "Mixtral"),
+    "windows in some layers, sinks": Case(2, ("greedy", "padded on the left"), "gpt_oss"),
+    "values of another width": Case(2, ("greedy",), "deepseek_v3"),
 }
 
 

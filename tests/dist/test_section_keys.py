@@ -208,7 +208,10 @@ def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> N
 
 # --- the monitor -------------------------------------------------------------------------------------
 
-EVENTS = "forward_hop_seconds backward_hop_seconds wait_share sent_bytes buffers_bytes memory_bytes".split()
+EVENTS = (
+    "forward_hop_seconds backward_hop_seconds wait_share exposed_seconds sent_bytes buffers_bytes memory_bytes"
+    " step_seconds tokens_per_second"
+).split()
 
 
 def train_monitored(rank: int, world_size: int, folder: str) -> int:
@@ -239,12 +242,13 @@ def train_monitored(rank: int, world_size: int, folder: str) -> int:
 
 def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
     sent = rank_pool(2).run(train_monitored, str(tmp_path))[0]
+    written = {}
     for event in EVENTS:
         with (tmp_path / "ring" / f"Ring_{event}.csv").open() as file:
             (_, header), *rows = csv.reader(file)
         assert header == event
         assert len(rows) == 2, "one row for each optimizer step"
-        values = [float(value) for _, value in rows]
+        values = written[event] = [float(value) for _, value in rows]
         assert all(value > 0 for value in values), (event, values)
         if event == "sent_bytes":
             assert values == [sent, sent]
@@ -252,6 +256,11 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
             assert max(values) < 1
         elif event == "memory_bytes":
             assert 1 << 26 < min(values) <= max(values) < 1 << 36
+    for exposed, seconds, rate in zip(
+        *(written[event] for event in ("exposed_seconds", "step_seconds", "tokens_per_second")), strict=True
+    ):
+        assert exposed < seconds
+        assert rate * seconds == pytest.approx(2 * SIZE.samples * SIZE.tokens)  # of two micro-batches
 
 
 def start_monitored(rank: int, world_size: int) -> str:

@@ -7,17 +7,22 @@ Off, nothing of this exists: no trace, no collective. Forward passes of an evalu
 |---|---|
 | `Ring/forward_hop_seconds`, `Ring/backward_hop_seconds` | mean time of a hop (send, compute, wait) |
 | `Ring/wait_share` | share of the hops' time that was spent waiting for messages |
+| `Ring/exposed_seconds` | the same in seconds: communication that computing did not hide |
 | `Ring/sent_bytes` | payload that left a rank |
 | `Ring/buffers_bytes` | most memory of messages at once |
 | `Ring/memory_bytes` | most memory of the process so far (CPU: resident; CUDA: allocated) |
+| `Ring/step_seconds` | from the end of the step before (or the first forward pass) to the end of this one |
+| `Ring/tokens_per_second` | tokens of all ranks' training batches, padding included, over that time |
 
-Each is the largest of all ranks: a ring is as fast as its slowest one.
+Each is the largest of all ranks, but tokens are added up: a ring is as fast as its slowest one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +38,12 @@ EVENTS = (
     "forward_hop_seconds",
     "backward_hop_seconds",
     "wait_share",
+    "exposed_seconds",
     "sent_bytes",
     "buffers_bytes",
     "memory_bytes",
+    "step_seconds",
+    "tokens_per_second",
 )
 _WRITERS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
@@ -50,30 +58,48 @@ def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
         )
 
 
+@dataclass
+class _Progress:
+    """Hold what has been seen of the step under way."""
+
+    spans: int = 0  # before the forward pass that is under way
+    tokens: float = 0.0  # of training batches, this rank's part
+    started_s: float | None = None  # of the monotonic clock; None until training goes on
+
+
 def monitor_ring(engine: Any, session: RingSession) -> None:
     """Trace ring passes, and report them after every optimizer step of the engine."""
-    trace = Trace(session.mesh.ring_rank)
+    trace, step, seen = Trace(session.mesh.ring_rank), engine.step, _Progress()
     session.mesh.traces.append(trace)
-    step: Callable[..., Any] = engine.step
-    kept = [0]  # spans before the forward pass that is under way
 
-    def note(*_: Any) -> None:
-        kept[0] = len(trace.spans)
-
-    def forget_evaluation(*_: Any) -> None:
+    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.spans = len(trace.spans)
         if not engine.module.training:
-            del trace.spans[kept[0] :]
+            seen.started_s = None
+        elif seen.started_s is None:
+            seen.started_s = time.monotonic()
 
-    engine.register_forward_pre_hook(note)
-    engine.register_forward_hook(forget_evaluation)
+    def after(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if engine.module.training:
+            seen.tokens += _tokens((*args, *kwargs.values()), session)
+        else:
+            del trace.spans[seen.spans :]
+
+    engine.register_forward_pre_hook(before, with_kwargs=True)
+    engine.register_forward_hook(after, with_kwargs=True)
 
     @functools.wraps(step)
     def step_and_report(*args: Any, **kwargs: Any) -> Any:
-        before = engine.global_steps
+        steps = engine.global_steps
         result = step(*args, **kwargs)
-        if engine.global_steps > before:
-            values = _largest(figures(trace.spans), session)
+        if engine.global_steps > steps:
+            get_accelerator().synchronize()
+            now_s = time.monotonic()
+            seconds = 0.0 if seen.started_s is None else now_s - seen.started_s
+            values = _of_all_ranks([*figures(trace.spans), seconds, seen.tokens], session)
+            values[-1] /= max(values[-2], 1e-9)
             trace.spans.clear()
+            seen.started_s, seen.tokens = time.monotonic(), 0.0
             engine.monitor.write_events(
                 [
                     (f"Ring/{name}", value, engine.global_samples)
@@ -85,12 +111,21 @@ def monitor_ring(engine: Any, session: RingSession) -> None:
     engine.step = step_and_report
 
 
+def _tokens(given: tuple[Any, ...], session: RingSession) -> float:
+    """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
+    sharding = session.batches.current
+    tensors = [x for x in given if isinstance(x, torch.Tensor) and x.ndim >= 2]
+    samples = max((len(x) for x in tensors if x.shape[1] == sharding.local_tokens), default=0)
+    return samples * sharding.layout.tokens / sharding.mesh.sequence_size
+
+
 def figures(spans: Sequence[Span]) -> list[float]:
-    """Return this rank's values of EVENTS over the spans of a step; 0 where nothing of the kind was done."""
+    """Return this rank's values of the first EVENTS over the spans of a step; 0 where there were none."""
     waited = _seconds(one for one in spans if one.what == "wait")
     return [
         *(_hop_seconds([one for one in spans if one.phase == phase]) for phase in ("forward", "backward")),
         waited / max(_seconds(spans), 1e-12),
+        waited,
         float(sum(one.batch.bytes_sent for one in spans if one.what == "send")),
         float(max((one.buffers_bytes for one in spans), default=0)),
         float(get_accelerator().max_memory_allocated()),
@@ -105,12 +140,12 @@ def _hop_seconds(spans: Sequence[Span]) -> float:
     return _seconds(spans) / max(sum(one.what == "compute" for one in spans), 1)
 
 
-def _largest(values: list[float], session: RingSession) -> list[float]:
-    """Return the largest of each over all ranks. Collective over the world."""
+def _of_all_ranks(values: list[float], session: RingSession) -> list[float]:
+    """Return the largest of each over all ranks, and the sum of the last. Collective over the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     everyones = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=session.device)
     everyones[dist.get_rank()] = torch.tensor(values, dtype=torch.float64)
     assert dist.group.WORLD is not None
     Exchange(session.mesh, session.config.hop_timeout_seconds).all_reduce(everyones, dist.group.WORLD)
-    return [float(value) for value in everyones.max(0).values]
+    return [*everyones[:, :-1].max(0).values.tolist(), float(everyones[:, -1].sum())]
