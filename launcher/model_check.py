@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -181,6 +182,8 @@ def _on_the_ring(
             "ring_attention": {"hop_timeout_seconds": 20} | dict(section),
         },
     )
+    if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler's time, no rounding
+        engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "eager"}})
     try:
         return _trained_once(engine, whole, head)
     finally:
@@ -189,7 +192,11 @@ def _on_the_ring(
 
 def _trained_once(engine: Any, whole: Batch, head: str) -> Numbers:
     session = engine.ring
-    with recording(engine.module) as layers:
+    # a graph has no layers to record
+    recorded: AbstractContextManager[dict[str, Tensor]] = (
+        nullcontext({}) if engine.is_compiled else recording(engine.module)
+    )
+    with recorded as layers:
         if head == "sequence-classification":
             local = session.shard_batch({"input_ids": whole["input_ids"]})
             output = engine(**local, labels=whole["labels"])

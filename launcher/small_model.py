@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
+from ds_ring.integrations.transformers.classes import works_as_is
 
 from .small_config import VOCABULARY, special_tokens
 
@@ -54,7 +55,10 @@ HEADS = {
 
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section as its user would write it: windows and chunks are the model's to say."""
-    return {"pattern": {"causal": head != "masked-lm" and not _is_encoder(model.config)}}
+    kind = type(model)
+    as_is = not kind._supports_attention_backend and works_as_is(kind)
+    causal = head != "masked-lm" and not _is_encoder(model.config)
+    return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
 
 
 def usual_head(config: PreTrainedConfig) -> str:

@@ -29,9 +29,9 @@ EXACTLY = """
     albert ernie deepseek_v2 deepseek_v3 moshi
 """
 WITHOUT_THE_INTERFACE = """
-    gpt_neo gptj bloom mpt stablelm codegen xglm mamba jamba qwen3_next rwkv biogpt falcon
+    gpt_neo gptj bloom mpt codegen xglm mamba jamba qwen3_next rwkv 
 """
-MIXED_LAYERS = "gpt_oss gemma3_text olmo3 cohere2 exaone4 modernbert"
+MIXED_LAYERS = "gpt_oss llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -47,8 +47,10 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, EXACT) for family in MIXED_LAYERS.split()),
     ("gemma2", {}, "expected no softcap"),
     ("qwen2", {"changes": MIXED_QWEN}, EXACT),
-    ("llama4_text", {}, "config.attn_temperature_tuning scales queries"),
     *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
+    *((family, {}, EXACT) for family in ("stablelm", "falcon")),
+    ("biogpt", {}, "it hides single tokens (padding)"),
+    ("nemotron", {"section": {"attention": "as_is"}}, EXACT),
     ("nemotron", {}, "the model does not hand its keyword arguments down to attention"),
     ("recurrent_gemma", {}, RECURRENT),
     ("mobilebert", {}, "trigram_input"),
@@ -68,6 +70,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 def name_of(row: tuple[str, dict[str, Any], str]) -> str:
     family, asked, _ = row
     words = [str(value) for value in asked.values() if not isinstance(value, dict)]
+    words += [str(value) for value in asked.get("section", {}).values()]
     words += [
         f"{key}={value}" for key, value in asked.get("changes", {}).items() if not isinstance(value, dict)
     ]

@@ -80,7 +80,8 @@ def arguments_for(
         given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
     if not _is_of_transformers(alone):
         return given
-    from ds_ring.integrations.transformers.attached import NAME, SHARDING
+    from ds_ring.integrations.transformers.attached import NAME
+    from ds_ring.integrations.transformers.model_needs import SHARDING
 
     positions = given.get("position_ids")
     if positions is not None and bool((positions == torch.arange(single.layout.tokens)).all()):

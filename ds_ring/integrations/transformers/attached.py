@@ -25,9 +25,9 @@ from ds_ring.integrations.transformers.families import equip
 from ds_ring.integrations.transformers.generation import allow_generation
 from ds_ring.integrations.transformers.heads import check_outputs
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
+from ds_ring.integrations.transformers.model_needs import SHARDING
 
 NAME = "ds_ring"
-SHARDING = "ds_ring_sharding"
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
 

@@ -33,12 +33,12 @@ from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attached import (
     NAME,
     REWRITTEN,
-    SHARDING,
     Attached,
     own_implementation,
 )
 from ds_ring.integrations.transformers.classes import bypasses, check_class
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
+from ds_ring.integrations.transformers.model_needs import SHARDING
 from ds_ring.integrations.transformers.ring_cache import CachedSharding
 from ds_ring.masks.pattern import Pattern
 

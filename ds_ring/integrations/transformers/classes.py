@@ -8,7 +8,7 @@ no property tells.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,10 +26,6 @@ _SETTINGS: dict[str, tuple[str, str]] = {
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
     "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
-    "attn_temperature_tuning": (  # Llama 4
-        "scales queries by their place among this rank's tokens (it has no effect below floor_scale tokens)",
-        "False",
-    ),
 }
 
 
@@ -67,7 +63,7 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             " does not compute; use a model with rotary or learned positions"
         )
     for key, (what, value) in _SETTINGS.items():
-        if getattr(config, key, None) and not _has_no_effect(key, config):
+        if getattr(config, key, None):
             raise RingConfigError(
                 f"{name} cannot run on a ring: config.{key} {what}, and a rank knows its own tokens only;"
                 + (
@@ -109,8 +105,3 @@ def _convolves(model: PreTrainedModel) -> bool:
     if not isinstance(layers, nn.ModuleList):
         return False
     return any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for part in layers.modules())
-
-
-def _has_no_effect(key: str, config: Any) -> bool:
-    """Return whether a setting changes nothing: Llama 4 scales in layers without rotary embedding only."""
-    return key == "attn_temperature_tuning" and all(getattr(config, "no_rope_layers", None) or [0])

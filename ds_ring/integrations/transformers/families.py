@@ -1,8 +1,8 @@
 """Give families of transformers models what they need beside the ring's attention.
 
 Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
-(rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), pooling heads (heads.py). A
-model that has none of these is left alone.
+(rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), temperature by position
+(temperature.py), pooling heads (heads.py). A model that has none of these is left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ds_ring.integrations.transformers.loss_guard import LossGuard
 from ds_ring.integrations.transformers.numbering import check_numbers_once, numbering_of
 from ds_ring.integrations.transformers.rotary import give_length
 from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
+from ds_ring.integrations.transformers.temperature import tune_by_position
 
 
 def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list[RemovableHandle]]:
@@ -36,7 +37,11 @@ def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list
     scale = shared_scale(session.mesh, session.gradient_divisor)
     guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
     model.loss_function = guard
-    handles = [*check_numbers_once(model, session.mesh), *give_length(model, session.batches)]
+    handles = [
+        *check_numbers_once(model, session.mesh),
+        *give_length(model, session.batches),
+        *tune_by_position(model),
+    ]
     session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
     handles.append(_count_all_routers(model, guard, session))
     if pools_the_last_token(model):

@@ -14,6 +14,8 @@ from torch import Tensor
 from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.masks.pattern import Pattern
 
+SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
+
 
 @dataclass
 class ModelNeeds:
