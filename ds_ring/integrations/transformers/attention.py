@@ -102,6 +102,8 @@ def _pattern(
         return None
     checks.check_attention_call(name, None if isinstance(mask, LayerMask) else mask, dropout, kwargs)
     said = mask.pattern if isinstance(mask, LayerMask) else said_by_call(module, kwargs)
+    if said is None:
+        raise RingPatternError(f"{name}: expected a window of at least 1 token, got a mask that hides all")
     config = getattr(module, "config", None)
     mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
     try:

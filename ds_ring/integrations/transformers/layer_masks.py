@@ -41,7 +41,7 @@ class LayerMask:
 
     # No tensor: the recomputation of a layer would be handed a copy, which has lost the pattern.
 
-    pattern: Pattern
+    pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
 
 
 # [Note: what a layer says]
@@ -57,6 +57,8 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
         RingPatternError: it has a function that no pattern stands for.
     """
     leaves = _leaves(mask_function)
+    if any(inspect.getclosurevars(leaf).nonlocals.get("sliding_window") == 0 for leaf in leaves):
+        return LayerMask(None)  # Qwen's configuration without windows
     causal = any(leaf.__qualname__ == "causal_mask_function" for leaf in leaves)
     parts = {leaf.__qualname__: _part(leaf, causal) for leaf in leaves}
     unknown = sorted(name for name, part in parts.items() if part is None)

@@ -21,7 +21,7 @@ from ds_ring.integrations.transformers.ring_cache import CachedSharding
 
 
 def tune_by_position(model: nn.Module) -> list[RemovableHandle]:
-    """Make layers with temperature tuning use the positions of the whole sequence; return the hooks' handles."""
+    """Make layers with temperature tuning count in the whole sequence; return the hooks' handles."""
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
