@@ -14,6 +14,7 @@ from ds_ring.errors import RingPatternError as RingPatternError
 from ds_ring.errors import RingPeerError as RingPeerError
 from ds_ring.errors import RingShapeError as RingShapeError
 from ds_ring.errors import RingVerifyError as RingVerifyError
+from ds_ring.integrations.deepspeed.enable import enable as enable
 from ds_ring.integrations.deepspeed.initialize import initialize as initialize
 from ds_ring.masks.chunked import Chunked as Chunked
 from ds_ring.masks.dense import Causal as Causal

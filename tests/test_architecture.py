@@ -79,6 +79,7 @@ MAY_IMPORT_A_PASS = {
 OUTSIDE = {
     "deepspeed": "integrations",
     "transformers": "integrations",
+    "accelerate": "integrations.trainers",
     "megatron": "integrations.megatron",
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}

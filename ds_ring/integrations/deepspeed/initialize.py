@@ -41,6 +41,7 @@ from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
 
+_start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
 _DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
 
 Source = str | dict[str, Any]
@@ -95,7 +96,7 @@ def initialize(
     session = _session(ring_config, watch, device, _gradient_divisor(deepspeed_config))
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
-    engine, engine_optimizer, _, scheduler = culprits_named(deepspeed.initialize, session.mesh)(
+    engine, engine_optimizer, _, scheduler = culprits_named(_start_engine, session.mesh)(
         args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
         dist_init_required=dist_init_required, collate_fn=collate_fn,

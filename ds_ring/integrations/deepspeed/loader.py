@@ -91,6 +91,10 @@ class RingLoader:
         self._check_end()
         self.epoch, self._done = self.epoch + 1, 0
 
+    def keep_whole(self) -> None:
+        """Yield batches as they are from now on: under `ds_ring.enable` the engine shards them."""
+        self._shard_batch = dict
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration, the same on all ranks.
 

@@ -82,11 +82,12 @@ class Attached:
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # The checks are of one call: the same model may be called again with another batch.
-            guard.start()
             if generation.sharding is not None:
+                guard.start()
                 return args, kwargs | {SHARDING: generation.sharding}
             bound = signature.bind_partial(*args, **kwargs)
             given = dict(bound.arguments) | kwargs
+            guard.start(given.get("num_items_in_batch"))
             checks.check_model_call(name, given)
             added: dict[str, Any] = {}
             if "use_cache" not in given:

@@ -65,6 +65,11 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not isinstance(getattr(output, "aux_loss", None), Tensor):
             return  # without output_router_logits there is none
+        if getattr(output, "router_logits", None) is None:
+            raise RingConfigError(
+                f"{type(model).__name__}: expected router_logits beside aux_loss, got none (TRL's head drops"
+                " them): set router_aux_loss_coef=0.0"
+            )
         if not isinstance(router, RouterLoss):
             raise router or RingConfigError(
                 f"{type(model).__name__}: expected no aux_loss, got one, of this rank's tokens; leave out the"

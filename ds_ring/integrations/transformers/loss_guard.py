@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
+
+
 class LossGuard:
     """Wrap a model's loss function, and refuse labels that were not shifted before they were sharded.
 
@@ -32,10 +35,12 @@ class LossGuard:
         self.own: Tensor | None = None
         self.scale = scale
         self._expected: tuple[Tensor, int] | None = None
+        self._divides = False
 
-    def start(self) -> None:
-        """Drop the loss of the forward pass before."""
+    def start(self, items: object = None) -> None:
+        """Drop the loss of the forward pass before; `items` is num_items_in_batch of this one."""
         self.own = self._expected = None
+        self._divides = items is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.scale is not None and kwargs.get("pooled_logits") is not None:
@@ -66,7 +71,8 @@ class LossGuard:
     def check(self, model: PreTrainedModel, output: Any) -> None:
         """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks."""
         loss = getattr(output, "loss", None)
-        if loss is None:
+        # TRL's head takes shift_labels and num_items_in_batch, and computes what a loss function would.
+        if loss is None or (type(output).__name__ == _FUSED and self._divides):
             return
         how = "by itself and not by its loss_function" if self._expected is None else ""
         if self._expected is not None and not torch.compiler.is_compiling():

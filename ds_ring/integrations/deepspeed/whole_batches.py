@@ -1,0 +1,230 @@
+"""Take whole batches from a script, and give it whole results: what `ds_ring.enable` puts around an engine.
+
+Owns the hooks around a forward pass: the batch is sharded on its way in, and what comes out looks as if this
+rank had computed its whole batch. How a batch is cut, and what a rank's loss is, stands in session.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, ValuesView
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.shard import gather_sequence
+
+ONLY_LOSS = "ds_ring_only_loss"  # argument of a forward pass: nothing but the loss will be read
+_ITEMS = "num_items_in_batch"
+_LABELS = ("labels", "shift_labels", _ITEMS)
+# Where documents begin, for kernels of variable length; position ids say the same.
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+# [Note: what a script sees]
+# A trainer takes the W ranks for W replicas whose gradients DeepSpeed averages. On a ring the P ranks of a
+# sequence get the same batch, and each of them sees the same results, so that there are R = W / P replicas.
+# A rank's own loss l ([Note: gradient scale] in loss.py) has the exact gradient after DeepSpeed's division by
+# D; what the script sees has that gradient and the value of its replica, the sum of the ring's l times R / D.
+# The mean over the replicas is the mean over the world's tokens. With num_items_in_batch = n (Trainer), or
+# without gradients, where n is the replica's own number of tokens, a replica's loss is its sum over n: then l
+# is the rank's sum times D / (R n).
+# What a script computes from gathered outputs it computes on all P ranks: the gradient of the gathering adds
+# up P equal ones, and DeepSpeed's division by W leaves the mean over the R replicas.
+class WholeBatches:
+    """Shard what goes into an engine, or into its module, and make whole what comes out.
+
+    Args:
+        session: of the engine.
+        module: the engine's model; its forward names the arguments.
+    """
+
+    def __init__(self, session: RingSession, module: nn.Module) -> None:
+        self._session, self._module = session, module
+        self._parameters = inspect.signature(module.forward).parameters
+        self._outermost: tuple[nn.Module, BatchSharding, bool] | None = None
+
+    def hook(self, module: nn.Module) -> None:
+        """Hook the calls of the engine or of its module; the outer of two calls does the work."""
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._outermost is not None or self._session.batches.is_off or torch.compiler.is_compiling():
+            return None
+        if kwargs.get("past_key_values") is not None:  # `generate` cuts its prompts itself
+            return None
+        given = self._named(args, kwargs)
+        only_loss = bool(given.pop(ONLY_LOSS, False))
+        items = given.pop(_ITEMS, None)
+        batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
+        local: dict[str, Any] = dict(self._session.shard_batch(_without_borders(batch)))
+        if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
+            items = self._tokens(local) if items is None else torch.as_tensor(items)
+            local[_ITEMS] = items.to(self._session.device) * _share(self._session)
+        self._outermost = module, self._session.batches.current, only_loss
+        rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
+        return (), rest | {key: x for key, x in local.items() if self._takes(key)}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._outermost is None or self._outermost[0] is not module:
+            return None
+        _, sharding, only_loss = self._outermost
+        self._outermost = None
+        if output is None:  # the call failed
+            return None
+        whole = partial(_whole, self._session, sharding)
+        if isinstance(output, OrderedDict):
+            if isinstance(output.get("loss"), Tensor):
+                output["loss"] = _shown(output["loss"], self._session)
+            if only_loss:
+                return type(output)(loss=output["loss"])
+            return _read_later(output, whole)
+        if isinstance(output, Tensor) and output.ndim < 2:
+            raise RingConfigError(
+                f"{type(self._module).__name__}: expected logits or a ModelOutput, got a tensor"
+                f" {list(output.shape)}, which it computed of this rank's tokens: let the module return"
+                " logits, and compute the loss from them in the script"
+            )
+        return whole(output)
+
+    def _tokens(self, local: dict[str, Tensor]) -> Tensor:
+        """Return the labelled tokens of this rank's sequences, 1 if there are none. Collective."""
+        mine = (local["shift_labels"] != IGNORE).sum().float()
+        return sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name."""
+        names = [
+            name
+            for name, one in self._parameters.items()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(args) > len(names):
+            raise RingShapeError(
+                f"{type(self._module).__name__}: expected arguments by name, got {len(args)} without: call it"
+                " as model(input_ids=..., labels=...), so that a ring knows what to shard"
+            )
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def _takes(self, key: str) -> bool:
+        """Return whether the module takes an argument; it must take position_ids, or count from 0."""
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        if key == "position_ids" and not takes_all and key not in self._parameters:
+            raise RingConfigError(
+                f"{type(self._module).__name__}.forward: expected it to take position_ids, got"
+                f" {list(self._parameters)}; a rank's tokens are not numbered from 0: take them as an"
+                " argument, and use them where positions count"
+            )
+        return takes_all or key in self._parameters or key not in _LABELS
+
+
+def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out where documents begin, if position ids say it, too."""
+    found = [key for key in _BORDERS if key in batch]
+    if found and "position_ids" not in batch:
+        raise RingPatternError(
+            f"batch: expected position_ids beside {found[0]}, got none: packed documents are known by"
+            ' positions that restart, with "documents": true in the "pattern" section of the JSON'
+        )
+    return {key: x for key, x in batch.items() if key not in found}
+
+
+class _Shown(torch.autograd.Function):
+    """Show another value than the loss whose gradient is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _shown(local: Tensor, session: RingSession) -> Tensor:
+    """Return a rank's loss with the value of its replica. Collective over the sequence group."""
+    value = sequence_sum_op(local.detach(), number_of(session.mesh)) * _share(session)
+    shown: Tensor = _Shown.apply(local, value)
+    return shown
+
+
+def _share(session: RingSession) -> float:
+    """Return R / D of [Note: what a script sees]."""
+    return session.mesh.data_size / session.gradient_divisor
+
+
+def _whole(session: RingSession, sharding: BatchSharding, output: Any) -> Any:
+    """Return the whole sequence of a local result, or of each in a tuple. Collective."""
+    if isinstance(output, tuple | list):
+        return type(output)(_whole(session, sharding, one) for one in output)
+    if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] != sharding.local_tokens:
+        return output
+    if sharding.mesh is not session.mesh:
+        raise RingShapeError(
+            f"outputs: expected a sequence that is cut, got {sharding.layout.tokens} tokens, below"
+            " min_sequence_length, where each rank takes whole samples; read nothing but the loss, or set"
+            ' "min_sequence_length": 0 in the "ring_attention" section'
+        )
+    if output.dtype is torch.bool:  # no message has that type
+        return gather_sequence(output.to(torch.uint8), sharding.layout, mesh=session.mesh, dim=1).bool()
+    return gather_sequence(output, sharding.layout, mesh=session.mesh, dim=1)
+
+
+class _ReadLater:
+    """Make whole what is read of a ModelOutput, when it is read: logits of a long text fill a memory."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name[0] != "_" and name in (later := super().__getattribute__("_later")):
+            value = later.pop(name)(value)
+            setattr(self, name, value)
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        names = _names(self)
+        if isinstance(key, str):
+            if key not in names:
+                raise KeyError(key)
+            return getattr(self, key)
+        return (
+            tuple(getattr(self, name) for name in names[key]) if isinstance(key, slice) else self[names[key]]
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in _names(self) else default
+
+    def items(self) -> ItemsView[str, Any]:
+        return {name: self[name] for name in _names(self)}.items()
+
+    def values(self) -> ValuesView[Any]:
+        return dict(self.items()).values()
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+def _names(output: Any) -> list[str]:
+    return list(OrderedDict.keys(output))
+
+
+def _read_later(output: Any, whole: Callable[[Any], Any]) -> Any:
+    """Return a ModelOutput whose tensors are gathered when they are read; the loss is whole already."""
+    vars(output)["_later"] = {name: whole for name in output if name != "loss"}
+    output.__class__ = _class_of(type(output))  # type: ignore[arg-type]
+    return output
+
+
+@cache
+def _class_of(kind: type[Any]) -> type[Any]:
+    return type(f"Whole{kind.__name__}", (_ReadLater, kind), {})

@@ -1,0 +1,172 @@
+"""Make Accelerate take the ranks of one sequence for one data replica.
+
+Owns what an `Accelerator` does otherwise after `ds_ring.enable()`: which samples a rank loads, what is
+gathered, how often a scheduler steps. The engine, which shards batches, is ds_ring.integrations.deepspeed's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list, gather_object, recursively_apply
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.utils import get_world_size_from_launcher
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.trainers.transformers import enable_trainer
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def enable_accelerate() -> None:
+    """Put every Accelerator that is made from now on a ring."""
+    start, choose_backend = Accelerator.__init__, PartialState._prepare_backend
+
+    @functools.wraps(start)
+    def on_a_ring(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        _put_on_a_ring(self)
+        if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
+            enable_trainer()
+
+    @functools.wraps(choose_backend)
+    def with_gloo(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        # accelerate 1.15 knows DeepSpeed on accelerators only: its ranks on CPUs would each be the only one.
+        backend, kind = choose_backend(self, *args, **kwargs)
+        on_cpu = get_accelerator().device_name() == "cpu" and get_world_size_from_launcher() > 1
+        return (
+            get_accelerator().communication_backend_name() if backend is None and on_cpu else backend
+        ), kind
+
+    Accelerator.__init__ = on_a_ring
+    PartialState._prepare_backend = with_gloo
+
+
+def _put_on_a_ring(accelerator: Any) -> None:
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
+        raise RingConfigError(
+            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
+            f" {'no DeepSpeed' if plugin is None else 'none'}: every rank would train by itself; pass"
+            " TrainingArguments(deepspeed=...), or Accelerator(deepspeed_plugin="
+            "DeepSpeedPlugin(hf_ds_config=...)), or leave out ds_ring.enable()"
+        )
+    config = plugin.deepspeed_config
+    ring = RingConfig.from_deepspeed(config)
+    ring.validate_world(accelerator.state.num_processes)
+    _refuse_settings(accelerator)
+    # accelerate refuses an "auto" that it does not know. Ours are the defaults.
+    config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
+    config[SP_KEY] = ring.sequence_parallel_size
+    accelerator.sequence_ranks = ring.sequence_parallel_size
+    accelerator.__class__ = _class_of(type(accelerator))  # type: ignore[arg-type]
+
+
+def _refuse_settings(accelerator: Any) -> None:
+    parallel = accelerator.parallelism_config
+    others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
+    if others:
+        raise RingConfigError(
+            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out: the"
+            ' sequence is sharded by the "ring_attention" section'
+        )
+    if accelerator.dispatch_batches:
+        raise RingConfigError(
+            "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
+            " of a ring; leave it out, every rank then reads its own"
+        )
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+@functools.cache
+def _class_of(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (_OnARing, kind), {})
+
+
+class _OnARing(Accelerator):  # type: ignore[misc]
+    """Count data replicas where Accelerate counts processes; `state` and `is_main_process` count ranks."""
+
+    sequence_ranks: int
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of data replicas."""
+        return int(self.state.num_processes) // self.sequence_ranks
+
+    @property
+    def process_index(self) -> int:
+        """Return which data replica this rank belongs to."""
+        return int(self.state.process_index) // self.sequence_ranks
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader that gives all ranks of a sequence the same samples."""
+        sampler = get_sampler(data_loader)
+        if self.num_processes == 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
+            # With more replicas accelerate keeps their orders equal; one replica has several ranks here.
+            seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
+            sampler.generator = torch.Generator().manual_seed(seed[0])
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        prepared: tuple[Any, ...] = super()._prepare_deepspeed(*args)
+        for one in prepared:
+            if type(one) is AcceleratedScheduler:
+                one.__class__, one.replicas = _Scheduler, self.num_processes
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather over the data replicas, each once."""
+        return recursively_apply(self._of_replicas, super().gather(tensor), error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over the data replicas, each once, without the samples that filled up the last batch."""
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        leads = self.state.process_index % self.sequence_ranks == 0
+        data = gather_object(input_data if leads else [])
+        last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
+        return data[: self.gradient_state.remainder] if last else data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce over the data replicas, each once."""
+        if reduction == "sum" and self.state.process_index % self.sequence_ranks:
+            tensor = recursively_apply(torch.zeros_like, tensor, error_on_other_type=True)
+        return super().reduce(tensor, reduction, scale)
+
+    def _of_replicas(self, gathered: Tensor) -> Tensor:
+        """Return the first rank's part of each sequence: [ranks * n, ...] -> [replicas * n, ...]."""
+        parts = gathered.unflatten(0, (self.num_processes, self.sequence_ranks, -1))
+        return parts[:, 0].flatten(0, 1)
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Step once for each data replica, as a script's number of steps expects."""
+
+    replicas: int
+    split_batches: bool
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step with the optimizer; accelerate's own counts every rank."""
+        once, stays = self.split_batches, not self.gradient_state.sync_gradients
+        self.split_batches = True  # one step a call
+        for _ in range(1 if once or stays or not self.step_with_optimizer else self.replicas):
+            super().step(*args, **kwargs)
+        self.split_batches = once

@@ -1,0 +1,57 @@
+"""Make transformers' Trainer count the ranks of one sequence as one data replica.
+
+Owns the three places where it counts processes by itself: batch sizes in the DeepSpeed JSON and in its logs,
+and evaluations that read nothing but the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from ds_ring.config.deepspeed_file import SECTION
+from ds_ring.integrations.deepspeed.whole_batches import ONLY_LOSS
+
+_PRODUCT = "train_batch_size"
+
+
+def enable_trainer_config() -> None:
+    """Let DeepSpeed work out train_batch_size: TrainingArguments would multiply by all ranks."""
+    process = HfTrainerDeepSpeedConfig.trainer_config_process
+
+    @functools.wraps(process)
+    def without_product(self: Any, *args: Any, **kwargs: Any) -> None:
+        product = self.config.pop(_PRODUCT, "auto") if SECTION in self.config else "auto"
+        process(self, *args, **kwargs)
+        if product != "auto":
+            self.config[_PRODUCT] = product
+
+    HfTrainerDeepSpeedConfig.trainer_config_process = without_product  # type: ignore[method-assign]
+
+
+def enable_trainer() -> None:
+    """Replace what Trainer works out from the number of processes; once, when it has been imported."""
+    from transformers.trainer import Trainer
+
+    if hasattr(Trainer.prediction_step, "on_a_ring"):
+        return
+    total, predict = Trainer.get_total_train_batch_size, Trainer.prediction_step
+
+    @functools.wraps(total)
+    def by_replica(self: Any, args: Any) -> int:
+        return total(self, args) // self.accelerator.sequence_ranks
+
+    @functools.wraps(predict)
+    def reading_the_loss(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        # It walks over all outputs before it drops them: logits would be gathered.
+        if prediction_loss_only and all(inputs.get(name) is not None for name in self.label_names):
+            inputs = {**inputs, ONLY_LOSS: True}
+        return predict(self, model, inputs, prediction_loss_only, *args, **kwargs)
+
+    reading_the_loss.on_a_ring = True  # type: ignore[attr-defined]
+    Trainer.get_total_train_batch_size = by_replica  # type: ignore[method-assign]
+    Trainer.prediction_step = reading_the_loss  # type: ignore[method-assign]
