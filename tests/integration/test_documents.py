@@ -241,6 +241,15 @@ def minimal_change(place: Place, text: str) -> None:
         assert part in run
 
 
+def stands_in_the_examples(place: Place, text: str) -> None:
+    """What it adds is all that the example scripts have of ds_ring; tests/dist/test_trainers.py runs them."""
+    added = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    scripts = [path.read_text().splitlines() for path in (ROOT / "tools/examples").glob("*_*.py")]
+    assert len(scripts) == 4
+    for lines in scripts:
+        assert [line for line in lines if line.startswith(("import ds_ring", "ds_ring."))] == added
+
+
 def make_plan(place: Place, text: str) -> None:
     assert place.python(1, "import ds_ring", text, "result = plan.tokens_sent - plan.tokens_needed") == 0
 
@@ -334,6 +343,10 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python3.11 -m venv .venv && . .venv/bin/activate": quick_start,
     "python3.11 -m venv .venv && .venv/bin/pip": pass_the_tests,
     "-import deepspeed": minimal_change,
+    "+import ds_ring": stands_in_the_examples,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples": only_reads(
+        "tests/dist/test_trainers.py runs the scripts"
+    ),
     "{": parse,
     "import torch": is_run_with_its_command,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
