@@ -82,8 +82,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def block_of(key: str) -> Block:
-    """The one block whose first line begins with `key`."""
-    found = [block for block in blocks() if block.first_line.startswith(key)]
+    """The one block whose first line is `key`, or begins with it."""
+    found = [block for block in blocks() if block.first_line == key]
+    found = found or [block for block in blocks() if block.first_line.startswith(key)]
     assert len(found) == 1, f"{key!r}: expected one block that begins so, got {found}"
     return found[0]
 
