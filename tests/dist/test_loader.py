@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import ds_ring
+from ds_ring.integrations.deepspeed.packed_rows import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.harness import run_ranks_collect
 
@@ -163,6 +164,65 @@ def test_loaders_that_give_ranks_of_a_ring_other_batches_are_refused_on_every_ra
         for (got, message), (_, name, text) in zip(answers, cases.values(), strict=True):
             assert got == name
             assert text in message
+
+
+class Documents(Dataset[dict[str, Tensor]]):
+    """Documents of random tokens and lengths, some prompts without labels; counts the bytes that are read."""
+
+    def __init__(self, count: int, longest: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+        self.texts = [torch.randint(1, 200, (length,), generator=generator) for length in self.lengths]
+        self.bytes_read = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.part(index, 0, self.lengths[index])
+
+    def part(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
+        ids = self.texts[index][start:stop]
+        self.bytes_read += ids.nbytes
+        unlabelled = torch.arange(start, stop)[: len(ids)] < self.lengths[index] // 4
+        return {"input_ids": ids, "labels": ids.masked_fill(unlabelled, -100)}
+
+
+class SlicedDocuments(Documents):
+    slice = Documents.part
+
+    def length(self, index: int) -> int:
+        return self.lengths[index]
+
+
+def slices_and_wholes(rank: int, world_size: int, layout: str, packed: bool) -> tuple[int, int]:
+    """Batches by slices equal those of whole samples; the bytes that this rank read, and those of all samples."""
+    pattern = {"causal": True, "documents": packed}
+    session = session_of(2, layout=layout, pattern=pattern)
+    sliced, whole = SlicedDocuments(40, 300), Documents(40, 300)
+    options = {"batch_size": 2, "shuffle": True, "lengths": sliced.lengths}
+    if packed:
+        rows = PackedRows(whole, whole.lengths, 301)
+        parts = [{"document_ids": rows.document_ids(row), **rows.slice(row, 0, 301)} for row in range(len(rows))]
+        expected, options["pack_tokens"] = session.loader(parts, 2, shuffle=True), 301
+    else:
+        expected = session.loader(whole, **options)
+    for batch, other in zip(session.loader(sliced, **options), expected, strict=True):
+        assert batch.keys() == other.keys()
+        for key in batch:
+            assert torch.equal(batch[key], other[key]), key
+    return sliced.bytes_read, sum(sliced.lengths) * 8
+
+
+@pytest.mark.parametrize(("layout", "packed"), [("contiguous", False), ("zigzag", False), ("zigzag", True)])
+def test_a_rank_reads_the_tokens_that_it_keeps(rank_pool, layout, packed):
+    """And gets what it would have got of whole samples: inputs, labels, positions, and the tokens to count."""
+    read = rank_pool(2).run(slices_and_wholes, layout, packed)
+    everything = read[0][1]
+    for mine, _ in read:
+        assert 0.35 * everything < mine < 0.65 * everything
+    # A label is the token after the run of a shard: one more for each run of each sample.
+    assert everything <= sum(mine for mine, _ in read) < 1.1 * everything
 
 
 def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:

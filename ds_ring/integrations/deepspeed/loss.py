@@ -54,8 +54,12 @@ def local_loss(logits_BSV: Tensor, labels_BS: Tensor, items: Tensor) -> Tensor:
 
 def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     """Return the mean over the world's labelled tokens, out of every rank's `local_loss`. Collective."""
-    total = loss.detach().float().clone()
+    return world_sum(loss.detach().float().clone(), mesh) / gradient_divisor
+
+
+def world_sum(total: Tensor, mesh: RingMesh) -> Tensor:
+    """Add up every rank's tensor, in place; return it. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
         Exchange(mesh, BATCH_TIMEOUT_S).all_reduce(total, dist.group.WORLD)
-    return total / gradient_divisor
+    return total

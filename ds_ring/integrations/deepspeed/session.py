@@ -8,7 +8,7 @@ neither DeepSpeed nor transformers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,9 @@ from torch.utils.data import Dataset
 
 from ds_ring.config.patterns import named_patterns
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingError
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.integrations.deepspeed.batch import (
+    IGNORE,
     REAL_TOKENS,
     Batch,
     prepare_batch,
@@ -38,9 +39,11 @@ from ds_ring.integrations.deepspeed.batch_agreement import (
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
 from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset, ordered_loader, wrapped
-from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
+from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
+from ds_ring.integrations.deepspeed.packed_rows import PackedRows
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
+from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded, shard_slices
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
@@ -162,18 +165,55 @@ class RingSession:
         drop_last: bool = False,
         collate_fn: Callable[..., Any] | None = None,
         num_workers: int = 0,
+        lengths: Sequence[int] | None = None,
+        pack_tokens: int | None = None,
     ) -> RingLoader:
         """Return a loader of sharded batches: one sequence group's ranks get the same samples.
 
-        `batch_size` is in samples per data replica. Workers end with their rank ([Note: workers] in
-        loader.py).
+        A data set with `slice(index, start, stop)`, which gives those tokens by name, and `length(index)`
+        is read by slices: each rank reads the tokens that it keeps, in its own process.
+
+        Args:
+            dataset: samples by index, mappings of tensors.
+            batch_size: samples per data replica.
+            num_workers: processes that read whole samples; they end with their rank ([Note: workers] in
+                loader.py).
+            lengths: tokens by sample. Batches then have samples of similar length, padded to the longest.
+            pack_tokens: pack the samples, documents of `lengths`, into rows of so many tokens.
+
+        Raises:
+            RingConfigError: the arguments or the JSON's pattern do not go together.
         """
         check_dataset(dataset)
+        if pack_tokens is not None:
+            if lengths is None or not self.config.pattern.documents:
+                raise RingConfigError(
+                    'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
+                    f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
+                )
+            dataset, lengths = PackedRows(dataset, lengths, pack_tokens), None
         replica = (self.mesh.data_rank, self.mesh.data_size)
         samples = len(dataset)  # type: ignore[arg-type]
-        order = SampleOrder(samples, batch_size, replica, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        order = SampleOrder(
+            samples, batch_size, replica, shuffle=shuffle, seed=seed, drop_last=drop_last, lengths=lengths
+        )
+        if is_sliced(dataset):
+            if num_workers or collate_fn is not None or self.needs.number_tokens is not None:
+                raise RingConfigError(
+                    "loader: expected no workers, no collate_fn and a model that does not number tokens by"
+                    " their ids, since the data set is read by slices; give one without `slice`"
+                )
+            return RingLoader(order, lambda some: self._shard_slices(dataset, some), order)
+        collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
         whole = ordered_loader(dataset, order, num_workers=num_workers, collate_fn=collate_fn)
         return RingLoader(whole, self.shard_batch, order)
+
+    def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
+        def items_of(labels_BS: Tensor) -> Tensor:
+            count = world_sum((labels_BS != IGNORE).sum().to(self.device), self.mesh)
+            return items_per_batch(int(count), self.gradient_divisor, self.device)
+
+        return shard_slices(dataset, indices, self.shard_batch, items_of)
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
