@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -213,18 +214,27 @@ def allow_generation(
 
     # Before all other hooks: they see this rank's tokens, as in training.
     handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    own = getattr(model, "generate", None)
-    if own is not None:
-        parameters = inspect.signature(own)
-
-        @functools.wraps(own)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            bound = parameters.bind(*args, **kwargs).arguments
-            asked = {**bound, **bound.pop("kwargs", {})}
-            return own(**asked | generation.start(asked, rewritten()))
-
-        model.__dict__["generate"] = generate
+    if hasattr(model, "generate"):
+        model.__dict__["generate"] = _Generate(model, generation, rewritten)
     return generation, handle
+
+
+class _Generate:
+    """Stand in front of a model's own `generate`."""
+
+    def __init__(self, model: Any, generation: Generation, rewritten: Callable[[], bool]) -> None:
+        self._model, self._own = model, model.generate
+        self._generation, self._rewritten = generation, rewritten
+        functools.update_wrapper(self, self._own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self._own).bind(*args, **kwargs).arguments
+        asked = {**bound, **bound.pop("kwargs", {})}
+        return self._own(**asked | self._generation.start(asked, self._rewritten()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give a copy of the model its own method: this one would go on with the original's weights."""
+        return types.MethodType(type(self._model).generate, memo[id(self._model)])
 
 
 def _only_the_cache_slides(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -218,6 +219,19 @@ def test_a_ring_of_one_generates_as_sdpa_does():
     config.use_sliding_window, config.sliding_window, config.layer_types = True, 9, ["sliding_attention"] * 2
     expected = build(config, "sdpa").eval().generate(IDS, max_new_tokens=5)
     assert torch.equal(model.eval().generate(IDS, max_new_tokens=5), expected)
+
+
+def test_a_copy_or_a_rewritten_model_does_not_generate_on_the_ring():
+    model, session = attached()
+    copied = copy.deepcopy(model.eval())
+    assert copied.generate.__self__ is copied, "the original's would go on with the original's weights"
+    with pytest.raises(RingConfigError, match="whose cache stays on the ring"):
+        copied.generate(IDS, max_new_tokens=2)
+    rewritten = build(FAMILIES["Llama"]())
+    (kept,) = attach(rewritten, session)
+    kept.rewritten = True
+    with pytest.raises(RingConfigError, match="the backend has rewritten"):
+        rewritten.eval().generate(IDS, max_new_tokens=2)
 
 
 def test_a_window_that_only_the_cache_has_is_refused():
