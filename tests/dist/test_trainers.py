@@ -111,6 +111,7 @@ def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, sc
     """Ring 2 x data 2 at ZeRO 3: one sample a replica is two on one process; evaluation fills up its last batch."""
     pytest.importorskip("accelerate")
     config = json.loads((EXAMPLES / "ds_config.json").read_text()) | {"zero_optimization": {"stage": 3}}
+    config |= {"sequence_parallel_size": "auto", "ring_attention": {"ring_size": 2, "layout": "auto"}}
     ring_json = tmp_path / "ring.json"
     ring_json.write_text(json.dumps(config))
     plain = ["--config", plain_config(tmp_path, config), "--output", str(tmp_path / "plain")]

@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ds_ring.config.deepspeed_file import SECTION
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY
+from ds_ring.config.section import RingConfig
 from ds_ring.integrations.deepspeed.whole_batches import ONLY_LOSS
 
 _PRODUCT = "train_batch_size"
@@ -23,7 +24,11 @@ def enable_trainer_config() -> None:
 
     @functools.wraps(process)
     def without_product(self: Any, *args: Any, **kwargs: Any) -> None:
-        product = self.config.pop(_PRODUCT, "auto") if SECTION in self.config else "auto"
+        product = "auto"
+        if SECTION in self.config:
+            product = self.config.pop(_PRODUCT, "auto")
+            # As a number: from_pretrained at ZeRO 3 hands the JSON to DeepSpeed as it is.
+            self.config[SP_KEY] = RingConfig.from_deepspeed(self.config).sequence_parallel_size
         process(self, *args, **kwargs)
         if product != "auto":
             self.config[_PRODUCT] = product
