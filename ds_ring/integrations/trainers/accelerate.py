@@ -71,7 +71,10 @@ def _put_on_a_ring(accelerator: Any) -> None:
     _refuse_settings(accelerator)
     # accelerate refuses an "auto" that it does not know. Ours are the defaults.
     config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
-    config[SP_KEY] = ring.sequence_parallel_size
+    # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
+    copies = [config, getattr(getattr(plugin, "dschf", None), "config", config)]
+    for one in copies:
+        one[SP_KEY] = ring.sequence_parallel_size
     accelerator.sequence_ranks = ring.sequence_parallel_size
     accelerator.__class__ = _class_of(type(accelerator))  # type: ignore[arg-type]
 
