@@ -35,7 +35,9 @@ def patterns(layers: int, window: int) -> dict[str, list[Pattern]]:
     from transformers import Gemma3TextConfig
 
     types = Gemma3TextConfig(num_hidden_layers=layers).layer_types
-    own = [SlidingWindow(window) if one == "sliding_attention" else Causal() for one in types]
+    own: list[Pattern] = [
+        SlidingWindow(window) if one == "sliding_attention" else Causal() for one in types or []
+    ]
     return {"its own": own, "all global": [Causal()] * layers}
 
 
@@ -74,7 +76,8 @@ def on_a_rank(asked: dict[str, int]) -> list[dict[str, Any]]:
     rows = []
     for kind, layers in kinds.items():
         middle = {key: statistics.median(one[key] for one in rounds[kind]) for key in rounds[kind][0]}
-        rows.append({"layers": kind, "layout": layouts[kind].name} | middle | planned(layers, layouts[kind]))
+        named: dict[str, Any] = {"layers": kind, "layout": layouts[kind].name}
+        rows.append(named | middle | planned(layers, layouts[kind]))
     mesh.close()
     return rows
 
@@ -85,8 +88,8 @@ def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
     for one, count in Counter(layers).items():
         plan = build_plan(one, layout)
         works.append(count * np.array([plan.rank(rank).pairs for rank in range(layout.ring_size)]))
-    total = sum(works)
-    by_layer = sum(work.max() for work in works) / sum(work.mean() for work in works)
+    total = np.sum(works, axis=0)
+    by_layer = sum(work.max() for work in works) / total.mean()
     return {
         "pairs": int(total.sum()),
         "balance": round(float(total.max() / total.mean()), 4),
