@@ -23,6 +23,8 @@ from ds_ring.masks.dilated import Dilated as Dilated
 from ds_ring.masks.documents import Documents as Documents
 from ds_ring.masks.mask_mod import MaskMod as MaskMod
 from ds_ring.masks.prefix import PrefixLM as PrefixLM
+from ds_ring.masks.score_mod import Alibi as Alibi
+from ds_ring.masks.score_mod import Softcap as Softcap
 from ds_ring.masks.sinks import Sinks as Sinks
 from ds_ring.masks.slices import Slices as Slices
 from ds_ring.masks.windows import DilatedWindow as DilatedWindow

@@ -8,6 +8,7 @@ PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
 from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
 from ds_ring.runtime.checks import (
     why_not_an_operand,
@@ -52,6 +54,7 @@ def ring_attention(
     q_positions: Sequence[int] | Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    score_mod: ScoreFunction | None = None,
 ) -> Any:
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
@@ -87,6 +90,9 @@ def ring_attention(
             layout, and any Q for `Full`. With a cache that is not full, pass the true positions.
         sinks: [H] of any floating dtype, the same on all ranks; of all heads also where Ulysses splits them.
         return_lse: return the lse as well. Its gradient is exact.
+        score_mod: FlexAttention's, (score, batch, head, q_position, k_position) -> score, of global positions
+            and the head's number in the model; batch counts this call's rows. A value that ranks compare, as
+            `MaskMod` is; what it captures gets no gradient. For kernels "flex" and "reference": say one.
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
@@ -100,7 +106,7 @@ def ring_attention(
     """
     why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
     settings = (_constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
-    handle = _handle(pattern, layout, mesh, settings, why, torch.compiler.is_compiling())
+    handle = _handle(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
         handle = _differentiable(handle, torch.compiler.is_compiling())
         _check_operands(q, k, v, handle, sinks, return_lse)
@@ -129,6 +135,7 @@ def _handle(
     layout: Layout | str,
     mesh: RingMesh,
     settings: tuple[Any, ...],  # the first options, in order; the scale as `_constant` makes it
+    score_mod: ScoreFunction | None,
     why_not: str | None,  # why the call cannot be honoured, if it is known already
     in_a_graph: bool,
 ) -> int:
@@ -140,7 +147,9 @@ def _handle(
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
-        context = context_for(pattern, layout, mesh, Options(number, *others))
+        mod = None if score_mod is None else ScoreMod(score_mod)
+        options = replace(Options(number, *others), score_mod=mod)
+        context = context_for(pattern, layout, mesh, options)
     except RingError as error:
         context = refusing_context(mesh, error)
     context.in_a_graph |= in_a_graph
@@ -218,6 +227,7 @@ class RingAttention(nn.Module):
         layout: a layout, or a name for that layout of ring_size * S tokens; None takes the config's.
         scale: of the scores; None is 1 / sqrt(D).
         pattern: instead of the config's: packed documents change with every batch.
+        score_mod: see `ring_attention`.
     """
 
     def __init__(
@@ -228,6 +238,7 @@ class RingAttention(nn.Module):
         layout: Layout | str | None = None,
         scale: float | None = None,
         pattern: Pattern | None = None,
+        score_mod: ScoreFunction | None = None,
     ) -> None:
         super().__init__()
         if isinstance(config_or_pattern, Pattern):
@@ -241,6 +252,8 @@ class RingAttention(nn.Module):
                 f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__};"
                 " use RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
             )
+        if score_mod is not None:
+            options = replace(options, score_mod=ScoreMod(score_mod))
         self.context: RingContext = context_for(
             pattern, layout if layout is not None else name, mesh, options
         )

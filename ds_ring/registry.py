@@ -49,6 +49,7 @@ class KernelRow(NamedTuple):
         home: the class.
         device: kind of device whose fast kernel it is, and the only one that it runs on; None: slow, on any.
         takes_blocks: whether it takes `block_size` of the JSON.
+        takes_scores: whether it can change scores pair by pair (`score_mod`).
         workspace: function of `schedule/workspace.py` for what it allocates; None: nobody has worked it out.
     """
 
@@ -56,15 +57,16 @@ class KernelRow(NamedTuple):
     device: str | None = None
     takes_blocks: bool = False
     workspace: str | None = None
+    takes_scores: bool = False
 
 
 KERNELS = {
-    "reference": KernelRow("ds_ring.runtime.kernels.reference.ReferenceKernel"),
+    "reference": KernelRow("ds_ring.runtime.kernels.reference.ReferenceKernel", takes_scores=True),
     "cpu": KernelRow(
         "ds_ring.runtime.kernels.cpu.CpuKernel", "cpu", workspace="ds_ring.schedule.workspace.cpu_bytes"
     ),
     "flex": KernelRow(
-        "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes"
+        "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
     ),
 }
 

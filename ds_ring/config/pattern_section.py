@@ -143,7 +143,7 @@ def _patterns_by_key() -> dict[str, tuple[JsonKey, type[Pattern]]]:
     # a mask function is no JSON, and its module takes torch with it
     homes = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "mask_mod" not in home)
     found: list[type[Pattern]] = [load(home) for home in homes]
-    return {one.json_key.name: (one.json_key, one) for one in found if one.json_key}
+    return {one.json_key.name: (one.json_key, one) for one in found if getattr(one, "json_key", None)}
 
 
 PATTERNS_BY_KEY = _patterns_by_key()

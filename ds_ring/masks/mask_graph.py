@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ def refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError
     )
 
 
-def name_of(function: MaskFunction) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     """Return module and qualified name of a function, of the class of any other callable."""
     if isinstance(function, functools.partial):
         return f"partial of {name_of(function.func)}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from ds_ring.errors import RingError
 from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import Scores
 from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
@@ -115,8 +116,11 @@ class RingContext:
         return layout, self._kernel(q)
 
     def _kernel(self, q: Tensor) -> Kernel:
-        options = self.options
-        return get_kernel(options.kernel, q.device.type, options.kernel_options, options.block_size)
+        options, scores = self.options, None
+        if options.score_mod is not None:
+            here = self.heads_here(q)
+            scores = Scores(options.score_mod, range(here.start, here.stop))
+        return get_kernel(options.kernel, q.device.type, options.kernel_options, options.block_size, scores)
 
     def agree(
         self,

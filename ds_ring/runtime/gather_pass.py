@@ -38,7 +38,7 @@ class GatherPass:
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
             out_w, lse_w = out[:, heads], lse[:, heads]
-            for part in self.kernel.forward(q[:, heads], *kv_pair, tiles, self.scale):
+            for part in self.kernel.of_heads(heads).forward(q[:, heads], *kv_pair, tiles, self.scale):
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         return out.to(q.dtype), lse
@@ -59,7 +59,7 @@ class GatherPass:
             grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
             inputs = (grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale, grad_lse_w)
             dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
-            for part in self.kernel.backward(*inputs):
+            for part in self.kernel.of_heads(heads).backward(*inputs):
                 part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)

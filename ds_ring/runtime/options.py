@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingConfigError, shown
+from ds_ring.masks.score_mod import ScoreMod
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 
 TRANSPORTS = ("ring", "all_gather")
@@ -28,6 +29,7 @@ class Options:
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
         recompute: run a pass again where its checkpointed region is, instead of keeping (out, lse).
+        score_mod: changes scores pair by pair; the one option that changes the result.
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
@@ -44,6 +46,7 @@ class Options:
     chunk_bytes: int | None = None
     block_size: int = 128
     recompute: bool = False
+    score_mod: ScoreMod | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:

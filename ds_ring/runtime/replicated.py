@@ -52,7 +52,8 @@ class ReplicatedPass:
         out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks if first else None)
         for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
-            for part in self.kernel.forward(q[:, heads], k[:, kv_heads], v[:, kv_heads], tiles, self.scale):
+            operands = (q[:, heads], k[:, kv_heads], v[:, kv_heads])
+            for part in self.kernel.of_heads(heads).forward(*operands, tiles, self.scale):
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         if self.exchange is not None:
@@ -90,7 +91,7 @@ class ReplicatedPass:
             k_w, v_w, dk_w, dv_w = (x[:, kv_heads] for x in (k, v, dk, dv))
             grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
             inputs = (grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale, grad_lse_w)
-            for part in self.kernel.backward(*inputs):
+            for part in self.kernel.of_heads(heads).backward(*inputs):
                 part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)

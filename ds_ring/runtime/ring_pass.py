@@ -228,13 +228,14 @@ class _ForwardChunk:
 
     def __init__(self, ring: RingPass, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
         self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
+        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
         self.totals = _Totals(lse.dtype, (out,), ring.trace)
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step; merge."""
         (total,), lse = self.totals.accumulators, self.lse
         keys_values = self.buffers.pair(step.buffer)
-        for part in self.ring.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
+        for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
             # `rows.of` gives a view, so that the accumulators are changed in place.
             rows, heads = part.q_rows, part.heads
             merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
@@ -262,6 +263,7 @@ class _BackwardChunk:
 
     def __init__(self, ring: RingPass, buffers: RingBuffers, queries: _Queries, totals: _Totals) -> None:
         self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
+        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
 
     def compute(self, step: Compute) -> None:
         """Find the gradients of a step's tiles; add them up."""
@@ -271,7 +273,7 @@ class _BackwardChunk:
         keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
         dq, scale = self.totals.accumulators[0], self.ring.scale
         inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
-        for part in self.ring.kernel.backward(*inputs):
+        for part in self.kernel.backward(*inputs):
             part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
             # Of all K/V heads: the kernel has summed over the query heads that share one.
             part.k_rows.of(grads.first).add_(part.dk_BGSD)

@@ -23,6 +23,7 @@ from ds_ring import (
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.contexts import context_for
+from ds_ring.masks.score_mod import Alibi, Softcap
 from ds_ring.schedule.plan import build_plan
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
@@ -174,6 +175,62 @@ def bytes_sent(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 def test_no_padded_byte_is_sent(rank_pool: Pool) -> None:
     for counted, planned in rank_pool(3).run(bytes_sent):
         assert counted == planned and counted[0] > 0
+
+
+def slopes_and_cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Every index has a say; as FlexAttention's users write it."""
+    return Alibi(SLOPES)(2.0 * torch.tanh(score / 2.0), batch, head, query, key) + 0.1 * (batch + query % 3)
+
+
+SLOPES = tuple(2.0**-n for n in range(HEADS))
+SCORE_MODS = {"softcap": Softcap(1.5), "ALiBi": Alibi(SLOPES), "both": slopes_and_cap}
+
+
+def modified(
+    rank: int, world_size: int, which: str, ulysses_size: int = 1, **options: Any
+) -> tuple[list[float], list[str]]:
+    """Errors of out and gradients in float64; then what a rank with another function hears."""
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses_size)
+    given = inputs(16, 16, torch.float64)
+    q, k, v = (x.requires_grad_() for x in given[:3])
+    function, k_all = SCORE_MODS[which], k.repeat_interleave(HEADS // KV_HEADS, dim=1)
+    scores = q @ k_all.mT / 4
+    at = (
+        torch.arange(n).view(shape)
+        for n, shape in zip(scores.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)))
+    )
+    scores = function(scores, *at).masked_fill(torch.ones(TOKENS, TOKENS).triu(1) > 0, -torch.inf)
+    wanted = scores.softmax(-1) @ v.repeat_interleave(HEADS // KV_HEADS, dim=1)
+    want = [wanted.detach(), *torch.autograd.grad(wanted, (q, k, v), given[4])]
+    local = [shard_sequence(x.detach(), layout, mesh=mesh, dim=2).requires_grad_() for x in (q, k, v)]
+    rest: dict[str, Any] = {"pattern": Causal(), "layout": layout, "mesh": mesh} | options
+    out = ring_attention(*local, score_mod=function, **rest)
+    grads = torch.autograd.grad(out, local, shard_sequence(given[4], layout, mesh=mesh, dim=2))
+    got = [gather_sequence(x.detach(), layout, mesh=mesh, dim=2) for x in (out, *grads)]
+    heard = []
+    for mine in ({"score_mod": Softcap(rank + 1.0)}, {"score_mod": function, "kernel": "cpu"}):
+        try:
+            ring_attention(*local, **rest | mine)
+        except Exception as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return errors_of(got, want), heard
+
+
+@pytest.mark.parametrize(
+    ("which", "world_size", "options"),
+    [
+        ("softcap", 3, {}),
+        ("ALiBi", 4, {"ulysses_size": 2}),
+        ("both", 3, {}),
+        ("both", 2, {"transport": "all_gather"}),
+    ],
+)
+def test_changed_scores(rank_pool: Pool, which: str, world_size: int, options: dict[str, Any]) -> None:
+    for errors, heard in rank_pool(world_size).run(modified, which, kernel="reference", **options):
+        assert max(errors) < 1e-12, errors
+        assert heard[0].startswith("RingMismatchError") and "score_mod" in heard[0]
+        assert heard[1].startswith("RingConfigError") and '"reference"' in heard[1]
 
 
 def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:

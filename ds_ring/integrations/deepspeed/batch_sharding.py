@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.masks.chunked import Chunked
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.mesh import RingMesh
@@ -46,7 +48,7 @@ class BatchSharding:
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
-    _kept: dict[tuple[float | None, Pattern], RowsAttention] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, RowsAttention] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
@@ -72,22 +74,32 @@ class BatchSharding:
             )
         return self.patterns.of(self.layout.tokens, said, layer, mixed)
 
-    def attention(self, scale: float | None = None, pattern: Pattern | None = None) -> RowsAttention:
+    def attention(
+        self,
+        scale: float | None = None,
+        pattern: Pattern | None = None,
+        score_mod: ScoreFunction | None = None,
+    ) -> RowsAttention:
         """Return the attention of this batch, documents included.
 
         Args:
             scale: of the scores, None for 1 / sqrt(head_dim).
             pattern: of the layer (`pattern_of`); None for the JSON's.
+            score_mod: changes the scores; see `ring_attention`.
         """
         asked = self.patterns.pattern if pattern is None else pattern
-        if (scale, asked) not in self._kept:
+        key = (scale, asked, score_mod)
+        if key not in self._kept:
             patterns = [asked & group.documents for group in self.groups] or [asked]
             parts = [
-                RingAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one)
+                RingAttention(
+                    self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one,
+                    score_mod=score_mod,
+                )
                 for one in patterns
-            ]
-            self._kept[scale, asked] = RowsAttention(parts, tuple(group.rows for group in self.groups))
-        return self._kept[scale, asked]
+            ]  # fmt: skip
+            self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
+        return self._kept[key]
 
 
 class RowsAttention:

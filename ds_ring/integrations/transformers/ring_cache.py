@@ -19,6 +19,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.autograd import replicated_attention_op
 from ds_ring.schedule.cache_layout import CacheLayout
@@ -153,11 +154,18 @@ class CachedSharding(BatchSharding):
 
     q_positions: Tensor = field(kw_only=True)  # int64 [Q], on the CPU
 
-    def attention(self, scale: float | None = None, pattern: Pattern | None = None) -> RowsAttention:
+    def attention(
+        self,
+        scale: float | None = None,
+        pattern: Pattern | None = None,
+        score_mod: ScoreFunction | None = None,
+    ) -> RowsAttention:
         asked = self.patterns.pattern if pattern is None else pattern
         parts: list[RingAttention] = []
         for one in [asked & group.documents for group in self.groups] or [asked]:
-            part = _CachedAttention(self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one)
+            part = _CachedAttention(
+                self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one, score_mod=score_mod
+            )
             part.q_positions = self.q_positions
             parts.append(part)
         return RowsAttention(parts, tuple(group.rows for group in self.groups))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load
 from ds_ring.runtime.kernels.interface import Kernel
 
@@ -17,8 +18,9 @@ _log = logging.getLogger(__name__)
 
 @lru_cache(maxsize=16)
 def get_kernel(
-    name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None
-) -> Kernel:
+    name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
+    scores: Scores | None = None,
+) -> Kernel:  # fmt: skip
     """Return the kernel of a name for a kind of device; "auto" takes the fast one and logs once which.
 
     Args:
@@ -27,6 +29,7 @@ def get_kernel(
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
             those of FlexAttention.
         block_size: of the JSON; side of a block of "flex", in slots.
+        scores: how scores are changed; None for not.
 
     Raises:
         RingConfigError: unknown name or option, or a kernel that does not run on that device.
@@ -49,7 +52,17 @@ def get_kernel(
             f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
         )
     # a key of its own in the JSON
-    sizes = {"block_size": block_size} if row.takes_blocks and block_size is not None else {}
+    sizes: dict[str, Any] = {}
+    if row.takes_blocks and block_size is not None:
+        sizes["block_size"] = block_size
+    if scores is not None:
+        if not row.takes_scores:
+            able = [name for name, one in KERNELS.items() if one.takes_scores]
+            raise RingConfigError(
+                f'score_mod: expected a kernel that changes scores ({", ".join(able)}), got "{name}" for'
+                f' {device_type} tensors; set "kernel": "reference" (slow), or run on CUDA with "flex"'
+            )
+        sizes["scores"] = scores
     try:
         kernel: Kernel = load(row.home)(**dict(options), **sizes)
         return kernel

@@ -215,6 +215,9 @@ class CpuKernel:
             yield PartialGrads(heads, rows, keys, dq[..., :width], dk[..., :width], dv[..., :v_width])
             del dq, dk, dv
 
+    def of_heads(self, heads: slice) -> CpuKernel:
+        return self
+
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(
             call.q_rows.repeats * call.q_rows.length * call.k_rows.length

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ from torch._higher_order_ops.flex_attention import (
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
-from ds_ring.runtime.kernels.flex_masks import block_mask_of, score_mod_of
+from ds_ring.runtime.kernels.flex_masks import ScoreTensors, block_mask_of, score_mod_of
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
 
 ALL_HEADS = slice(None)
@@ -53,11 +55,18 @@ class Calls(NamedTuple):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: HopTensors, block: int, scale: float, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: HopTensors,
+    scores: ScoreTensors | None,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one hop; the lse as the operator has it."""
     blocks = block_mask_of(mask, block).as_tuple()
-    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask), blocks, scale, options)
+    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
     return out, lse
 
 
@@ -76,29 +85,38 @@ def _backward(
     lse: Tensor,
     grad_lse: Tensor | None,
     mask: HopTensors,
+    scores: ScoreTensors | None,
     block: int,
     scale: float,
     options: dict[str, Any],
-    joint_graph: Any = None,
+    joint: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
-    blocks = block_mask_of(mask, block).as_tuple()
+    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
+    graph: Any = None if joint is None else partial(joint, score_mod)
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
-        q, k, v, out, lse, grad_out, grad_lse, score_mod_of(mask), joint_graph, blocks, scale, options, (), ()
+        q, k, v, out, lse, grad_out, grad_lse, score_mod, graph, blocks, scale, options, (), ()
     )
     return dq, dk, dv
 
 
 def _gradient_of_score(
-    score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
+    score_mod: Callable[..., Tensor],
+    score: Tensor,
+    batch: Tensor,
+    head: Tensor,
+    query: Tensor,
+    key: Tensor,
+    grad: Tensor,
 ) -> list[Tensor | None]:
-    """Return the joint graph of both score_mods: what they add to a score does not depend on it.
+    """Return the joint graph of a score_mod.
 
     Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
     find no gradient.
     """
-    return [grad, None, None, None, None]
+    pull: Any = torch.func.vjp(lambda x: score_mod(x, batch, head, query, key), score)[1]
+    return [pull(grad)[0], None, None, None, None]
 
 
 # [Note: one compilation]
@@ -110,7 +128,7 @@ def _gradient_of_score(
 def compiled_calls(backend: str | None) -> Calls:
     """Return the two functions, compiled by a backend of torch.compile; None leaves them as they are."""
     if backend is None:
-        return Calls(_forward, partial(_backward, joint_graph=_gradient_of_score))
+        return Calls(_forward, partial(_backward, joint=_gradient_of_score))
     return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
 
 
@@ -121,6 +139,7 @@ class FlexKernel:
         block_size: side of a block in slots.
         backend: of torch.compile; None computes densely without compiling, on any device, for tests.
         recompute: differentiate a recomputed hop; None does so where the operator cannot be compiled.
+        scores: how scores are changed; None for not.
         kernel_options: FlexAttention's `kernel_options`.
     """
 
@@ -131,18 +150,23 @@ class FlexKernel:
         block_size: int = BLOCK,
         backend: str | None = "inductor",
         recompute: bool | None = None,
+        scores: Scores | None = None,
         **kernel_options: Any,
     ) -> None:
+        self._scores = scores
         self._options = DEFAULTS | _checked_options(kernel_options)
         self._natural = self._options.get("BACKEND") == "FLASH"
         self._block = block_size
         self._calls = compiled_calls(backend)
-        self._recompute = recompute if recompute is not None else bool(backend) and not operator_compiles()
+        # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
+        able = operator_compiles() and scores is None
+        self._recompute = recompute if recompute is not None else bool(backend) and not able
         if self._recompute:
             _log.warning(
                 "ds_ring: kernel 'flex' computes every hop again in the backward pass (29 %% more FLOPs):"
-                " torch %s does not compile flex_attention_backward by itself, torch 2.13 does",
+                " torch %s does not compile flex_attention_backward by itself with %s",
                 torch.__version__,
+                "a score_mod" if scores is not None else "any function; torch 2.13 does",
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
@@ -171,6 +195,13 @@ class FlexKernel:
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale, grad_lse)
         yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
 
+    def of_heads(self, heads: slice) -> FlexKernel:
+        if self._scores is None:
+            return self
+        found = copy(self)
+        found._scores = self._scores.of(heads)
+        return found
+
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
             return 0
@@ -188,8 +219,15 @@ class FlexKernel:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
-        out, lse = self._calls.forward(q, k, v, _marked(mask.tensors), self._block, scale, self._options)
+        out, lse = self._calls.forward(
+            q, k, v, _marked(mask.tensors), self._score_tensors(q), self._block, scale, self._options
+        )
         return out, lse if self._natural else lse * math.log(2)
+
+    def _score_tensors(self, q: Tensor) -> ScoreTensors | None:
+        if self._scores is None:
+            return None
+        return ScoreTensors(self._scores.mod.function, torch.tensor(self._scores.heads, device=q.device))
 
     @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
     def _operator(
@@ -200,7 +238,7 @@ class FlexKernel:
         if not self._natural:  # of the lse in base 2, and its gradient
             lse = _dynamic(lse / math.log(2), 2)
             grad_lse = None if grad_lse is None else _dynamic(grad_lse * math.log(2), 2)
-        tensors, how = _marked(mask.tensors), (self._block, scale, self._options)
+        tensors, how = _marked(mask.tensors), (self._score_tensors(q), self._block, scale, self._options)
         return self._calls.backward(grad_out, q, k, v, out, lse, grad_lse, tensors, *how)
 
     @torch.enable_grad()

@@ -7,12 +7,20 @@ compiled function serves all hops ([Note: one compilation] in flex.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.runtime.block_mask import BandTensors, HopTensors
+
+
+class ScoreTensors(NamedTuple):
+    """Hold a caller's score_mod, and the numbers of the query heads, int64 [heads]."""
+
+    function: Callable[..., Tensor]
+    heads: Tensor
 
 
 def _at(table: Tensor, *indices: Tensor) -> Tensor:
@@ -78,9 +86,16 @@ def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
     )
 
 
-def score_mod_of(mask: HopTensors) -> Callable[..., Tensor]:
-    """Return a score_mod that adds log m where it can be other than 0."""
+def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., Tensor]:
+    """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
     count = _count(mask)
+    if scores is not None:
+        own, heads = scores
+
+        def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
+            score = own(score, batch, _at(heads, head), q_position, k_position)
+            return weighted(score, batch, head, query, key) if mask.counts_twice else score
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # m is 0 for pairs that the mask hides: clamped, so that no log of 0 is formed.
@@ -89,4 +104,6 @@ def score_mod_of(mask: HopTensors) -> Callable[..., Tensor]:
     def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score
 
+    if scores is not None:
+        return changed
     return weighted if mask.counts_twice else plain

@@ -104,6 +104,7 @@ class Tile(NamedTuple):
         member: which query head of each K/V head's group; -1 for all.
         bias: log of what of m is constant, added to every score (0 for ordinary patterns).
         inside: what differs from pair to pair; None for ordinary patterns.
+        q_at, k_at: first position and step of the queries and of the keys, of whole tiles only.
     """
 
     q_rows: Rows
@@ -112,6 +113,14 @@ class Tile(NamedTuple):
     member: int
     bias: float
     inside: Inside | None = None
+    q_at: tuple[int, int] = (0, 1)
+    k_at: tuple[int, int] = (0, 1)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries and keys of a whole tile, int64."""
+        sides = ((self.q_at, self.q_rows.length), (self.k_at, self.k_rows.length))
+        q, k = (first + step * torch.arange(n, device=device) for (first, step), n in sides)
+        return q, k
 
     def heads(self, group: int) -> slice:
         """Return the query heads concerned, if `group` of them share a K/V head."""
@@ -137,12 +146,15 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
         tiles.kind, tiles.member, tiles.multiplicity, tiles.weight,
+        tiles.q.position, tiles.q.position_step, tiles.k.position, tiles.k.position_step,
     )  # fmt: skip
     lists = zip(*(c.tolist() for c in columns), strict=True)
-    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times, weight) in enumerate(lists):
+    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times, weight, *at) in enumerate(lists):
         inside = _inside(tiles, row) if kind == Kind.PARTIAL or weight >= 0 else None
         q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
-        yield Tile(q_rows, k_rows, Kind(kind), member, math.log(times), inside)
+        yield Tile(
+            q_rows, k_rows, Kind(kind), member, math.log(times), inside, (at[0], at[1]), (at[2], at[3])
+        )
 
 
 def _inside(tiles: Tiles, row: int) -> Inside:
@@ -203,6 +215,10 @@ class Kernel(Protocol):
 
         A gradient of the global lse, [B, H, S], is taken off the row sums of out x grad_out.
         """
+        ...
+
+    def of_heads(self, heads: slice) -> Kernel:
+        """Return the kernel for some of the query heads: another one where scores go by the head."""
         ...
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 
@@ -47,10 +48,16 @@ class ReferenceKernel:
 
     name = "reference"
 
+    def __init__(self, scores: Scores | None = None) -> None:
+        self._scores_of = scores
+
+    def of_heads(self, heads: slice) -> ReferenceKernel:
+        return self if self._scores_of is None else ReferenceKernel(self._scores_of.of(heads))
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // k.shape[1])
-            scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale)
+            _, scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
             lse = torch.logsumexp(scores, dim=-1)
             yield PartialOut(heads, tile.q_rows, _weights(scores, lse) @ v_t, lse)
 
@@ -61,7 +68,7 @@ class ReferenceKernel:
         groups = k.shape[1]
         for tile in each_tile(tiles):
             heads = tile.heads(q.shape[1] // groups)
-            scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale)
+            products, scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
             q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
             # With the global lse these are this tile's columns of the whole softmax.
             weights = _weights(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
@@ -69,25 +76,34 @@ class ReferenceKernel:
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             if grad_lse is not None:
                 delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
-            dscores = weights * (grad_t @ v_t.mT - delta) * scale
+            dscores = weights * (grad_t @ v_t.mT - delta)
+            if self._scores_of is not None:
+                positions = tile.positions(q.device)
+                dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)
+            dscores = dscores * scale
             dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return int((tiles.q.length * tiles.k.length).sum())
 
-    @staticmethod
-    def _scores(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return masked scores [B, heads, queries, keys] and the expanded keys and values of a tile."""
+    def _scores(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float, heads: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scores [B, heads, queries, keys], the same changed and masked, and expanded keys, values."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
         k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
         visible = _visible(tile, len(q), q.device)
         # log m: what is constant in the tile here, what varies from pair to pair below.
-        scores = q_t @ k_t.mT * scale + tile.bias
+        products = q_t @ k_t.mT * scale
+        scores = products
+        if self._scores_of is not None:
+            scores = self._scores_of.of(heads).changed(products, *tile.positions(q.device))
+        scores = scores + tile.bias
         if tile.inside is not None:
             scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
-        return scores.masked_fill(~visible, float("-inf")), k_t, v_t
+        return products, scores.masked_fill(~visible, float("-inf")), k_t, v_t
 
 
 def _fold(x_BHSD: Tensor, groups: int) -> Tensor:

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ds_ring import Causal, Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import BlockTable, HopTensors, hop_mask
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.runtime.kernels.reference import ReferenceKernel
+from ds_ring.runtime.merge import merge_
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
 from tests.hops import ring_hops
@@ -178,3 +182,39 @@ def test_options_are_checked() -> None:
         get_kernel("flex", "cpu")
     FlexKernel(bwd_BLOCK_M1=64, num_warps=4)
     assert get_kernel("auto", "cpu").name == "cpu" and get_kernel("auto", "cuda").name == "flex"
+
+
+def cap_and_slope(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return Alibi((0.5, 0.25, 0.125, 0.0625))(
+        Softcap(2.0)(score, batch, head, query, key), 0, head, query, key
+    )
+
+
+@pytest.mark.parametrize(("backend", "changed"), [(None, True), ("eager", True), ("eager", False)])
+def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
+    backend: str | None, changed: bool
+) -> None:
+    """As the reference kernel has them, of two heads that are not the first ones."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, h, TOKENS, d) for h, d in ((2, 16), (1, 16), (1, 24), (2, 24)))
+    grad_lse = torch.randn(2, 2, TOKENS)
+    scores = Scores(ScoreMod(cap_and_slope), range(4)).of(slice(2, 4)) if changed else None
+    layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
+    tiles = build_plan(Causal(), layout, query_heads=2, kv_heads=1).rank(0).classes[0].hops[0].tiles
+    reference = ReferenceKernel(scores)
+    out, lse = q.new_zeros(2, 2, TOKENS, 24), q.new_full((2, 2, TOKENS), -torch.inf)
+    for part in reference.forward(q, k, v, tiles, 0.25):
+        merge_(part.q_rows.of(out), part.q_rows.of(lse), part.out_BHSD, part.lse_BHS)
+    flex = FlexKernel(32, backend, scores=scores)
+    (got,) = flex.forward(q, k, v, tiles, 0.25)
+    assert relative_error(got.out_BHSD, out) < 2e-6 and relative_error(got.lse_BHS, lse) < 2e-6
+    totals = []
+    for kernel in (reference, flex):
+        found = [torch.zeros_like(x) for x in (q, k, v)]
+        for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.25, grad_lse):
+            for total, rows, x in zip(found, (grads.q_rows, *[grads.k_rows] * 2), grads[3:], strict=True):
+                rows.of(total).add_(x)
+        totals.append(found)
+    for want, part in zip(*totals, strict=True):
+        assert relative_error(part, want) < 5e-6
