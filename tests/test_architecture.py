@@ -88,6 +88,7 @@ EVALUATES_MASK_FUNCTIONS = {
     "masks.mask_graph",
     "masks.mask_mod",
     "masks.mask_trace",
+    "masks.score_mod",
 }  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 

@@ -140,10 +140,10 @@ def _checked_slices(value: Any) -> Any:
 
 def _patterns_by_key() -> dict[str, tuple[JsonKey, type[Pattern]]]:
     """Return the public patterns that say themselves what their key is (`Pattern.json_key`)."""
-    # a mask function is no JSON, and its module takes torch with it
-    homes = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "mask_mod" not in home)
+    # functions of a pair are no JSON, and their modules take torch with them
+    homes = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "_mod" not in home)
     found: list[type[Pattern]] = [load(home) for home in homes]
-    return {one.json_key.name: (one.json_key, one) for one in found if getattr(one, "json_key", None)}
+    return {one.json_key.name: (one.json_key, one) for one in found if one.json_key}
 
 
 PATTERNS_BY_KEY = _patterns_by_key()
