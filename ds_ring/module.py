@@ -1,8 +1,19 @@
 """Attend over a sharded sequence: `ring_attention` for tensors, `RingAttention` for models.
 
-Owns the public call and its argument checks. Tensors are local shards, [batch, heads, tokens, head_dim] as in
-PyTorch's `scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or
-`ds_ring.initialize` for a whole DeepSpeed run).
+Owns the public calls. Tensors are local shards, [batch, heads, tokens, head_dim] as in PyTorch's
+`scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or `ds_ring.initialize` for a
+whole DeepSpeed run).
+
+Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring: with
+`queries="replicated"` every rank passes the same q, attends to its own shard, and one all-reduce of (out,
+lse) gives every rank the same bits. Every rank is taken to compute the same loss from them, and it counts
+once: each gets the whole dq, and dk, dv of its own shard. Where parameter gradients are summed over the ring,
+those upstream of q count P times: scale dq by 1 / P there.
+
+Sinks (gpt-oss) are a logit for each head in the softmax's denominator, as of a key whose value is 0. The
+gradient of this replicated parameter is on each rank the part of the rank's own queries (with Ulysses: of the
+heads that it computed, 0 for the others), to be summed over the sequence's ranks as those of other parameters
+are; with replicated queries it is whole on every rank, as dq is.
 """
 
 from __future__ import annotations
@@ -16,61 +27,28 @@ from torch import Tensor, nn
 
 from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
-from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
-from ds_ring.runtime.checks import (
-    why_not_an_operand,
-    why_not_honoured,
-    why_not_these_queries,
-    why_not_this_derivative,
-)
+from ds_ring.runtime.call import attend, attend_replicated, constant, handle_of, refusing_handle
+from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext
-from ds_ring.runtime.contexts import context_for, context_of, refusing_context
-from ds_ring.runtime.mesh import RingMesh, check_mesh
-from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
+from ds_ring.runtime.contexts import context_for, context_of
+from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
-
-_HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
 
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern,
-    layout: Layout | str,
-    mesh: RingMesh,
-    scale: float | None = None,
-    kernel: str = "auto",
-    transport: str = "ring",
-    overlap: bool = True,
-    prune: bool = True,
-    hop_timeout_s: float = 60.0,
-    check_finite: bool = False,
-    queries: str = "sharded",
-    q_positions: Sequence[int] | Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout | str, mesh: RingMesh,
+    scale: float | None = None, kernel: str = "auto", transport: str = "ring", overlap: bool = True,
+    prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
+    q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     score_mod: ScoreFunction | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
     that no rank holds more than its share plus two buffers. Rows of padding, and rows that see no key, are 0.
-
-    Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring: with
-    `queries="replicated"` every rank passes the same q, attends to its own shard, and one all-reduce of
-    (out, lse) gives every rank the same bits. Every rank is taken to compute the same loss from them, and it
-    counts once: each gets the whole dq, and dk, dv of its own shard. Where parameter gradients are summed
-    over the ring, those upstream of q count P times: scale dq by 1 / P there.
-
-    Sinks (gpt-oss) are a logit for each head in the softmax's denominator, as of a key whose value is 0. The
-    gradient of this replicated parameter is on each rank the part of the rank's own queries (with Ulysses:
-    of the heads that it computed, 0 for the others), to be summed over the sequence's ranks as those of other
-    parameters are; with replicated queries it is whole on every rank, as dq is.
 
     Args:
         q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
@@ -105,117 +83,11 @@ def ring_attention(
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
     why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
-    settings = (_constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
-    handle = _handle(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
+    settings = (constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
+    handle = handle_of(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
-        handle = _differentiable(handle, torch.compiler.is_compiling())
-        _check_operands(q, k, v, handle, sinks, return_lse)
-        positions = _as_tensor(q_positions, handle)
-        results = replicated_attention_op(q, k, v, positions, handle, sinks)
-        return results if return_lse else results[0]
-    return _attend(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
-
-
-def _constant(scale: Any) -> Any:
-    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
-        return _HEX, float(scale).hex()
-    return scale
-
-
-# [Note: handles in compiled code]
-# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
-# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
-# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
-# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
-# would arrive with its defaults.
-@torch.compiler.assume_constant_result
-def _handle(
-    pattern: Pattern,
-    layout: Layout | str,
-    mesh: RingMesh,
-    settings: tuple[Any, ...],  # the first options, in order; the scale as `_constant` makes it
-    score_mod: ScoreFunction | None,
-    why_not: str | None,  # why the call cannot be honoured, if it is known already
-    in_a_graph: bool,
-) -> int:
-    """Return the number by which the operator finds its arguments: [Note: handles in compiled code]."""
-    check_mesh(mesh)
-    scale, *others = settings
-    is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
-    number: Any = float.fromhex(scale[1]) if is_text else scale
-    try:
-        if why_not is not None:
-            raise RingConfigError(why_not)
-        mod = None if score_mod is None else ScoreMod(score_mod)
-        options = replace(Options(number, *others), score_mod=mod)
-        context = context_for(pattern, layout, mesh, options)
-    except RingError as error:
-        context = refusing_context(mesh, error)
-    context.in_a_graph |= in_a_graph
-    return context.handle
-
-
-def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
-    if q_positions is None or isinstance(q_positions, Tensor):
-        return q_positions
-    try:
-        return torch.as_tensor(q_positions)
-    except Exception:
-        got = shown(q_positions).removeprefix("list ")
-        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
-        raise
-
-
-@torch.compiler.assume_constant_result
-def _refusing_handle(mesh: RingMesh, why: str, in_a_graph: bool) -> int:
-    context = refusing_context(mesh, RingConfigError(why))
-    context.in_a_graph |= in_a_graph
-    return context.handle
-
-
-@torch.compiler.assume_constant_result
-def _refuse(handle: int, why: str) -> None:
-    context_of(handle).refuse(RingShapeError(why))
-
-
-@torch.compiler.assume_constant_result
-def _differentiable(handle: int, in_a_graph: bool) -> int:
-    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
-    why = why_not_this_derivative()
-    if why is None:
-        return handle
-    if not in_a_graph:  # functorch would raise before the operator's body
-        context_of(handle).refuse(RingConfigError(why))
-    return _refusing_handle(context_of(handle).mesh, why, in_a_graph)
-
-
-def _check_operands(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object
-) -> None:
-    """Refuse what the operator's body would not get to see, for all ranks to hear."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        why = None if x is None and name == "sinks" else why_not_an_operand(name, x)
-        if why is not None:
-            _refuse(handle, why)
-    if not isinstance(return_lse, bool):
-        _refuse(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    handle = _differentiable(handle, torch.compiler.is_compiling())
-    _check_operands(q, k, v, handle, sinks, return_lse)
-    if ulysses_size == 1:
-        out, lse = ring_attention_op(q, k, v, handle, sinks)
-        return (out, lse) if return_lse else out
-    q, k, v = tokens_to_heads(q, k, v, handle)
-    out, lse = ring_attention_op(q, k, v, handle, sinks)
-    if not return_lse:
-        return heads_to_tokens([out], handle)[0]
-    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)
-    return out, lse.squeeze(-1)
+        return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
+    return attend(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -280,14 +152,14 @@ class RingAttention(nn.Module):
         handle = self._handle
         why = why_not_honoured(batch_dim_idx, args, kwargs)
         if why is not None:
-            handle = _refusing_handle(self._mesh, why, torch.compiler.is_compiling())
+            handle = refusing_handle(self._mesh, why, torch.compiler.is_compiling())
         tensors = (query, key, value)
         if why is not None or batch_dim_idx is None or any(_has_other_dims(x) for x in tensors):
-            return _attend(query, key, value, handle, self._ulysses_size, sinks, return_lse)
+            return attend(query, key, value, handle, self._ulysses_size, sinks, return_lse)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        results = _attend(q, k, v, handle, self._ulysses_size, sinks, return_lse)
+        results = attend(q, k, v, handle, self._ulysses_size, sinks, return_lse)
         if isinstance(results, tuple):
             return results[0].permute(back), results[1]
         return results.permute(back)

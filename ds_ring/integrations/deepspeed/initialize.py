@@ -34,6 +34,7 @@ from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evalua
 from ds_ring.integrations.deepspeed.features import refuse_direct_backward, refuse_features
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
 from ds_ring.integrations.deepspeed.ring_use import RingUse
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -93,7 +94,7 @@ def initialize(
     agree_on_config(ring_config, compared, fault, watch)
     assert model is not None and ring_config is not None  # else there was a fault
     trains = has_optimizer(deepspeed_config, optimizer)
-    session = _session(ring_config, watch, device, _gradient_divisor(deepspeed_config))
+    session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
     engine, engine_optimizer, _, scheduler = culprits_named(_start_engine, session.mesh)(
@@ -222,11 +223,6 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
         )
     if training_data is not None:
         check_dataset(training_data)
-
-
-def _gradient_divisor(config: dict[str, Any]) -> float:
-    """Return D of [Note: gradient scale] in loss.py."""
-    return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
 
 
 def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,11 @@ class RingLoss(NamedTuple):
 #
 # N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean over
 # its own tokens, as it does without a ring.
+def divisor_of(config: Mapping[str, Any]) -> float:
+    """Return D of [Note: gradient scale] for a DeepSpeed configuration."""
+    return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
+
+
 def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.device) -> Tensor:
     """Return N / D of [Note: gradient scale], which a local sum is divided by; 1 / D without labels."""
     # transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and not a
