@@ -221,35 +221,3 @@ def test_an_engine_without_an_optimizer_evaluates_like_one_process(rank_pool: An
         assert torch.allclose(found["logits"][real], expected.logits[real], atol=1e-5)
         assert found["errors"].keys() == {"backward", "step", "save"}
         assert all('add {"optimizer"' in text for text in found["errors"].values())
-
-
-# --- an optimizer that does not work element by element ---------------------------------------------
-
-
-@torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon's kernel; that is not what is tried here
-def train_by_muon(rank: int, world_size: int, stage: int) -> list[float]:
-    """Losses of four steps; the ring is the world."""
-    start_deepspeed()
-    import ds_ring
-
-    model = build_model(SIZE, "sdpa")
-    config = json_config(world_size, SIZE.samples, stage, optimizer={"type": "Muon", "params": {"lr": 0.02}})
-    config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed 0.19.8 asks for it
-    engine = ds_ring.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    assert any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
-    batch, losses = engine.ring.shard_batch(build_batch(SIZE)), []
-    for _ in range(4):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        losses.append(float(engine.ring.mean_loss(loss)))
-        engine.step()
-    return losses
-
-
-@pytest.mark.parametrize("stage", [1, 3], ids=lambda stage: f"zero{stage}")
-def test_muon_has_the_losses_of_one_process(rank_pool: Any, stage: int) -> None:
-    """Its update is of whole matrices, which ZeRO shards: the same step only if all of them come together."""
-    alone = rank_pool(1).run(train_by_muon, stage)[0]
-    assert alone[-1] < alone[0] - 0.5
-    for losses in rank_pool(2).run(train_by_muon, stage):
-        assert losses == pytest.approx(alone, rel=1e-5)
