@@ -434,12 +434,6 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
         "config.token_dropout scales",
     ),
-    "Llama 4": (
-        lambda: transformers.Llama4TextConfig(
-            **GROUPED, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, no_rope_layers=[1, 0]
-        ),
-        "config.attn_temperature_tuning scales queries",
-    ),
 }
 
 
