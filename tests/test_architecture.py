@@ -49,6 +49,7 @@ VISITORS = {
     "runtime.compiled_attention": {"runtime.merge"},  # the accumulators' dtype
     "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
     "runtime.kernels.flex_masks": {"runtime.block_mask"},
+    "runtime.kernels.flex_calls": {"runtime.block_mask"},
     "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype

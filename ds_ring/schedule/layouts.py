@@ -58,15 +58,16 @@ def make_layout(
 def _mix_of(pattern: object) -> Mix:
     if pattern is None:
         return ()
-    counted = pattern if isinstance(pattern, Mapping) else {pattern: 1}
-    for one, layers in counted.items():
+    counted = list(pattern.items()) if isinstance(pattern, Mapping) and pattern else [(pattern, 1)]
+    mix: list[tuple[Pattern, int]] = []
+    for one, layers in counted:
         if not isinstance(one, Pattern):
             raise RingLayoutError(
                 f"make_layout: pattern: expected a pattern, patterns with their number of layers, or None,"
                 f" got {shown(one)}; use ds_ring.Causal(), say"
             )
-        whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)
-    return tuple(counted.items())
+        mix.append((one, whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)))
+    return tuple(mix)
 
 
 # kept, because a layout made for a pattern takes tiles of the whole sequence
