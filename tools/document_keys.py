@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ds_ring.config.long_sequence_section import LongSequenceConfig
 from ds_ring.config.messages import choices_of, shown, takes_of
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
@@ -24,8 +25,10 @@ END = "<!-- end of keys -->"
 
 
 def tables() -> str:
-    """The keys of the section and those of its "pattern", as Markdown."""
-    return f'{table(RingConfig)}\n\nKeys of `"pattern"`:\n\n{table(PatternConfig)}'
+    """The keys of the section and those of its parts, as Markdown."""
+    parts: dict[str, type[BaseModel]] = {"pattern": PatternConfig, "long_sequence": LongSequenceConfig}
+    inner = [f'Keys of `"{name}"`:\n\n{table(model)}' for name, model in parts.items()]
+    return "\n\n".join([table(RingConfig), *inner])
 
 
 def table(model: type[BaseModel]) -> str:

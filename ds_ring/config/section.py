@@ -1,9 +1,9 @@
 """Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
 
-Owns the keys of the section (those of "pattern" stand in pattern_section.py): names, defaults, units, limits,
-and how they depend on each other. Where the section is found stands in deepspeed_file.py, how a complaint is
-worded in messages.py; what a key makes the ring do stands where it is done. Imports no torch, reads no
-environment, has no global state.
+Owns the keys of the section (those of "pattern" stand in pattern_section.py, those of "long_sequence" in
+long_sequence_section.py): names, defaults, units, limits, and how they depend on each other. Where the
+section is found stands in deepspeed_file.py, how a complaint is worded in messages.py; what a key makes the
+ring do stands where it is done. Imports no torch, reads no environment, has no global state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY, Source, resolve
 from ds_ring.config.json_text import Json
+from ds_ring.config.long_sequence_section import LongSequence, LongSequenceConfig
 from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
 from ds_ring.config.pattern_section import (
     MOST,
@@ -124,6 +125,11 @@ class RingConfig(Section):
         default=False,
         description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
         "each layer's attention output, as large as its input, and sends nothing again",
+    )
+    long_sequence: LongSequence = Field(
+        default=LongSequenceConfig(),
+        description='what of the model besides attention is computed in tiles or kept on the host; "auto":'
+        ' all that the model allows, "off": nothing',
     )
     min_sequence_length: Tokens = Field(
         default=0,
@@ -273,9 +279,12 @@ def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
 def by_json_key(config: RingConfig) -> Json:
     """Return the values by their dotted JSON keys, with everything that was left out filled in."""
     values = config.model_dump(mode="json")
-    whole, pattern = values.pop(SP_KEY), values.pop("pattern")
-    flat = {f"{SECTION}.{name}": value for name, value in values.items()}
-    return {SP_KEY: whole} | flat | {f"{SECTION}.pattern.{name}": value for name, value in pattern.items()}
+    flat = {SP_KEY: values.pop(SP_KEY)}
+    inner = {part: values.pop(part) for part in ("pattern", "long_sequence")}
+    flat |= {f"{SECTION}.{name}": value for name, value in values.items()}
+    for part, keys in inner.items():
+        flat |= {f"{SECTION}.{part}.{name}": value for name, value in keys.items()}
+    return flat
 
 
 def _divisors(number: int) -> list[int]:

@@ -80,6 +80,13 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.heartbeat_timeout_seconds": ({}, {"heartbeat_timeout_seconds": 9}, "heartbeat"),
     "ring_attention.hop_timeout_seconds": ({}, {"hop_timeout_seconds": 61}, "hop deadline"),
     "ring_attention.recompute_attention": ({}, {"recompute_attention": True}, "recompute"),
+    "ring_attention.long_sequence.tiled_loss": ({}, {"long_sequence": {"tiled_loss": True}}, "long"),
+    "ring_attention.long_sequence.tiled_mlp": ({}, {"long_sequence": {"tiled_mlp": True}}, "long"),
+    "ring_attention.long_sequence.offload_checkpoints": (
+        {},
+        {"long_sequence": {"offload_checkpoints": True}},
+        "long",
+    ),
     "ring_attention.check_finite": ({}, {"check_finite": True}, "NaN"),
     "ring_attention.verify_first_batch": ({}, {"verify_first_batch": True}, "forward"),
     "ring_attention.monitor": (CSV, CSV | {"monitor": True}, "traces"),
@@ -107,6 +114,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         section = section | {"csv_monitor": section["csv_monitor"] | {"output_path": folder}}
     if name == "attn_implementation":
         return str(start(section, build_model(SIZE, "sdpa")).module.config._attn_implementation)
+    if name == "long":
+        return error_of(lambda: start(section, build_model(SIZE, "sdpa")))
     engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))
     if not section and name != "NaN":
         defaults[True] = engine  # the same for all rows that begin with it
@@ -235,7 +244,9 @@ def train_monitored(rank: int, world_size: int, folder: str) -> int:
             engine(**batch)
         engine.train()
     head_dim, kv_heads, local = SIZE.hidden // 4, 2, SIZE.tokens // 2
-    unit = 4 * SIZE.samples * kv_heads * local * head_dim  # of K; each micro-batch sends K and V, twice, and dK, dV
+    unit = (
+        4 * SIZE.samples * kv_heads * local * head_dim
+    )  # of K; each micro-batch sends K and V, twice, and dK, dV
     assert len(engine.ring.mesh.traces) == 1 and not engine.ring.mesh.traces[0].spans
     return 2 * 6 * unit
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import registry
+from ds_ring.config.long_sequence_section import tile_tokens
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.config.section import RingConfig, differing_keys, strip_section
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
@@ -50,6 +52,7 @@ DESIGN_EXAMPLE: Json = {
         "prune": True,
         "chunk_bytes": None,
         "recompute_attention": False,
+        "long_sequence": {"tiled_loss": False, "tiled_mlp": False, "offload_checkpoints": False},
         "min_sequence_length": 0,
         "heartbeat_timeout_seconds": 10,
         "hop_timeout_seconds": 60,
@@ -120,6 +123,7 @@ def test_every_key_can_be_set() -> None:
         "prune": False,
         "chunk_bytes": 1 << 22,
         "recompute_attention": True,
+        "long_sequence": {"tiled_loss": 4096, "tiled_mlp": "auto", "offload_checkpoints": True},
         "min_sequence_length": 4096,
         "heartbeat_timeout_seconds": 2.5,
         "hop_timeout_seconds": 2.5,
@@ -130,6 +134,47 @@ def test_every_key_can_be_set() -> None:
     config = RingConfig.from_deepspeed(section(**keys))
     assert json.loads(config.model_dump_json()) == keys | {"sequence_parallel_size": 4}
     assert config.pattern.segment_lengths == (2048, 4096)
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ("off", (False, False, False)),
+        ("auto", ("auto", "auto", "auto")),
+        ({"tiled_loss": True, "offload_checkpoints": "auto"}, (True, False, "auto")),
+        ({"tiled_mlp": 512}, (False, 512, False)),
+    ],
+)
+def test_parts_of_a_long_sequence(value: Any, parts: tuple[Any, ...]) -> None:
+    got = RingConfig.from_deepspeed(section(long_sequence=value)).long_sequence
+    assert (got.tiled_loss, got.tiled_mlp, got.offload_checkpoints) == parts
+    assert [type(part) for part in (got.tiled_loss, got.tiled_mlp)] == [type(part) for part in parts[:2]]
+    assert got.any == (value != "off")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("on", 'long_sequence: expected "off", "auto", or an object of its keys, got "on"; write "auto"'),
+        (True, "long_sequence: expected .* got true"),
+        ({"tiled_los": True}, "did you mean 'tiled_loss'"),
+        ({"tiled_loss": 0}, r"long_sequence.tiled_loss: expected .* at least 1 \(tokens of a tile\), got 0"),
+        ({"tiled_mlp": 1.0}, "long_sequence.tiled_mlp: expected .* got 1.0"),
+        (
+            {"offload_checkpoints": 1},
+            'long_sequence.offload_checkpoints: expected "auto", true or false, got 1',
+        ),
+    ],
+)
+def test_a_long_sequence_that_is_refused(value: Any, words: str) -> None:
+    assert re.search(words, refusal(section(long_sequence=value)))
+
+
+def test_tiles_have_a_number_of_bytes() -> None:
+    assert tile_tokens(True, 32_000) == (64 << 20) // (4 * 32_000)
+    assert tile_tokens("auto", 128_256, "cuda") == (512 << 20) // (4 * 128_256)
+    assert tile_tokens(7, 32_000) == 7
+    assert tile_tokens(True, 1 << 30) == 64  # so few tokens that less would not be a matrix product
 
 
 @pytest.mark.parametrize("choice", registry.LAYOUTS)
@@ -676,7 +721,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "7828a33b06b5dd0a"
+    assert RingConfig(ring_size=4).fingerprint() == "c5d8c8e5cb924626"
 
 
 @pytest.mark.parametrize(
