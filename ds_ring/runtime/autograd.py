@@ -73,7 +73,9 @@ def ring_attention_op(
     with context.mesh.in_call():
         if context.options.recompute or is_fake(q):
             return run()
-        return kept_or_run((handle, q.shape, k.shape, v.shape, q.dtype), run)
+        memory = context.mesh.host_memory
+        call = (handle, q.shape, k.shape, v.shape, q.dtype)
+        return kept_or_run(call, run, memory if memory.enabled else None)
 
 
 # Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ring.runtime.host_memory import HostMemory
+
 Results = tuple[Tensor, Tensor]
 _ATTRIBUTE = "_ds_ring_kept"
 _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
@@ -30,11 +32,11 @@ class _Kept:
     """Hold the results of a region's calls, in their order.
 
     Attributes:
-        results: of each call: which it was, out and lse, and their versions (a model may write to them).
+        results: of each call: which it was, and what returns out and lse (None if a model wrote to them).
         reader: number of the backward pass that took some; another one runs all passes again.
     """
 
-    results: deque[tuple[object, Results, tuple[int, ...]]] = field(default_factory=deque)
+    results: deque[tuple[object, Callable[[], Results | None]]] = field(default_factory=deque)
     reader: int | None = None
 
     def take(self, call: object) -> Results | None:
@@ -45,16 +47,17 @@ class _Kept:
         self.reader = task
         if not self.results:
             return None
-        same, results, versions = self.results.popleft()
-        return results if same == call and _versions(results) == versions else None
+        same, results = self.results.popleft()
+        return results() if same == call else None
 
 
-def kept_or_run(call: object, run: Callable[[], Results]) -> Results:
+def kept_or_run(call: object, run: Callable[[], Results], memory: HostMemory | None = None) -> Results:
     """Return what a pass gives: kept results where its region is run again, else those of `run`.
 
     Args:
         call: equal for equal calls. Every rank decides alike, since all run the same region.
         run: the pass.
+        memory: where results are kept; None leaves them where they are.
     """
     region, again = _region()
     if region is None:
@@ -66,8 +69,20 @@ def kept_or_run(call: object, run: Callable[[], Results]) -> Results:
         kept = _Kept()
         setattr(region, _ATTRIBUTE, kept)
     results = run()
-    kept.results.append((call, results, _versions(results)))
+    kept.results.append((call, _held(results) if memory is None else _on_host(results, memory)))
     return results
+
+
+def _held(results: Results) -> Callable[[], Results | None]:
+    """Keep results as they are, as long as nobody writes to them."""
+    versions = _versions(results)
+    return lambda: results if _versions(results) == versions else None
+
+
+def _on_host(results: Results, memory: HostMemory) -> Callable[[], Results | None]:
+    """Keep copies of results on the host."""
+    out, lse = (memory.put(x) for x in results)
+    return lambda: (memory.get(out), memory.get(lse))
 
 
 # [Note: regions]

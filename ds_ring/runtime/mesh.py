@@ -24,6 +24,7 @@ from ds_ring.health.guarded_call import call_guarded
 from ds_ring.health.joining import join_monitor, leave_on_error
 from ds_ring.health.watch import Watch
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.mesh_use import MeshUse
 from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences_of, world_size_for
 from ds_ring.runtime.trace import Trace
@@ -57,6 +58,7 @@ class RingMesh:
         calls: counts the headers of this mesh; equal on all ranks as long as none was missed.
         watch: hears who failed; None where the sequence has one rank, or the process group is fake.
         buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
+        host_memory: where what checkpointed regions keep goes, if it is enabled.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
         traces: those that `runtime/trace.py` is making, the innermost last. Here and not in a variable of the
             thread, since autograd runs the backward pass in a thread of its own.
@@ -72,6 +74,7 @@ class RingMesh:
     cpu_group: ProcessGroup | None = None
     watch: Watch | None = field(default=None, repr=False)
     buffers: Buffers = field(default_factory=Buffers, repr=False)
+    host_memory: HostMemory = field(default_factory=HostMemory, repr=False)
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)

@@ -115,7 +115,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "attn_implementation":
         return str(start(section, build_model(SIZE, "sdpa")).module.config._attn_implementation)
     if name == "long":
-        return error_of(lambda: start(section, build_model(SIZE, "sdpa")))
+        return in_the_model(start(section, build_model(SIZE, "sdpa")).module)
     engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))
     if not section and name != "NaN":
         defaults[True] = engine  # the same for all rows that begin with it
@@ -165,6 +165,12 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "forward": lambda: wrappers_of(engine.forward),
     }
     return str(observables[name]())
+
+
+def in_the_model(model: Any) -> str:
+    """Whose the head and the MLPs are, and whether layers are checkpointed."""
+    parts = (model.lm_head, model.model.layers[0].mlp)
+    return f"{[part.forward.__qualname__ for part in parts]} {model.is_activation_checkpointing}"
 
 
 def wrappers_of(function: Any) -> list[str]:

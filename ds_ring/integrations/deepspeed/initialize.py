@@ -134,8 +134,6 @@ def _configurations(
     """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
     assert model is not None
     ring_config = RingConfig.from_deepspeed(source)
-    if ring_config.long_sequence.any:
-        raise RingConfigError('long_sequence: expected "off", got a part that is not built yet; leave it out')
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)
     deepspeed_config = resolve_auto(deepspeed_config, model, optimizer is not None, scheduler is not None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.runtime.deferred_logits import DeferredLogits
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
 
@@ -52,8 +53,10 @@ def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.de
     return torch.tensor(max(valid_tokens, 1) / gradient_divisor, dtype=torch.float32, device=device)
 
 
-def local_loss(logits_BSV: Tensor, labels_BS: Tensor, items: Tensor) -> Tensor:
+def local_loss(logits_BSV: Tensor | DeferredLogits, labels_BS: Tensor, items: Tensor) -> Tensor:
     """Return summed cross entropy of the local tokens over `items`; labels are aligned with their logits."""
+    if isinstance(logits_BSV, DeferredLogits):
+        return logits_BSV.loss(labels_BS, items)
     flat = logits_BSV.float().flatten(0, 1)
     return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items
 

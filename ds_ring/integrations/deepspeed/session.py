@@ -46,6 +46,7 @@ from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded, shard_slices
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.deferred_logits import DeferredLogits
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.schedule.layout import Layout
@@ -134,7 +135,7 @@ class RingSession:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         return local
 
-    def loss(self, logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> RingLoss:
+    def loss(self, logits_BSV: Tensor | DeferredLogits, batch: Mapping[str, Tensor]) -> RingLoss:
         """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
         `mean_loss`.
         """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from ds_ring.errors import RingVerifyError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.runtime.deferred_logits import DeferredLogits
 
 
 class Attended(NamedTuple):
@@ -79,6 +81,9 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     loss = getattr(output, "loss", None)
     for name in ("logits", "last_hidden_state"):
         logits = getattr(output, name, None)
+        if isinstance(logits, DeferredLogits) and loss is not None:
+            with torch.no_grad():  # of a short batch: the loss and the gradients are those of the tiles
+                return logits.tensor(), loss
         if isinstance(logits, Tensor):
             return logits, loss
     tensors = (

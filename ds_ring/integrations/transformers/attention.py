@@ -165,8 +165,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
 
 
 def _keeps_its_own(config: RingConfig) -> bool:
-    """Return whether a model's own causal attention over the whole sequence is what is asked for."""
-    return config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
+    """Return whether a model as it is, over the whole sequence, is what is asked for."""
+    return (
+        not config.long_sequence.any and config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
+    )
 
 
 def _check_can_be_switched(part: PreTrainedModel) -> None:

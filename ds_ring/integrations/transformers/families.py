@@ -2,7 +2,8 @@
 
 Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
 (rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), temperature by position
-(temperature.py), pooling heads (heads.py). A model that has none of these is left alone.
+(temperature.py), pooling heads (heads.py), and what the JSON's "long_sequence" asks for (tiled_head.py,
+tiled_layers.py, offloaded_checkpoints.py). A model that has none of these is left alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.heads import pool_over_ranks, pools_the_last_token
 from ds_ring.integrations.transformers.loss_guard import LossGuard
 from ds_ring.integrations.transformers.numbering import check_numbers_once, numbering_of
+from ds_ring.integrations.transformers.offloaded_checkpoints import offload_checkpoints
 from ds_ring.integrations.transformers.rotary import give_length
 from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
 from ds_ring.integrations.transformers.temperature import tune_by_position
+from ds_ring.integrations.transformers.tiled_head import tile_loss
+from ds_ring.integrations.transformers.tiled_layers import tile_layers
 
 
 def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list[RemovableHandle]]:
@@ -35,9 +39,13 @@ def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list
         RingConfigError: it needs something that a ring cannot give it.
     """
     scale = shared_scale(session.mesh, session.gradient_divisor)
+    tile_layers(model, session)
+    tiles = tile_loss(model, session)
     guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
     model.loss_function = guard
     handles = [
+        *offload_checkpoints(model, session),
+        *tiles,
         *check_numbers_once(model, session.mesh),
         *give_length(model, session.batches),
         *tune_by_position(model),

@@ -1,0 +1,146 @@
+"""Compute the MLPs of a transformers model in tiles of tokens.
+
+Owns which modules are taken (MLPs of one input, and the experts of a mixture, that treat tokens one by one)
+and how their forward is replaced. How tiles are run, forward and backward, is runtime/tiled_call.py's. A
+whole mixture of experts is not taken: its router's results are read for the load balancing loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_ring.config.long_sequence_section import Tile, tile_tokens
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.tiled_call import tiled_call
+
+log = logging.getLogger(__name__)
+
+_MLPS = ("MLP", "FeedForward")  # what transformers' classes of one input end with
+_EXPERTS = "Experts"  # of hidden states, and of each token's experts and their weights
+_MIXES = ("Router", "Experts", "Attention", "Conv1d")  # in a module: it does more than an MLP does
+
+
+def tile_layers(model: PreTrainedModel, session: RingSession) -> None:
+    """Replace the forward of the model's MLPs, where the JSON asks for it.
+
+    Raises:
+        RingConfigError: the JSON asks for it by name, and the model has no MLP that can be tiled.
+    """
+    asked = session.config.long_sequence.tiled_mlp
+    if asked is False:
+        return
+    found, why_not = list(_token_by_token(model)), "it has no module that is known for one"
+    dropping = [type(one).__name__ for one in found if _draws_random_numbers(one)]
+    if dropping:
+        found, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
+    if not found:
+        if asked != "auto":
+            raise RingConfigError(
+                f"{type(model).__name__}: long_sequence.tiled_mlp: expected MLPs that treat tokens one by"
+                f' one, got none: {why_not}; set it to false or "auto"'
+            )
+        log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
+        return
+    for module in found:
+        module.forward = _TiledModule(module, asked, session).forward
+        # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
+        set_z3_leaf_module(module, True)
+
+
+def _token_by_token(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the outermost modules that are MLPs, or the experts of a mixture."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not (_is_mlp(module) or _is_experts(module)):
+            continue
+        inside.update(module.modules())
+        yield module
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    name = type(module).__name__
+    parts = {type(part).__name__ for part in module.modules()} - {name}
+    return (
+        name.endswith(_MLPS)
+        and len(_required(module)) == 1
+        and any(True for _ in module.parameters())
+        and not any(part.endswith(_MIXES) for part in parts)
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    given = [
+        one
+        for one in inspect.signature(module.forward).parameters.values()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return type(module).__name__.endswith(_EXPERTS) and len(given) == 3
+
+
+def _required(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [
+        one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+
+
+def _draws_random_numbers(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+class _TiledModule:
+    """Run one module tile by tile."""
+
+    def __init__(self, module: nn.Module, asked: Tile, session: RingSession) -> None:
+        self._module, self._asked, self._session = module, asked, session
+        self._plain = module.forward
+        self._width = _widest(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        if self._session.batches.is_off or torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
+        inputs = [value for value in bound.values() if value is not None]
+        leading = inputs[0].shape[:-1]
+        if not all(isinstance(value, Tensor) and value.shape[:-1] == leading for value in inputs):
+            return self._as_it_is(*args, **kwargs)
+        experts_of_a_token = inputs[1].shape[-1] if len(inputs) > 1 else 1
+        tile = tile_tokens(self._asked, self._width * experts_of_a_token, inputs[0].device.type)
+        if leading.numel() <= tile:
+            return self._plain(*args, **kwargs)
+        return tiled_call(self._plain, inputs, list(self._module.parameters()), tile)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        name = type(self._module).__name__
+        if self._asked != "auto":
+            raise RingConfigError(
+                f"long_sequence.tiled_mlp: expected {name} to be called with tensors [..., tokens, width],"
+                ' got others; set it to "auto" or false'
+            )
+        _say_once(name)
+        return self._plain(*args, **kwargs)
+
+
+def _widest(module: nn.Module) -> int:
+    """Return the elements of the widest row that a token has in a module."""
+    # ds_shape: at ZeRO 3 a parameter that is not gathered has no shape of its own.
+    shapes = [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+    if type(module).__name__.endswith(_EXPERTS):
+        shapes = [shape[1:] for shape in shapes]
+    return max(max(shape) for shape in shapes if shape)
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    log.warning('tiled_mlp "auto": %s is called with other things than tokens, and stays whole', name)

@@ -1,0 +1,112 @@
+"""Keep tensors in the host's memory, and bring them back before they are asked for.
+
+Owns copies to pinned memory and back, on streams of their own beside the computation. Tensors are asked for
+in the reverse order of their keeping, as a backward pass does: whoever asks for one starts the copies of
+those that were kept just before it. On the CPU, where the host's memory is the device's, a copy is one, and
+nothing is gained. The CUDA path has not run on a GPU here.
+
+torch's `save_on_cpu` copies on the stream of the computation, which waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_AHEAD = 3  # of a checkpointed layer: its input, and attention's out and lse
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Stand for a tensor that is kept.
+
+    Attributes:
+        number: counts what was kept.
+        host: the copy.
+        device: where the tensor was.
+        copied: the event after which `host` is whole; None on the CPU.
+        back: the copy on the device, once it was started.
+        ready: the event after which `back` is whole.
+    """
+
+    number: int
+    host: Tensor
+    device: torch.device
+    copied: Any = None
+    back: Tensor | None = None
+    ready: Any = None
+
+
+class HostMemory:
+    """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
+
+    Attributes:
+        enabled: whether what can be kept here should be; whoever keeps something asks.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+        self._count = 0
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out, back
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of all tensors that are kept."""
+        return sum(one.host.nbytes for one in list(self._tickets.values()))
+
+    def put(self, tensor: Tensor) -> Ticket:
+        """Copy a tensor to the host; it may be freed at once, and must not be written to before `get`."""
+        tensor = tensor.detach()
+        on_cpu = tensor.device.type == "cpu"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
+        ticket = Ticket(self._count, host, tensor.device)
+        self._tickets[self._count] = ticket
+        self._count += 1
+        if on_cpu:
+            host.copy_(tensor)
+            return ticket
+        out, _ = self._streams_of(tensor.device)
+        out.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with out:
+            host.copy_(tensor, non_blocking=True)
+            ticket.copied = out.record_event()
+        tensor.record_stream(out)  # its memory is not used again before the copy is done
+        return ticket
+
+    def get(self, ticket: Ticket) -> Tensor:
+        """Return the tensor on its device; start to bring back those that were kept before it."""
+        if ticket.device.type == "cpu":
+            return ticket.host
+        self._start(ticket)
+        for number in range(ticket.number - 1, ticket.number - 1 - _AHEAD, -1):
+            before = self._tickets.get(number)
+            if before is not None and before.device == ticket.device:
+                self._start(before)
+        torch.accelerator.current_stream(ticket.device).wait_event(ticket.ready)
+        tensor, ticket.back, ticket.ready = ticket.back, None, None
+        assert tensor is not None
+        return tensor
+
+    def _start(self, ticket: Ticket) -> None:
+        """Start the copy to the device, unless it was."""
+        if ticket.back is not None:
+            return
+        _, stream = self._streams_of(ticket.device)
+        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
+        ticket.back = torch.empty(ticket.host.shape, dtype=ticket.host.dtype, device=ticket.device)
+        stream.wait_stream(torch.accelerator.current_stream(ticket.device))
+        stream.wait_event(ticket.copied)
+        with stream:
+            ticket.back.copy_(ticket.host, non_blocking=True)
+            ticket.ready = stream.record_event()
+        ticket.back.record_stream(stream)
+
+    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
+        if device not in self._streams:
+            self._streams[device] = (torch.Stream(device), torch.Stream(device))
+        return self._streams[device]

@@ -1,0 +1,172 @@
+"""The options of "long_sequence": gradients against one process, tensors that never exist, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.long_table import Step, errors, step_alone, step_on_ring
+
+# Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
+CELLS = [
+    ("llama", 0, "all", False),
+    ("llama", 1, "tiled_loss", False),
+    ("llama", 2, "tiled_mlp", True),
+    ("llama", 3, "offload_checkpoints", False),
+    ("qwen3", 1, "all", False),
+    ("qwen3", 3, "all", False),
+    ("gemma3_text", 3, "tiled_loss", True),
+    ("gemma3_text", 2, "all", False),
+    ("mixtral", 3, "all", False),
+    ("mixtral", 0, "tiled_mlp", False),
+    ("granite", 3, "tiled_loss", False),
+    ("phi", 2, "all", False),
+]
+
+
+def steps(rank: int, world_size: int, cells: list[Any]) -> list[Step]:
+    return [
+        step_on_ring(rank, world_size, family, stage, option, world_size, checkpointing)
+        for family, stage, option, checkpointing in cells
+    ]
+
+
+def test_gradients_are_those_of_one_process(rank_pool: Any) -> None:
+    found = rank_pool(2).run(steps, CELLS)
+    alone = {family: step_alone(family) for family, *_ in CELLS}
+    for cell, *runs in zip(CELLS, *found, strict=True):
+        loss, gradient = errors(runs, alone[cell[0]])
+        assert loss < 1e-6, cell
+        assert gradient < 1e-5, cell
+
+
+# --- what never exists -------------------------------------------------------------------------------
+
+LOCAL, HIDDEN, INTERMEDIATE, VOCABULARY = 512, 16, 256, 512  # everything but tokens x wide is smaller
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = result if isinstance(result, (tuple, list)) else [result]
+        sizes = [x.numel() for x in found if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def largest(rank: int, world_size: int, long_sequence: Any) -> int:
+    """Of a training step of a Llama."""
+    start_deepspeed()
+    import transformers
+
+    import ds_ring
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
+    )  # fmt: skip
+    section = {"long_sequence": long_sequence, "pattern": {"window": 32}, "layout": "contiguous"}
+    model = transformers.LlamaForCausalLM(config)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ds_ring.initialize(
+        model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention=section)
+    )[0]
+    ids = torch.arange(2 * LOCAL)[None] % VOCABULARY
+    local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+    with Largest() as seen:
+        engine.backward(engine(**local).loss)
+    return seen.elements
+
+
+def test_no_tensor_of_tokens_by_vocabulary_or_intermediate_exists(rank_pool: Any) -> None:
+    pool = rank_pool(2)
+    assert pool.run(largest, "off") == [LOCAL * VOCABULARY] * 2
+    assert pool.run(largest, {"tiled_loss": 32}) == [LOCAL * INTERMEDIATE] * 2
+    both = pool.run(largest, {"tiled_loss": 32, "tiled_mlp": 32, "offload_checkpoints": True})
+    assert max(both) < LOCAL * INTERMEDIATE // 2, both  # all parameters, in one buffer of DeepSpeed's
+
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What each wrong use says."""
+    start_deepspeed()
+    import transformers
+
+    import ds_ring
+    from ds_ring.errors import RingConfigError
+
+    def engine_of(part: Any, kind: str = "LlamaForCausalLM", **more: Any) -> Any:
+        family = kind.removesuffix("ForCausalLM").removesuffix("Model")
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+        config = getattr(transformers, f"{family}Config")(**sizes, **more)
+        model = getattr(transformers, kind)(config)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        section = {"long_sequence": part}
+        return ds_ring.initialize(
+            model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention=section)
+        )[0]
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except RingConfigError as error:
+            return str(error)
+        return "nothing"
+
+    llama = {"intermediate_size": 32}
+    ids = torch.arange(16)[None]
+    engine = engine_of({"tiled_loss": 4}, **llama)
+    local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+    logits = engine(**local).logits
+    found = {
+        "no head": message(lambda: engine_of({"tiled_loss": True}, "LlamaModel", **llama)),
+        "no MLP": message(
+            lambda: engine_of({"tiled_mlp": True}, "OPTForCausalLM", ffn_dim=32, word_embed_proj_dim=16)
+        ),
+        "dropout": message(
+            lambda: engine_of({"tiled_mlp": True}, "GPT2LMHeadModel".replace("LMHeadModel", "Model"))
+        ),
+        "sum": message(lambda: logits.sum()),
+        "argmax": message(lambda: torch.argmax(logits, -1)),
+        "a part": message(lambda: logits[:, -1]),
+    }
+    scaled = (logits[:, 0:, :].float() * 2.0 / 4).tanh()
+    found["shape"] = str(list(scaled.shape))
+    found["loss"] = str(
+        float(engine.ring.loss(logits, local).mean_loss - engine.ring.mean_loss(engine(**local).loss))
+    )
+    engine.eval()
+    with torch.no_grad():
+        found["eval"] = str(
+            type(
+                engine(
+                    **{k: x for k, x in local.items() if "label" not in k and k != "num_items_in_batch"}
+                ).logits
+            )
+        )
+    return found
+
+
+def test_what_is_refused_and_what_is_not(rank_pool: Any) -> None:
+    for said in rank_pool(2).run(refused):
+        assert "LlamaModel: long_sequence.tiled_loss: it has no language model's head" in said["no head"]
+        assert "OPTForCausalLM: long_sequence.tiled_mlp: expected MLPs" in said["no MLP"]
+        assert "GPT2MLP has a dropout" in said["dropout"]
+        for name in ("sum", "argmax"):
+            assert f"given to the loss, got {name}: they are computed in tiles" in said[name]
+        assert "got logits[" in said["a part"]
+        assert said["shape"] == "[1, 8, 64]"
+        assert abs(float(said["loss"])) < 1e-6
+        assert said["eval"] == "<class 'torch.Tensor'>"

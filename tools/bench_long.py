@@ -1,0 +1,234 @@
+"""What "long_sequence" saves and costs: peak memory by size of tensor, seconds of a step, on real gloo ranks.
+
+A Llama with tied embeddings (5 layers of 384, vocabulary 32,000: 20 million parameters) makes DeepSpeed steps
+with a sliding window. The peak is the running sum of the profiler's allocation events; what is alive at that
+moment is listed by the size of its tensors, and the largest tensor that ever existed is compared with tokens
+x vocabulary and tokens x intermediate.
+
+Example:
+    python tools/bench_long.py --tokens 131072               # what fits here: every set with tiled_loss
+    python tools/bench_long.py --tokens 16384 --options off tiled_loss tiled_mlp "tiled_loss tiled_mlp"
+    python tools/bench_long.py --time --tokens 16384 --options off all --rounds 7      # a quiet machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.tables import console, print_table
+from ds_ring_launcher.local_ranks import run_ranks
+
+MIB = 1 << 20
+SHAPE = ModelShape(layers=5, hidden=384, heads=6, kv_heads=3, head_dim=64, intermediate=1024, vocab=32_000)
+SETS = ["tiled_loss", "tiled_loss tiled_mlp", "tiled_loss offload_checkpoints", "all"]
+NAMES = ("tiled_loss", "tiled_mlp", "offload_checkpoints")
+
+
+class Run(NamedTuple):
+    """Describe the steps of one set of options."""
+
+    parts: str
+    tokens: int
+    ranks: int
+    stage: int
+    checkpointing: bool
+    window: int
+
+
+class Found(NamedTuple):
+    """Hold what a rank measured: bytes, and what was alive at the peak (number of blocks by bytes)."""
+
+    peak: int
+    largest: int
+    alive: dict[int, int]
+
+
+def long_sequence(parts: str) -> Any:
+    """Return the value of the JSON's key."""
+    if parts in ("off", "auto"):
+        return parts
+    return dict.fromkeys(NAMES if parts == "all" else parts.split(), True)
+
+
+def start(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return an engine and this rank's part of a batch."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import ds_ring
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    config = LlamaConfig(
+        vocab_size=SHAPE.vocab, hidden_size=SHAPE.hidden, intermediate_size=SHAPE.intermediate,
+        num_hidden_layers=SHAPE.layers, num_attention_heads=SHAPE.heads, num_key_value_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim, max_position_embeddings=run.tokens, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if run.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = ds_ring.initialize(
+        model=model, model_parameters=model.parameters(), config=deepspeed_json(run)
+    )
+    ids = torch.randint(1, SHAPE.vocab, (1, run.tokens), generator=torch.Generator().manual_seed(1))
+    return engine, engine.ring.shard_batch({"input_ids": ids, "labels": ids})
+
+
+def deepspeed_json(run: Run) -> dict[str, Any]:
+    """Return a JSON with AdamW, a window, and the options."""
+    bucket = SHAPE.largest_parameter
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": run.stage,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        "sequence_parallel_size": run.ranks,
+        "ring_attention": {
+            "pattern": {"window": run.window},
+            "layout": "contiguous",
+            "hop_timeout_seconds": 600,
+            "heartbeat_timeout_seconds": 60,
+            "long_sequence": long_sequence(run.parts),
+        },
+    }
+
+
+def step(engine: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Make one optimizer step."""
+    engine.backward(engine(**batch).loss)
+    engine.step()
+
+
+def memory_rank(run: Run) -> Found:
+    """Measure one rank: the model from its beginning, and two steps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine, batch = start(run)
+        for _ in range(2):
+            step(engine, batch)
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    total = peak = 0
+    alive, at_peak = Counter[int](), dict[int, int]()
+    for _, change in sorted(events, key=lambda event: event[0]):
+        total += change
+        alive[abs(change)] += 1 if change > 0 else -1
+        if total > peak:
+            peak, at_peak = total, dict(alive)
+    return Found(peak, max(change for _, change in events), {size: n for size, n in at_peak.items() if n > 0})
+
+
+def time_rank(runs: list[Run], rounds: int) -> list[list[float]]:
+    """Return the seconds of each run's steps: the runs take turns, after one step to warm up."""
+    started = [start(run) for run in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for (engine, batch), taken in zip(started, seconds, strict=True):
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            step(engine, batch)
+            torch.distributed.barrier()
+            if turn:
+                taken.append(time.perf_counter() - begin)
+    return seconds
+
+
+def meaning(size: int, run: Run) -> str:
+    """Say what has so many bytes, as far as the sizes of the model tell."""
+    local = run.tokens // run.ranks
+    of = {
+        "tokens x vocabulary": local * SHAPE.vocab,
+        "tokens x intermediate": local * SHAPE.intermediate,
+        "tokens x hidden": local * SHAPE.hidden,
+        "tokens x K/V": local * SHAPE.kv_heads * SHAPE.head_dim,
+        "tokens x heads": local * SHAPE.heads,
+        "embedding": SHAPE.vocab * SHAPE.hidden,
+    }
+    return next((name for name, elements in of.items() if 4 * elements == size), "")
+
+
+def report(run: Run, found: Found, as_json: bool) -> None:
+    """Print the peak of a run and what was alive then."""
+    local = run.tokens // run.ranks
+    limit = 4 * local * SHAPE.intermediate
+    row = {
+        "options": run.parts,
+        "tokens": run.tokens,
+        "peak_mib": round(found.peak / MIB, 1),
+        "largest_tensor_mib": round(found.largest / MIB, 1),
+        "tokens_x_vocabulary_mib": round(4 * local * SHAPE.vocab / MIB, 1),
+        "tokens_x_intermediate_mib": round(limit / MIB, 1),
+    }
+    if as_json:
+        print(json.dumps(row), flush=True)
+        return
+    table = Table(title="  ".join(f"{key} {value}" for key, value in row.items()), title_justify="left")
+    for head in ("alive at the peak", "MiB each", "number", "MiB"):
+        table.add_column(head, justify="left" if head.startswith("alive") else "right")
+    by_bytes = sorted(found.alive.items(), key=lambda item: -item[0] * item[1])
+    for size, number in by_bytes[:8]:
+        table.add_row(meaning(size, run), f"{size / MIB:.1f}", str(number), f"{size * number / MIB:.1f}")
+    rest = sum(size * number for size, number in by_bytes[8:])
+    table.add_row("all others", "", "", f"{rest / MIB:.1f}")
+    print_table(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a table for each set of options, or the seconds of their steps."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=1, choices=range(4), help="of ZeRO")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations of layers")
+    parser.add_argument("--options", nargs="+", default=SETS, help='sets of options: "off", "all", names')
+    parser.add_argument("--time", action="store_true", help="time steps instead")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--deadline", type=float, default=3000.0, help="seconds for each run")
+    parser.add_argument("--json", action="store_true", help="one JSON row per line")
+    options = parser.parse_args(arguments)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    runs = [
+        Run(parts, options.tokens, options.ranks, options.stage, not options.no_checkpointing, options.window)
+        for parts in options.options
+    ]
+    if not options.time:
+        for run in runs:
+            ranks = run_ranks(memory_rank, run.ranks, (run,), threads=1, deadline_s=options.deadline)
+            report(run, max(ranks, key=lambda found: found.peak), options.json)
+        return 0
+    given = (runs, options.rounds)
+    seconds = run_ranks(time_rank, options.ranks, given, threads=1, deadline_s=options.deadline)[0]
+    first = statistics.median(seconds[0])
+    for run, taken in zip(runs, seconds, strict=True):
+        middle = statistics.median(taken)
+        row = {"options": run.parts, "tokens": run.tokens, "median_s": round(middle, 3)}
+        row |= {"least_s": round(min(taken), 3), "ratio": round(middle / first, 3)}
+        console().print(json.dumps(row), markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
