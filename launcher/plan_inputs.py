@@ -117,7 +117,7 @@ def _setting(
         hardware=hardware,
         batch=1 if batch is None else int(batch),
         checkpointing=options.activation_checkpointing,
-        recompute_attention=config.recompute_attention,
+        recompute_attention=bool(config.recompute_attention),  # a part of it: as if it were all
         loss_tokens=options.loss_chunk,
         overlap=config.overlap,
         prune=config.prune,

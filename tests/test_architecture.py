@@ -27,8 +27,8 @@ from ds_ring_launcher.hardware_file import read_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the ground up. A module imports from its own floor or a lower one; a package stands for all in it.
-FLOORS = [
+# From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
+LAYERS = [
     ["errors", "checked_numbers", "tables", "registry"],
     ["masks"],
     ["config"],
@@ -40,10 +40,10 @@ FLOORS = [
     ["integrations"],
 ]
 
-# Rooms of the runtime that know nothing of each other, and everybody who may enter them.
-ROOMS = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
-VISITORS = {
-    "runtime.ring_pass": set(ROOMS),
+# Parts of the runtime that do not import each other, and the modules that may import them.
+SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
+IMPORTERS = {
+    "runtime.ring_pass": set(SEPARATE),
     "runtime.ring_buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.compiled_attention": {"runtime.merge"},  # the accumulators' dtype
@@ -144,38 +144,38 @@ def own_imports_of(name: str) -> set[str]:
     return found
 
 
-def is_in(name: str, room: str) -> bool:
-    return name == room or name.startswith(room + ".")
+def is_in(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
 
 
-def floor_of(name: str) -> int:
-    floors = [index for index, rooms in enumerate(FLOORS) if any(is_in(name, room) for room in rooms)]
-    assert len(floors) == 1, f"ds_ring.{name} stands on no floor: give it a place in FLOORS"
-    return floors[0]
+def layer_of(name: str) -> int:
+    layers = [index for index, parts in enumerate(LAYERS) if any(is_in(name, part) for part in parts)]
+    assert len(layers) == 1, f"ds_ring.{name} is in no layer: give it a place in LAYERS"
+    return layers[0]
 
 
-MODULES_ON_FLOORS = [name for name in MODULES if name]
+MODULES_IN_LAYERS = [name for name in MODULES if name]
 
 
-@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
+@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
 def test_imports_go_downward(name: str) -> None:
-    own_floor = floor_of(name)
+    own_layer = layer_of(name)
     for imported in own_imports_of(name):
         assert imported, f"ds_ring.{name} imports the package itself, which imports everything"
-        assert floor_of(imported) <= own_floor, f"ds_ring.{name} imports ds_ring.{imported}, a floor above it"
+        assert layer_of(imported) <= own_layer, f"ds_ring.{name} imports ds_ring.{imported}, a layer above it"
 
 
-@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
-def test_rooms_of_the_runtime_do_not_know_each_other(name: str) -> None:
-    allowed = VISITORS.get(name, set())
+@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
+def test_parts_of_the_runtime_do_not_import_each_other(name: str) -> None:
+    allowed = IMPORTERS.get(name, set())
     for imported in own_imports_of(name):
-        rooms = {room for room in ROOMS if is_in(imported, room) and not is_in(name, room)}
-        assert rooms <= allowed, (
-            f"ds_ring.{name} enters {sorted(rooms)}; only {sorted(VISITORS)} may, as listed"
+        parts = {part for part in SEPARATE if is_in(imported, part) and not is_in(name, part)}
+        assert parts <= allowed, (
+            f"ds_ring.{name} imports {sorted(parts)}; only {sorted(IMPORTERS)} may, as listed"
         )
 
 
-@pytest.mark.parametrize("name", MODULES_ON_FLOORS)
+@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
 def test_only_autograd_sees_a_pass(name: str) -> None:
     if name not in MAY_IMPORT_A_PASS | PASSES:
         seen = own_imports_of(name) & PASSES
@@ -195,7 +195,7 @@ def test_outside_packages_stay_in_their_place(name: str) -> None:
             f"ds_ring.{name} imports {package}; only {place} may"
         )
     assert not (roots & NEVER_IN_DS_RING), f"ds_ring.{name} imports {sorted(roots & NEVER_IN_DS_RING)}"
-    if any(is_in(name, room) for room in ARITHMETIC) and name not in EVALUATES_MASK_FUNCTIONS:
+    if any(is_in(name, part) for part in ARITHMETIC) and name not in EVALUATES_MASK_FUNCTIONS:
         assert not (roots & NEVER_IN_ARITHMETIC), (
             f"ds_ring.{name} is arithmetic: no {sorted(roots & NEVER_IN_ARITHMETIC)}"
         )
@@ -247,6 +247,7 @@ def test_every_pattern_is_public() -> None:
         "Intersection",
         "Union",
         "HeadsOfPart",
+        "FirstQueries",  # of a pass that is computed again
     }  # the base, and what is made of others
     for name in MODULES:
         if is_in(name, "masks"):

@@ -53,6 +53,10 @@ Tokens = Annotated[
 Seconds = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
 ]
+FlagOrPart = Annotated[
+    bool | Annotated[float, Field(gt=0, lt=1)],
+    Takes("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
+]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     Layout = str
     Kernel = str
@@ -121,10 +125,11 @@ class RingConfig(Section):
         "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
         "64 MiB on CUDA",
     )
-    recompute_attention: Flag = Field(
+    recompute_attention: FlagOrPart = Field(
         default=False,
         description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
-        "each layer's attention output, as large as its input, and sends nothing again",
+        "each layer's attention output, as large as its input, and sends nothing again; 0.5 computes the "
+        "first half of the sequence again and keeps the other, which costs more under a causal pattern",
     )
     long_sequence: LongSequence = Field(
         default=LongSequenceConfig(),

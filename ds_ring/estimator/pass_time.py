@@ -71,10 +71,10 @@ class TimeLine(NamedTuple):
         return float(both.sum())
 
 
-def by_member(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
+def by_head(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
     """Yield tiles with the number of query heads they are for, of the `group` that share a K/V head."""
     # A table may hold tiles of one head in the group beside tiles of all.
-    single = tiles.member >= 0
+    single = tiles.head_in_group >= 0
     if not single.any():
         yield tiles, group
         return
@@ -97,7 +97,7 @@ def work_of(steps: ChunkSteps, group: int, executed: Callable[[Tiles], int]) -> 
     work = np.zeros((len(steps.rounds) - 1, 5))
     for row, steps_now in zip(work, steps.rounds, strict=False):
         for step in steps_now.computed:
-            for tiles, heads in by_member(step.tiles, group) if len(step.tiles) else ():
+            for tiles, heads in by_head(step.tiles, group) if len(step.tiles) else ():
                 # Pairs count for every query head; a tile is one call for all heads that it is for.
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:

@@ -16,7 +16,7 @@ def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
     """Return the non-empty blocks of a table of tiles, each once.
 
     Args:
-        tiles: of one hop and one member.
+        tiles: of one hop and one query head.
         block: side of a block in slots, B.
 
     Returns:

@@ -29,30 +29,30 @@ Band = tuple[int, int, tuple[PairMask, ...]]  # least, most, predicates
 Joined = tuple[Primitive, Primitive]  # of queries and of keys, by whose labels these are joined
 
 
-def tiles_of_members(
-    members: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
+def tiles_by_head(
+    branches_by_head: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
 ) -> Tiles:
     """Return the non-empty tiles of rectangles that are FULL; see [Note: joins].
 
     Args:
-        members: the branches of every query head of a group; one entry if all see the same.
+        branches_by_head: of every query head of a group; one entry if all see the same.
         rectangles: not cut yet.
         plain: without rewrites, branch by branch.
     """
     # put first wherever tables are concatenated, so that there is always one
     nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
-    # by band, so that the rectangles of all members are cut by a band together
+    # by band, so that the rectangles of all heads in the group are cut by a band together
     bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
-    for number, whole in enumerate(members):
+    for number, whole in enumerate(branches_by_head):
         for band, alike in _by_band(whole).items():
-            bands.setdefault(band, []).append((number if len(members) > 1 else -1, alike))
+            bands.setdefault(band, []).append((number if len(branches_by_head) > 1 else -1, alike))
     parts = []
     for (least, most, masks), jobs in bands.items():
         # before the joins: what the band drops as a whole need not be refined
         near = may_touch(rectangles, least, most)
         refined = [nothing]
-        for member, branches in jobs:
-            refined += _refine(near.for_member(member), branches, least >= 0, plain)
+        for head_in_group, branches in jobs:
+            refined += _refine(near.for_head(head_in_group), branches, least >= 0, plain)
         found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
             # the mask includes the band, so blocks are only kept or dropped, not cut by it

@@ -17,7 +17,7 @@ import numpy as np
 from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, product, union
-from ds_ring.masks.joins import tiles_of_members
+from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.pair_mask import PairMask
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import JsonKey
@@ -185,13 +185,13 @@ class BoundPattern(Pattern):
     """Hold a pattern for the query heads of one K/V head: what plans and kernels work with.
 
     Attributes:
-        members: the branches of every query head of the group, as many for each; one entry if all are equal.
+        branches_by_head: of every query head of the group, as many for each; one entry if all are equal.
     """
 
-    members: tuple[tuple[Branch, ...], ...]
+    branches_by_head: tuple[tuple[Branch, ...], ...]
 
     def branches(self, head: Head) -> tuple[Branch, ...]:
-        return self.members[min(head.number, len(self.members) - 1)]
+        return self.branches_by_head[min(head.number, len(self.branches_by_head) - 1)]
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
         return self
@@ -199,7 +199,7 @@ class BoundPattern(Pattern):
     @cached_property
     def counts_twice(self) -> bool:
         """Return whether some pair may have m > 1."""
-        return any(counts_twice(branches) for branches in self.members)
+        return any(counts_twice(branches) for branches in self.branches_by_head)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """Return the non-empty tiles of two shards given by their runs (start, step, length), slot order."""
@@ -207,11 +207,11 @@ class BoundPattern(Pattern):
 
     def cut(self, rectangles: Tiles) -> Tiles:
         """Return the non-empty tiles of some rectangles."""
-        return tiles_of_members(self.members, replace(rectangles, rule=self))
+        return tiles_by_head(self.branches_by_head, replace(rectangles, rule=self))
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
-        """Label query and key positions, int64 [members, branches, n] and [members, branches, m]."""
-        found = [[branch.labels(q, k) for branch in branches] for branches in self.members]
+        """Label query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
+        found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
@@ -221,7 +221,7 @@ class BoundPattern(Pattern):
         knows. It saves making the same tiles again and again.
         """
         found: list[Any] = []
-        for branch in (branch for member in self.members for branch in member):
+        for branch in (branch for branches in self.branches_by_head for branch in branches):
             if branch.masks:
                 return None
             for side in (branch.queries, branch.keys):

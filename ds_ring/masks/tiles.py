@@ -108,7 +108,7 @@ class Tiles:
     Attributes:
         q, k: the query and the key side.
         kind: a `Kind` per row.
-        member: which query head of each K/V head's group the row is for; -1 for all of them.
+        head_in_group: which query head of each K/V head's group the row is for; -1 for all of them.
         multiplicity: m of every pair of the row; log m is added to the scores.
         weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
         weights: what of m varies inside tiles, functions of query and key positions.
@@ -120,7 +120,7 @@ class Tiles:
     q: Axis
     k: Axis
     kind: IntArray
-    member: IntArray
+    head_in_group: IntArray
     multiplicity: IntArray
     weight: IntArray
     mask: IntArray
@@ -147,7 +147,7 @@ class Tiles:
             q=self.q.rows(index),
             k=self.k.rows(index),
             kind=self.kind[index],
-            member=self.member[index],
+            head_in_group=self.head_in_group[index],
             multiplicity=self.multiplicity[index],
             weight=self.weight[index],
             mask=self.mask[index],
@@ -177,13 +177,13 @@ class Tiles:
         """Return the same rectangles, of which a mask says what is attended."""
         return replace(self.of_kind(Kind.PARTIAL), mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
 
-    def for_member(self, member: int) -> Tiles:
+    def for_head(self, head_in_group: int) -> Tiles:
         """Return what of the tiles concerns one query head of each group (-1: as they are)."""
-        if member < 0:
+        if head_in_group < 0:
             return self
-        concerned = (self.member < 0) | (self.member == member)
+        concerned = (self.head_in_group < 0) | (self.head_in_group == head_in_group)
         part = self if concerned.all() else self.rows(concerned)
-        return replace(part, member=np.full(len(part), member, dtype=np.int64))
+        return replace(part, head_in_group=np.full(len(part), head_in_group, dtype=np.int64))
 
     def times(self, multiplicity: IntArray | int) -> Tiles:
         """Return the same tiles, every pair counted so many times as often."""
@@ -210,7 +210,7 @@ class Tiles:
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
             np.concatenate([p.kind for p in parts]),
-            np.concatenate([p.member for p in parts]),
+            np.concatenate([p.head_in_group for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
             np.concatenate([place[p.weight] for p, place in zip(parts, weight_places, strict=True)]),
             np.concatenate([place[p.mask] for p, place in zip(parts, mask_places, strict=True)]),
@@ -235,7 +235,7 @@ class Tiles:
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
         zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
-        # FULL, for all members, m = 1, without weight and mask
+        # FULL, for all heads in the group, m = 1, without weight and mask
         return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.contexts import context_of
+from ds_ring.runtime.contexts import context_of, first_queries
 from ds_ring.runtime.gather_pass import GatherPass
-from ds_ring.runtime.kept_results import kept_or_run
+from ds_ring.runtime.kept_results import KeptRows, kept_or_run
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
@@ -64,18 +64,21 @@ def ring_attention_op(
     """
     context = context_of(handle)
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run(handle: int = handle) -> tuple[Tensor, Tensor]:
         # Outside the guard: a refused call sends nothing, and the mesh can still be used after it.
         made = _pass_of(q, k, v, handle, sinks=sinks)
         with _guarded(made):
             return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
 
     with context.mesh.in_call():
-        if context.options.recompute or is_fake(q):
+        if context.options.recompute == 1 or is_fake(q):
             return run()
-        memory = context.mesh.host_memory
+        memory, rows = context.mesh.host_memory, None
+        if context.options.recompute:
+            first, slots = first_queries(context, q.shape[2])
+            rows = KeptRows(slots.to(q.device), lambda: run(first.handle))
         call = (handle, q.shape, k.shape, v.shape, q.dtype)
-        return kept_or_run(call, run, memory if memory.enabled else None)
+        return kept_or_run(call, run, memory if memory.enabled else None, rows)
 
 
 # Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.

@@ -28,7 +28,7 @@ KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
 
 
 class BlockTable(NamedTuple):
-    """Hold blocks row by row: how many int32 [1, members, rows], which int32 [1, members, rows, widest]."""
+    """Hold blocks row by row: how many int32 [1, heads, rows], which int32 [1, heads, rows, widest]."""
 
     counts: Tensor
     blocks: Tensor
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         position: int32 [n]; 0 where no tile covers the slot.
-        labels: int32 [members, n] for each branch; -1 for no label.
+        labels: int32 [heads, n] for each branch; -1 for no label.
     """
 
     position: Tensor
@@ -67,7 +67,7 @@ class HopTensors(NamedTuple):
         bands: one for all branches where they have the same, else one for each.
         partial_rows, full_rows: key blocks of each query block, with a mask inside and without.
         partial_columns, full_columns: query blocks of each key block.
-        head_numbers: of the query heads of a group, for masks that differ by head; int64 [members], else [0].
+        head_numbers: of the query heads of a group, for masks that differ by head; int64 [heads], else [0].
         counts_twice: some pair may have m > 1; Python, the same for every hop.
     """
 
@@ -128,7 +128,7 @@ _kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = Ordered
 
 @dataclass(frozen=True)
 class _Side:
-    """Hold `Tokens` in numpy, padded to whole blocks with no label; labels [members, branches, n]."""
+    """Hold `Tokens` in numpy, padded to whole blocks with no label; labels [heads, branches, n]."""
 
     first: int
     length: int
@@ -155,12 +155,12 @@ def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots:
     partial, full = [], []
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
-    for member in range(q.labels.shape[0]):
-        found = blocks_of_tiles(shifted.for_member(member), block)
-        is_full = _are_full(found, member, q.blocks(block), k.blocks(block), rule.members[0])
-        of_member = np.concatenate([np.full((len(found), 1), member), found], axis=1)
-        partial.append(of_member[~is_full])
-        full.append(of_member[is_full])
+    for head_in_group in range(q.labels.shape[0]):
+        found = blocks_of_tiles(shifted.for_head(head_in_group), block)
+        is_full = _are_full(found, head_in_group, q.blocks(block), k.blocks(block), rule.branches_by_head[0])
+        of_head = np.concatenate([np.full((len(found), 1), head_in_group), found], axis=1)
+        partial.append(of_head[~is_full])
+        full.append(of_head[is_full])
     shape = q.labels.shape[0], len(q.position) // block, len(k.position) // block
     rows, full_rows, columns, full_columns = (
         _table(np.concatenate(blocks), shape, by_key, device)
@@ -219,7 +219,7 @@ def _from(axis: Axis, first: int) -> Axis:
 
 def _are_full(
     found: IntArray,
-    member: int,
+    head_in_group: int,
     q: tuple[IntArray, ...],
     k: tuple[IntArray, ...],
     branches: tuple[Branch, ...],
@@ -236,7 +236,7 @@ def _are_full(
     full = np.zeros(len(found), dtype=bool)
     for number, branch in enumerate(branches):
         if not branch.masks:
-            ours, theirs = q_label[member][number, i], k_label[member][number, j]
+            ours, theirs = q_label[head_in_group][number, i], k_label[head_in_group][number, j]
             within = (nearest >= branch.least) & (farthest <= branch.most)
             full |= within & (ours == theirs) & (ours >= 0)
     return full
@@ -244,7 +244,7 @@ def _are_full(
 
 def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
     """Return what limits the branches beside their labels, once where all are alike; see `BandTensors`."""
-    branches = rule.members[0]
+    branches = rule.branches_by_head[0]
     bands = [(b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches]
     if len(set(bands)) == 1:
         bands = bands[:1]
@@ -259,7 +259,10 @@ def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
 
 def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
     """Return the numbers of the query heads of a group, where a mask depends on them."""
-    heads = [next((m.heads for b in member for m in b.masks if m.heads), ()) for member in rule.members]
+    heads = [
+        next((m.heads for b in branches for m in b.masks if m.heads), ())
+        for branches in rule.branches_by_head
+    ]
     return sum(heads, ()) or (0,)
 
 
@@ -268,16 +271,16 @@ def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
 # B)^2 blocks. Both directions are sorted from the list of blocks here, trimmed to the widest row. No side of
 # a table is below 2: torch.compile takes a size of 1 for a constant and would compile again.
 def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> BlockTable:
-    """Sort blocks (member, query block, key block) row by row; [Note: tables of blocks]."""
-    members, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
+    """Sort blocks (head_in_group, query block, key block) row by row; [Note: tables of blocks]."""
+    heads, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
     row = found[:, 0] * rows + found[:, 2 if by_key else 1]
     column = found[:, 1 if by_key else 2]
     # By row, then by column: lexsort's last key counts first.
     order = np.lexsort([column, row])
     row, column = row[order], column[order]
-    count = np.bincount(row, minlength=members * rows)
-    index = np.zeros((members * rows, max(int(count.max()), 2)), dtype=np.int32)
+    count = np.bincount(row, minlength=heads * rows)
+    index = np.zeros((heads * rows, max(int(count.max()), 2)), dtype=np.int32)
     # The place of an entry in its row: its number less those of the rows before.
     index[row, np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)] = column
-    counts = torch.from_numpy(count.astype(np.int32)).view(1, members, rows)
-    return BlockTable(counts.to(device), torch.from_numpy(index).view(1, members, rows, -1).to(device))
+    counts = torch.from_numpy(count.astype(np.int32)).view(1, heads, rows)
+    return BlockTable(counts.to(device), torch.from_numpy(index).view(1, heads, rows, -1).to(device))

@@ -50,6 +50,7 @@ class RingContext:
         refused: why no call on this context can be made; each one raises it, after telling the other ranks.
         in_a_graph: a compiled graph carries the handle: kept for as long as the mesh.
         exchange: moves tensors; None where the sequence has one rank.
+        first_queries: by local tokens, what `contexts.first_queries` returns.
     """
 
     pattern: Pattern
@@ -60,6 +61,7 @@ class RingContext:
     in_a_graph: bool = False
     handle: int = field(default_factory=itertools.count().__next__)
     exchange: Exchange | None = None
+    first_queries: dict[int, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:

@@ -9,8 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ds_ring.errors import RingError, RingLayoutError, RingPatternError, shown
 from ds_ring.masks.dense import Causal
+from ds_ring.masks.first_queries import FirstQueries
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import CONTEXTS, RingContext
 from ds_ring.runtime.mesh import RingMesh, check_mesh
@@ -53,6 +58,25 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
             f" mesh's ring has {mesh.ring_size}; build it with make_layout(..., ring_size={mesh.ring_size})"
         )
     return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
+
+
+def first_queries(context: RingContext, local_tokens: int) -> tuple[RingContext, Tensor]:
+    """Return the context that computes again what `options.recompute` says, and the slots that it leaves out.
+
+    Args:
+        context: of the whole pass.
+        local_tokens: slots of a rank's shard.
+
+    Returns:
+        the context of the sequence's first queries, and this rank's slots of later ones, int64.
+    """
+    if local_tokens not in context.first_queries:
+        layout, options = context.layout_for(local_tokens), context.options
+        count = max(1, int(layout.tokens * options.recompute))
+        first = context_for(context.pattern & FirstQueries(count), layout, context.mesh, options)
+        later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
+        context.first_queries[local_tokens] = first, torch.from_numpy(later)
+    return context.first_queries[local_tokens]
 
 
 def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:

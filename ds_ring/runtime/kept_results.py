@@ -2,7 +2,9 @@
 
 Activation checkpointing runs a region's forward pass again in the backward pass. What attention's gradient
 needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward
-passes in a step and not 16. Owns finding the region that a call belongs to, and what is kept for it.
+passes in a step and not 16. Of long sequences only the later rows may be kept, which cost most under a
+causal pattern, and the others are computed again (BurstEngine, Sun et al. 2025, sequence-level selective
+checkpointing). Owns finding the region that a call belongs to, and what is kept for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,30 @@ _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and 
     "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
     "_recomputation_hook.__init__.<locals>.pack_hook": "target_frame_ref",
 }
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Say which rows of (out, lse) are kept, and how to compute the others.
+
+    Attributes:
+        slots: local slots whose results are kept, int64 [rows].
+        run_others: the pass for all other queries; its rows of `slots` are replaced.
+    """
+
+    slots: Tensor
+    run_others: Callable[[], Results]
+
+    def of(self, results: Results) -> Results:
+        """Return a copy of the rows to be kept."""
+        return tuple(x.index_select(2, self.slots) for x in results)  # type: ignore[return-value]
+
+    def completed(self, kept: Results) -> Results:
+        """Return all rows, of which `kept` are those of `slots`."""
+        results = self.run_others()
+        for whole, part in zip(results, kept, strict=True):
+            whole.index_copy_(2, self.slots, part)
+        return results
 
 
 @dataclass
@@ -51,25 +77,35 @@ class _Kept:
         return results() if same == call else None
 
 
-def kept_or_run(call: object, run: Callable[[], Results], memory: HostMemory | None = None) -> Results:
+def kept_or_run(
+    call: object,
+    run: Callable[[], Results],
+    memory: HostMemory | None = None,
+    rows: KeptRows | None = None,
+) -> Results:
     """Return what a pass gives: kept results where its region is run again, else those of `run`.
 
     Args:
         call: equal for equal calls. Every rank decides alike, since all run the same region.
         run: the pass.
         memory: where results are kept; None leaves them where they are.
+        rows: which rows to keep; None for all.
     """
     region, again = _region()
     if region is None:
         return run()
     kept = getattr(region, _ATTRIBUTE, None)
     if again:
-        return (kept.take(call) if kept is not None else None) or run()
+        found = kept.take(call) if kept is not None else None
+        if found is None:
+            return run()
+        return found if rows is None else rows.completed(found)
     if kept is None:
         kept = _Kept()
         setattr(region, _ATTRIBUTE, kept)
     results = run()
-    kept.results.append((call, _held(results) if memory is None else _on_host(results, memory)))
+    to_keep = results if rows is None else rows.of(results)
+    kept.results.append((call, _held(to_keep) if memory is None else _on_host(to_keep, memory)))
     return results
 
 

@@ -28,7 +28,8 @@ class Options:
         hop_timeout_s: seconds that a hop may take.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         kernel_options: for the kernel, as sorted pairs.
-        recompute: run a pass again where its checkpointed region is, instead of keeping (out, lse).
+        recompute: part of the sequence, its first tokens, whose attention is computed again where a
+            checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
         score_mod: changes scores pair by pair; the one option that changes the result.
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
@@ -45,7 +46,7 @@ class Options:
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
     block_size: int = 128
-    recompute: bool = False
+    recompute: float = 0.0
     score_mod: ScoreMod | None = None
 
     def __post_init__(self) -> None:
@@ -57,8 +58,12 @@ class Options:
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
             )
-        for name in ("overlap", "prune", "check_finite", "recompute"):
+        for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)
+        if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
+            raise RingConfigError(
+                f"recompute: expected a part of the sequence from 0 to 1, got {shown(self.recompute)}"
+            )
         if not _is_number(self.hop_timeout_s) or not 0 < self.hop_timeout_s <= LONGEST_S:
             raise RingConfigError(
                 f"hop_timeout_s: expected seconds > 0, got {shown(self.hop_timeout_s)} (at most"

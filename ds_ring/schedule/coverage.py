@@ -112,7 +112,7 @@ def _heads(heads: slice) -> range:
 
 def _pairs(tiles: Tiles, group: int) -> IntArray:
     """Return pairs of every tile over the query heads that share a K/V head."""
-    return tiles.pairs * np.where(tiles.member < 0, group, 1)
+    return tiles.pairs * np.where(tiles.head_in_group < 0, group, 1)
 
 
 def _pairs_due(plan: Plan, rank: int, which: int) -> IntArray:

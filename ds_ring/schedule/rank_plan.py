@@ -169,8 +169,8 @@ class HeadClassPlan:
         """Return attended pairs per K/V head: over the `group` query heads that share it."""
         total = 0
         for hop_plan in self.hops:
-            # a tile for all members is computed for each query head of the group
-            heads = np.where(hop_plan.tiles.member < 0, group, 1)
+            # a tile for all heads in the group is computed for each query head of the group
+            heads = np.where(hop_plan.tiles.head_in_group < 0, group, 1)
             total += int((hop_plan.tiles.pairs * heads).sum())
         return total
 

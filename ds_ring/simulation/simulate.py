@@ -167,7 +167,12 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
     bytes_sent: dict[int, BytesSent] = {}
     traces: dict[int, Trace] = {}
     bar = tqdm(
-        ranks, desc="ranks", unit="rank", delay=PROGRESS_AFTER_S, leave=None, disable=not progress
+        ranks,
+        desc="ranks",
+        unit="rank",
+        delay=PROGRESS_AFTER_S,
+        leave=None,
+        disable=None if progress else True,  # None: where nobody looks on
     )  # under another bar it goes when it is through
     for rank in bar:
         found: RankResult = job.run(rank)

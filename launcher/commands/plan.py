@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 class _Progress:
-    """Print on stderr what is being done, once that has taken two seconds."""
+    """Print on stderr what is being done, once that has taken two seconds; on terminals only."""
 
     def __init__(self) -> None:
         self._started, self._shown = time.monotonic(), False
@@ -87,7 +87,7 @@ class _Progress:
         self.say(f"rank {done + 1} of {total} that are looked at")
 
     def say(self, what: str) -> None:
-        if time.monotonic() - self._started > 2:
+        if sys.stderr.isatty() and time.monotonic() - self._started > 2:
             self._shown = True
             print(f"\r\x1b[Kds-ring plan: {what} ...", end="", file=sys.stderr, flush=True)
 

@@ -153,7 +153,10 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
 
     kinds = [REAL] * options.real + [SIMULATED] * (options.simulated or not options.real)
     runs = []
-    bar = tqdm(total=len(sizes) * len(kinds), desc="rings", unit="ring", delay=PROGRESS_AFTER_S, leave=False)
+    bar = tqdm(
+        total=len(sizes) * len(kinds), desc="rings", unit="ring", delay=PROGRESS_AFTER_S, leave=False,
+        disable=None,
+    )  # fmt: skip
     with bar:
         ticks = _Ticks(bar)
         for size in sizes:

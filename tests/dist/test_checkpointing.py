@@ -61,7 +61,7 @@ def run_by(kind: str) -> Callable[..., Any]:
 
 
 def steps(
-    rank: int, world_size: int, kind: str, recompute: bool = False, writes: bool = False
+    rank: int, world_size: int, kind: str, recompute: float | bool = False, writes: bool = False
 ) -> tuple[list[int], list[Tensor]]:
     """Forward passes of two steps at once and of a graph that goes back twice; gradients of the former."""
     if kind == "DeepSpeed":
@@ -153,3 +153,39 @@ def test_passes_run_again_where_they_are_told_to_or_must(rank_pool: Pool, option
     assert [counts for counts, _ in found] == [[4 * LAYERS, 0]] * 2
     for (_, got), (_, want) in zip(found, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_first_half_is_computed_again_and_the_other_kept(rank_pool: Pool) -> None:
+    plain = rank_pool(2).run(steps, "none")
+    found = rank_pool(2).run(steps, "reentrant", recompute=0.5)
+    for (counts, got), (_, want) in zip(found, plain, strict=True):
+        assert counts[0] == 4 * LAYERS
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums of other tiles
+
+
+def pairs_of_passes(rank: int, world_size: int) -> list[int]:
+    """Pairs of every forward pass of a checkpointed layer's step."""
+    mesh = RingMesh.from_world(world_size)
+    json = {"ring_size": world_size, "recompute_attention": 0.5}
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": world_size, "ring_attention": json})
+    layout = make_layout("striped", tokens=TOKENS, ring_size=world_size)
+    layer = Layer(RingAttention(config, mesh=mesh, layout=layout, pattern=Causal()), writes=False)
+    found, forward = [], RingPass.forward
+
+    def noting(self: RingPass, *args: Tensor | None) -> tuple[Tensor, Tensor]:
+        found.append(self.plan.pairs)
+        return forward(self, *args)  # type: ignore[arg-type]
+
+    RingPass.forward = noting  # type: ignore[method-assign]
+    try:
+        x = torch.randn(1, TOKENS // world_size, WIDTH, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    finally:
+        RingPass.forward = forward  # type: ignore[method-assign]
+    return found
+
+
+def test_the_first_half_of_the_rows_is_a_quarter_of_the_pairs(rank_pool: Pool) -> None:
+    for pairs, pairs_again in rank_pool(4).run(pairs_of_passes):
+        assert 0.2 * pairs < pairs_again < 0.3 * pairs

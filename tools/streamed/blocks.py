@@ -2,7 +2,7 @@
 
 Owns the cut of a rank's work into what a block of its queries reads of its own shard (hop 0, once per block)
 and what any of its queries reads of other shards (all later hops, once per rank, over the queries concerned,
-packed). Both are plans of production type, walked by the production `RingPass`; results merge exactly.
+packed). Both are plans of production type, executed by the production `RingPass`; results merge exactly.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class BlockPlanner:
 def _signature(tiles: Tiles) -> bytes:
     """Return all that a kernel goes by, as bytes."""
     columns = [getattr(axis, name) for axis in (tiles.q, tiles.k) for name in ("slot", "slot_step", "length")]
-    columns += [tiles.kind, tiles.member, tiles.multiplicity, tiles.weight]
+    columns += [tiles.kind, tiles.head_in_group, tiles.multiplicity, tiles.weight]
     for axis in (tiles.q, tiles.k):
         for number, weights in enumerate(tiles.weights):
             here = tiles.weight == number

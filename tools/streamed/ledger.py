@@ -27,7 +27,7 @@ SUMS = ("plain", "weighted", "absolute")
 
 @dataclass
 class Ledger:
-    """Sum up the ranks that were walked: checksums and sampled rows.
+    """Sum up the ranks that were computed: checksums and sampled rows.
 
     A checksum has three float64 sums: of the values, of the values weighted by a generated number between
     1/2 and 3/2 for each token (so that a permutation is seen), and of the magnitudes, which differences
@@ -74,7 +74,7 @@ class Ledger:
             self.values[name][hit] += x[torch.from_numpy(where[hit])].double().numpy()
 
     def settle(self, pending: PendingGradients, local_tokens: int) -> None:
-        """Take gradients for ranks that another process walked."""
+        """Take gradients for ranks that another process computed."""
         positions, owed = pending.table()
         ones = np.ones_like(positions)
         runs = np.stack([positions, ones, ones], axis=1)
@@ -84,7 +84,7 @@ class Ledger:
             self.note(rank, Part(runs[mine], dk=dk, dv=dv))
 
     def add(self, other: Ledger) -> None:
-        """Add the ranks that another process walked."""
+        """Add the ranks that another process computed."""
         self.done |= other.done
         self.sums += other.sums
         for name, values in self.values.items():

@@ -1,7 +1,7 @@
 """Run more tokens than memory holds in several processes, so that a run that is killed goes on.
 
 Owns what a run is, its worker processes and the comparison with float64; `ledger.py` owns what is kept. Each
-worker walks its share of the ranks from the last to the first: with causal attention over contiguous shards
+worker computes its ranks from the last to the first: with causal attention over contiguous shards
 gradients then only go to shards that come later.
 """
 
@@ -95,7 +95,7 @@ class LongRun:
         return np.unique(np.concatenate([farthest, last, drawn[drawn < self.tokens]]))
 
     def ranks_of(self, worker: int) -> list[int]:
-        """Return the ranks that a worker walks, in order."""
+        """Return the ranks that a worker computes, in order."""
         bounds = [self.ring_size * w // self.workers for w in (worker, worker + 1)]
         return list(range(*bounds))[::-1]
 
@@ -111,7 +111,7 @@ class LongRun:
         return ledger, pending
 
     def ranks(self) -> StreamedRanks:
-        """Return the ranks, ready to be walked."""
+        """Return the ranks, ready to be computed."""
         layout = make_layout("contiguous", tokens=self.tokens, ring_size=self.ring_size)
         kernel, scale = get_kernel("auto", "cpu"), self.head_dim**-0.5
         return StreamedRanks(self.source, self.pattern, layout, kernel, scale, self.query_block)

@@ -1,6 +1,6 @@
 """Run virtual ranks whose shards are larger than memory, block by block.
 
-Owns the order of work of one such rank and the gradients that wait for other ranks. Ranks are walked by the
+Owns the order of work of one such rank and the gradients that wait for other ranks. Ranks are computed by the
 production `RingPass`: once for what is read of other shards, and once for each block of queries
 (`blocks.py`). One head, float32 or float64, contiguous shards. Legend: n slots, D head dim.
 """
@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
 
 
 class PendingGradients:
-    """Keep dK and dV of shards that were not walked yet: few tokens each, by origin and position."""
+    """Keep dK and dV of shards that were not computed yet: few tokens each, by origin and position."""
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim

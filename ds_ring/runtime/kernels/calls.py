@@ -33,7 +33,9 @@ class Sizes:
 @lru_cache(maxsize=512)
 def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     """Return all calls for a table of tiles (the same object gives the same answer at once)."""
-    pieces = (piece for tile in each_tile(tiles) for piece in _split(tile, sizes))
+    # Without positions, which only scores ask for: equal tiles at other places fold into one call.
+    placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(tiles))
+    pieces = (piece for tile in placeless for piece in _split(tile, sizes))
     return tuple(_fold(pieces, sizes.block))
 
 

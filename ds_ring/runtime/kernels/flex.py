@@ -113,7 +113,7 @@ class FlexKernel:
         if not len(tiles):
             return 0
         tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors
-        # int32 [1, members, rows]: the mean over the members is the figure of one head.
+        # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
         return int(counts.sum()) * self._block**2 // counts.shape[1]
 

@@ -32,16 +32,16 @@ def _at(table: Tensor, *indices: Tensor) -> Tensor:
 def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return m of a pair; what all branches have in common, be it the band or the masks, is left out."""
     pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
-    members = pairs[0][0].shape[0]
+    heads = pairs[0][0].shape[0]
 
     def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         total = None
         for number, (q_label, k_label) in enumerate(pairs):
             # One row of labels for all query heads of a K/V head, or one for each.
-            member = head % members
-            own = _at(q_label, member, query)
+            head_in_group = head % heads
+            own = _at(q_label, head_in_group, query)
             # A token without a label (-1) sees nothing, not even another one without.
-            same = (own == _at(k_label, member, key)) & (own >= 0)
+            same = (own == _at(k_label, head_in_group, key)) & (own >= 0)
             # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
             if len(mask.bands) > 1:
                 same = same & _in_band(mask, mask.bands[number], batch, head, query, key)

@@ -101,7 +101,7 @@ class Tile(NamedTuple):
     Attributes:
         q_rows, k_rows: query and key slots.
         kind: what of the rectangle is attended.
-        member: which query head of each K/V head's group; -1 for all.
+        head_in_group: which query head of each K/V head's group; -1 for all.
         bias: log of what of m is constant, added to every score (0 for ordinary patterns).
         inside: what differs from pair to pair; None for ordinary patterns.
         q_at, k_at: first position and step of the queries and of the keys, of whole tiles only.
@@ -110,7 +110,7 @@ class Tile(NamedTuple):
     q_rows: Rows
     k_rows: Rows
     kind: Kind
-    member: int
+    head_in_group: int
     bias: float
     inside: Inside | None = None
     q_at: tuple[int, int] = (0, 1)
@@ -125,7 +125,7 @@ class Tile(NamedTuple):
     def heads(self, group: int) -> slice:
         """Return the query heads concerned, if `group` of them share a K/V head."""
         # Query head h shares K/V head h // group, so these are every group-th head.
-        return slice(None) if self.member < 0 else slice(self.member, None, group)
+        return slice(None) if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
         """Return a sub-rectangle of the same kind."""
@@ -145,15 +145,15 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
     """Yield the rows of a table, one by one."""
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
-        tiles.kind, tiles.member, tiles.multiplicity, tiles.weight,
+        tiles.kind, tiles.head_in_group, tiles.multiplicity, tiles.weight,
         tiles.q.position, tiles.q.position_step, tiles.k.position, tiles.k.position_step,
     )  # fmt: skip
     lists = zip(*(c.tolist() for c in columns), strict=True)
-    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, member, times, weight, *at) in enumerate(lists):
+    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, head_in_group, times, weight, *at) in enumerate(lists):
         inside = _inside(tiles, row) if kind == Kind.PARTIAL or weight >= 0 else None
         q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
         yield Tile(
-            q_rows, k_rows, Kind(kind), member, math.log(times), inside, (at[0], at[1]), (at[2], at[3])
+            q_rows, k_rows, Kind(kind), head_in_group, math.log(times), inside, (at[0], at[1]), (at[2], at[3])
         )
 
 

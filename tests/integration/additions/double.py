@@ -31,5 +31,8 @@ class DoubleKernel:
         for part in ReferenceKernel().backward(*wide, tiles, scale, grad_lse):
             yield part._replace(**{name: getattr(part, name).float() for name in part._fields[3:]})
 
+    def of_heads(self, heads: slice) -> DoubleKernel:
+        return self
+
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return ReferenceKernel().executed_pairs(tiles, backward)

@@ -12,20 +12,20 @@ from ds_ring.masks.tiles import Kind, Tiles
 Weight = Callable[[Tiles, int, np.ndarray, np.ndarray], np.ndarray]
 
 
-def paint(tiles: Tiles, queries: int, keys: int, member: int = 0) -> np.ndarray:
-    """How often each (query slot, key slot) is attended by one member: multiplicities added up."""
-    return _paint(tiles, queries, keys, member, _multiplicity)
+def paint(tiles: Tiles, queries: int, keys: int, head_in_group: int = 0) -> np.ndarray:
+    """How often each (query slot, key slot) is attended by one head in a group: multiplicities added up."""
+    return _paint(tiles, queries, keys, head_in_group, _multiplicity)
 
 
-def coverage(tiles: Tiles, queries: int, keys: int, member: int = 0) -> np.ndarray:
-    """In how many tiles of one member each (query slot, key slot) is computed."""
-    return _paint(tiles, queries, keys, member, lambda tiles, row, i, j: np.ones(1, dtype=int))
+def coverage(tiles: Tiles, queries: int, keys: int, head_in_group: int = 0) -> np.ndarray:
+    """In how many tiles of one head each (query slot, key slot) is computed."""
+    return _paint(tiles, queries, keys, head_in_group, lambda tiles, row, i, j: np.ones(1, dtype=int))
 
 
-def _paint(tiles: Tiles, queries: int, keys: int, member: int, weight: Weight) -> np.ndarray:
+def _paint(tiles: Tiles, queries: int, keys: int, head_in_group: int, weight: Weight) -> np.ndarray:
     canvas = np.zeros((queries, keys), dtype=int)
     assert (tiles.q.length > 0).all() and (tiles.k.length > 0).all(), "an empty tile"
-    for row in np.flatnonzero((tiles.member < 0) | (tiles.member == member)):
+    for row in np.flatnonzero((tiles.head_in_group < 0) | (tiles.head_in_group == head_in_group)):
         q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
         i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
         band = (j >= i) & (j <= i + len(k) - len(q))

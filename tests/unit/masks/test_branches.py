@@ -23,7 +23,7 @@ from ds_ring import (
     SlidingWindow,
 )
 from ds_ring.masks.branches import Branch, alike
-from ds_ring.masks.joins import tiles_of_members
+from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.partitions import Primitive, Remainder, Residue, Segment, Table
 from ds_ring.masks.pattern import BoundPattern, Head, Pattern
 from ds_ring.masks.tiles import Axis, Tiles
@@ -103,16 +103,17 @@ def test_rewrites_are_the_plain_derivation(name: str) -> None:
             if any(mask.heads for mask in bound.masks):
                 continue  # by head: only a kernel asks; tests/dist/test_registry.py
             tables = [
-                tiles_of_members(bound.members, Tiles.rectangles(q_runs, k_runs), plain) for plain in (0, 1)
+                tiles_by_head(bound.branches_by_head, Tiles.rectangles(q_runs, k_runs), plain)
+                for plain in (0, 1)
             ]
-            for kv_head, member in itertools.product(range(KV_HEADS)[kv_heads], range(2)):
-                head = 2 * kv_head + member
+            for kv_head, head_in_group in itertools.product(range(KV_HEADS)[kv_heads], range(2)):
+                head = 2 * kv_head + head_in_group
                 for tiles in tables:
                     assert positions_agree(tiles, q, k)
-                    np.testing.assert_array_equal(paint(tiles, len(q), len(k), member), want[head])
+                    np.testing.assert_array_equal(paint(tiles, len(q), len(k), head_in_group), want[head])
                 if not bound.counts_twice:
                     assert want[head].max() <= 1
-                    assert coverage(tables[0], len(q), len(k), member).max(initial=0) <= 1
+                    assert coverage(tables[0], len(q), len(k), head_in_group).max(initial=0) <= 1
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,11 @@ def test_a_pattern_is_defined_once(pattern: Pattern) -> None:
 
 
 def test_a_pattern_class_overrides_nothing_but_its_branches() -> None:
-    derived = {name for name in vars(Pattern) if not name.startswith("_")} - {"branches", "conjuncts"}
+    derived = {name for name in vars(Pattern) if not name.startswith("_")} - {
+        "branches",
+        "conjuncts",
+        "json_key",
+    }
     for kind in Pattern.__subclasses__():
         if kind is not BoundPattern:
             assert not derived & set(vars(kind)), kind

@@ -59,12 +59,14 @@ def test_a_dilated_window_is_both(
     for kv_heads, bound in head_classes(pattern, 4, 2):
         tiles = bound.tiles(q_runs, k_runs)
         if nested:
-            assert all(coverage(tiles, *near.shape, member).max(initial=0) <= 1 for member in (0, 1))
+            assert all(
+                coverage(tiles, *near.shape, head_in_group).max(initial=0) <= 1 for head_in_group in (0, 1)
+            )
         for kv_head in range(2)[kv_heads]:
-            for member in (0, 1):
-                head = 2 * kv_head + member
+            for head_in_group in (0, 1):
+                head = 2 * kv_head + head_in_group
                 want = branches.multiplicity(head, 4, 2, tokens)[np.ix_(q_at, k_at)] * near
-                np.testing.assert_array_equal(paint(tiles, *near.shape, member), want)
+                np.testing.assert_array_equal(paint(tiles, *near.shape, head_in_group), want)
                 np.testing.assert_array_equal(pattern.mask(q_at, k_at, head, 4, 2), want > 0)
     assert pattern.is_causal is (causal or window == 1)
 
@@ -79,10 +81,10 @@ def test_two_dilations_at_once_multiply(rules: tuple[str, str]) -> None:
     whole, every = np.array([[0, 1, 70]]), np.arange(70)
     for kv_heads, bound in head_classes(first & second, 6, 2):
         tiles = bound.tiles(whole, whole)
-        for kv_head, member in itertools.product(range(2)[kv_heads], range(3)):
-            head = 3 * kv_head + member
+        for kv_head, head_in_group in itertools.product(range(2)[kv_heads], range(3)):
+            head = 3 * kv_head + head_in_group
             want = both[0].multiplicity(head, 6, 2, 70) * both[1].multiplicity(head, 6, 2, 70)
-            np.testing.assert_array_equal(paint(tiles, 70, 70, member), want)
+            np.testing.assert_array_equal(paint(tiles, 70, 70, head_in_group), want)
             counts = (first & second).multiplicity(head, 6, 2, every[:, None], every[None, :])
             np.testing.assert_array_equal(counts, want)
 

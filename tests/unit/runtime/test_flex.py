@@ -40,27 +40,27 @@ MORE = {
 RULES = {**PATTERNS, **MORE}
 
 
-def seen(tensors: HopTensors, member: int) -> np.ndarray:
+def seen(tensors: HopTensors, head_in_group: int) -> np.ndarray:
     """m of every pair as the kernel computes it, [queries, keys]."""
     q, k = tensors.q, tensors.k
     gap = q.position[:, None] - k.position[None]
     m = torch.zeros_like(gap)
     bands = tensors.bands * (len(q.labels) if len(tensors.bands) == 1 else 1)
     for ours, theirs, band in zip(q.labels, k.labels, bands, strict=True):
-        ours, theirs = (x[member % len(x)] for x in (ours, theirs))
+        ours, theirs = (x[head_in_group % len(x)] for x in (ours, theirs))
         shown = (ours[:, None] == theirs[None]) & (ours[:, None] >= 0)
         shown &= (gap >= band.least) & (gap <= band.most)
         for function in band.functions:
             pairs = torch.vmap(torch.vmap(function, (None, None, None, 0)), (None, None, 0, None))
-            head = tensors.head_numbers[member % len(tensors.head_numbers)]
+            head = tensors.head_numbers[head_in_group % len(tensors.head_numbers)]
             shown &= pairs(torch.tensor(0), head, q.position, k.position)
         m += shown
     return m.numpy()
 
 
-def listed(table: BlockTable, member: int, columns: int) -> np.ndarray:
+def listed(table: BlockTable, head_in_group: int, columns: int) -> np.ndarray:
     """A table as a dense matrix of blocks, bool [rows, columns]."""
-    count, index = (x[0, member].numpy() for x in table)
+    count, index = (x[0, head_in_group].numpy() for x in table)
     dense = np.zeros((len(count), columns), dtype=int)
     for row, width in enumerate(count):
         np.add.at(dense[row], index[row, :width], 1)
@@ -83,14 +83,14 @@ def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_nam
     for tiles in (t for ring_size in (1, 3) for t in hops_of(pattern, layout_name, ring_size)):
         (q0, n), (k0, m), tensors = hop_mask(tiles, block, CPU)
         rows, columns = -(-n // block), -(-m // block)
-        for member in range(2):
-            painted = paint(tiles, q0 + n, k0 + m, member)
-            np.testing.assert_array_equal(seen(tensors, member), painted[q0:, k0:])
+        for head_in_group in range(2):
+            painted = paint(tiles, q0 + n, k0 + m, head_in_group)
+            np.testing.assert_array_equal(seen(tensors, head_in_group), painted[q0:, k0:])
             assert not painted[:q0].any() and not painted[:, :k0].any()
             whole = np.zeros((rows * block, columns * block), dtype=int)
             whole[:n, :m] = painted[q0:, k0:]
             blocks = (whole > 0).reshape(rows, block, columns, block)
-            at = member % tensors.partial_rows.counts.shape[1]
+            at = head_in_group % tensors.partial_rows.counts.shape[1]
             partial, full = (listed(t, at, columns)[:rows] for t in (tensors.partial_rows, tensors.full_rows))
             assert not (partial & full).any()
             assert (blocks.any((1, 3)) <= (partial | full)).all(), "a block is missing"

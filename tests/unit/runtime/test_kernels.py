@@ -116,7 +116,7 @@ def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys:
     ids=str,
 )
 def test_heads_of_their_own_and_multiplicities(kernel: Kernel, pattern: Pattern, strided: bool) -> None:
-    """Tables with members, log m, and equal tiles that repeat, against a dense softmax with log m added."""
+    """Tables by head, log m, and equal tiles that repeat, against a dense softmax with log m added."""
     tokens, (heads, kv_heads) = 260, (4, 2)
     torch.manual_seed(0)
     sizes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]

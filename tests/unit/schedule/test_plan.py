@@ -58,9 +58,9 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
                 held = expand_ranges(hop_plan.held)
                 positions = layout.positions(hop_plan.origin)[held]
                 assert slots_of(hop_plan.forward) <= set(held.tolist())
-                for member in range(plan.group):
-                    cover = paint(hop_plan.tiles, layout.local_tokens, len(held), member)
-                    seen[kv_head * plan.group + member][:, positions] += cover
+                for head_in_group in range(plan.group):
+                    cover = paint(hop_plan.tiles, layout.local_tokens, len(held), head_in_group)
+                    seen[kv_head * plan.group + head_in_group][:, positions] += cover
         for head in range(HEADS[0]):
             want = attended(pattern, head, layout.positions(rank), np.arange(tokens))
             np.testing.assert_array_equal(seen[head], want)

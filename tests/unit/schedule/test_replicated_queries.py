@@ -53,9 +53,9 @@ def test_the_tiles_of_all_ranks_are_the_mask(pattern: Pattern) -> None:
         keys = LAYOUT.positions(rank)
         keys = keys[keys >= 0]
         for heads, kv_heads, tiles in replicated_tiles(pattern, LAYOUT, rank, positions.tobytes(), 4, 2):
-            for member in range(2):
-                head = range(4)[heads][0] + member
+            for head_in_group in range(2):
+                head = range(4)[heads][0] + head_in_group
                 q, k = positions[:, None], keys[None, :]
                 want = pattern.multiplicity(head, 4, 2, q, k)
-                got = paint(tiles, len(positions), len(keys), member)
-                assert np.array_equal(got, want), (rank, kv_heads, member)
+                got = paint(tiles, len(positions), len(keys), head_in_group)
+                assert np.array_equal(got, want), (rank, kv_heads, head_in_group)

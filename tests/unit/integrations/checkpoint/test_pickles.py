@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ class Planted:
 
 
 REFUSED = {
-    "a path": (lambda folder: Path("x"), "pathlib.PosixPath"),
+    "a fraction": (
+        lambda folder: Fraction(1, 2),
+        "fractions.Fraction",
+    ),  # megatron allows paths, where imported
     "a frozenset": (lambda folder: frozenset([1]), "frozenset"),
     "an array of objects": (lambda folder: np.array([None]), "numpy.dtypes.ObjectDType"),
     "code": (lambda folder: Planted(folder / "was run"), "posix.mkdir"),
