@@ -140,6 +140,11 @@ class RingConfig(Section):
         default=0,
         description="below this many tokens the ranks of a ring take whole samples instead of shards",
     )
+    dynamic_ring: Flag = Field(
+        default=False,
+        description="engine.ring.loader(..., lengths=...) gives short samples to smaller rings and single "
+        "ranks, by estimated time",
+    )
     heartbeat_timeout_seconds: Seconds = Field(
         default=10.0, description="silence after which a rank counts as lost"
     )
@@ -242,6 +247,16 @@ class RingConfig(Section):
             raise Refused(without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
         return value
 
+    @field_validator("dynamic_ring")
+    @classmethod
+    def _has_plain_rings(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("ulysses_size", 1) > 1:
+            why = "is for rings without Ulysses ranks"
+            raise Refused(sentence("false", f"true beside ulysses_size {info.data['ulysses_size']}", why))
+        if value and info.data.get("attention") == "as_is":
+            raise Refused(sentence("false", 'true beside "attention": "as_is"', "a graph has one ring"))
+        return value
+
     @field_validator("block_size")
     @classmethod
     def _is_a_power_of_two(cls, size: int) -> int:
@@ -271,25 +286,6 @@ def strip_section(source: Source) -> Json:
     config, whole = resolve(source, RingConfig)
     rest = {key: copy.deepcopy(value) for key, value in whole.items() if key != SECTION}
     return rest | {SP_KEY: config.sequence_parallel_size}
-
-
-def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
-    """Return the dotted JSON keys in which two configurations differ; empty exactly if the fingerprints
-    agree.
-    """
-    left, right = by_json_key(a), by_json_key(b)
-    return [key for key in left if left[key] != right[key]]
-
-
-def by_json_key(config: RingConfig) -> Json:
-    """Return the values by their dotted JSON keys, with everything that was left out filled in."""
-    values = config.model_dump(mode="json")
-    flat = {SP_KEY: values.pop(SP_KEY)}
-    inner = {part: values.pop(part) for part in ("pattern", "long_sequence")}
-    flat |= {f"{SECTION}.{name}": value for name, value in values.items()}
-    for part, keys in inner.items():
-        flat |= {f"{SECTION}.{part}.{name}": value for name, value in keys.items()}
-    return flat
 
 
 def _divisors(number: int) -> list[int]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
-from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.config.flat_keys import by_json_key
+from ds_ring.config.section import RingConfig
 from ds_ring.module import options_from_config
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.test_ring_use import Own, of_the_session
@@ -77,6 +78,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "ring_attention.chunk_bytes": ({}, {"chunk_bytes": 1}, "batches"),
     "ring_attention.min_sequence_length": ({}, {"min_sequence_length": 65}, "layout"),
+    "ring_attention.dynamic_ring": ({}, {"dynamic_ring": True}, "rings"),
     "ring_attention.heartbeat_timeout_seconds": ({}, {"heartbeat_timeout_seconds": 9}, "heartbeat"),
     "ring_attention.hop_timeout_seconds": ({}, {"hop_timeout_seconds": 61}, "hop deadline"),
     "ring_attention.recompute_attention": ({}, {"recompute_attention": True}, "recompute"),
@@ -116,6 +118,8 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         return str(start(section, build_model(SIZE, "sdpa")).module.config._attn_implementation)
     if name == "long":
         return in_the_model(start(section, build_model(SIZE, "sdpa")).module)
+    if name == "rings":
+        return str(sorted(start(section, build_model(SIZE, "sdpa")).ring.dynamic.meshes))
     engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))
     if not section and name != "NaN":
         defaults[True] = engine  # the same for all rows that begin with it

@@ -23,12 +23,15 @@ class Passes:
     Args:
         request: shapes.
         clock: of all ranks.
+        meshes: by ring and Ulysses size, those that there are already.
     """
 
-    def __init__(self, request: Request, clock: Clock) -> None:
+    def __init__(
+        self, request: Request, clock: Clock, meshes: dict[tuple[int, int], RingMesh] | None = None
+    ) -> None:
         self.request, self.clock = request, clock
         self.count = 0
-        self._meshes: dict[tuple[int, int], RingMesh] = {}
+        self._meshes = dict(meshes or {})
         self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
 
     def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:

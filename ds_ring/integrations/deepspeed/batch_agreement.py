@@ -31,11 +31,14 @@ class BatchReport(NamedTuple):
     inputs_crc: int
     labels_crc: int
     valid_tokens: int
+    first_rank: int = -1  # of those that hold this batch whole; -1: the first one of the sequence group
+    division_crc: int = 0  # of a batch that is divided among smaller rings
 
 
 REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)
 ENDED = BatchReport(0, 0, 0, 0, 0, 0, 0)  # no batch: the rank's loader is at the end of its epoch
 
+_OF_A_SEQUENCE = {"division_crc": "lengths of the samples, and what was measured (checksum)"}
 _COMPARED = {
     "samples": "samples in the batch",
     "tokens": "tokens in a sample",
@@ -82,19 +85,31 @@ def check_consistency(
             raise fault
         raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
     _check_ended(reports)
-    for rank, report in enumerate(reports):
-        first = rank - rank % sequence_size
-        for name, words in _COMPARED.items():
+    sequences = [rank - rank % sequence_size for rank in range(len(reports))]
+    _check_equal(reports, sequences, _OF_A_SEQUENCE)
+    # Smaller rings are blocks of a sequence's ranks: whoever names a first rank is in its ring.
+    firsts = [
+        sequence if report.first_rank < 0 else report.first_rank
+        for sequence, report in zip(sequences, reports, strict=True)
+    ]
+    _check_equal(reports, firsts, _COMPARED)
+    return sum(report.valid_tokens for rank, report in enumerate(reports) if firsts[rank] == rank)
+
+
+def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[str, str]) -> None:
+    """Raise RingMismatchError unless each rank reports what the first one of its group does."""
+    for rank, (first, report) in enumerate(zip(firsts, reports, strict=True)):
+        for name, words in compared.items():
             expected, got = getattr(reports[first], name), getattr(report, name)
             if expected != got:
+                last = max(rank for rank, other in enumerate(firsts) if other == first)
                 raise RingMismatchError(
-                    f"{words}: expected the same on ranks {first} to {first + sequence_size - 1}, which share"
+                    f"{words}: expected the same on ranks {first} to {last}, which share"
                     f" each sequence, got {expected} on rank {first} and {got} on rank {rank}; take the"
                     " batches from the loader of ds_ring.initialize or from engine.ring.loader(dataset,"
                     " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
                     " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
                 )
-    return sum(report.valid_tokens for report in reports[::sequence_size])
 
 
 def _check_ended(reports: list[BatchReport]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_ring.config.deepspeed_file import SP_KEY
-from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.config.flat_keys import by_json_key
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError
 from ds_ring.health.guarded_call import call_guarded
 from ds_ring.health.joining import leave_on_error

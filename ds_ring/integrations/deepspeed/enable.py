@@ -59,6 +59,11 @@ def _starting_a_ring() -> Any:
                 'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum": a script that'
                 " takes all ranks for replicas would add up each sequence once a rank; remove the key"
             )
+        if engine.ring.config.dynamic_ring:
+            raise RingConfigError(
+                "dynamic_ring: expected false under ds_ring.enable(), got true: trainers hand over whole"
+                " batches, and smaller rings get theirs from engine.ring.loader; set it to false"
+            )
         whole = WholeBatches(engine.ring, engine.module)
         whole.hook(engine.module)  # Trainers evaluate the module without the engine
         whole.hook(engine)

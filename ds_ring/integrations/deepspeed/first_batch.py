@@ -220,9 +220,10 @@ class FirstBatch:
 
     def _piece(self, one: Forward) -> Forward | None:
         """Return the whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
-        sharding, mesh = one.sharding, self.session.mesh
+        sharding = one.sharding
         assert sharding is not None
-        whole = sharding.mesh is not mesh  # a short batch: this rank's samples are whole already
+        mesh = sharding.mesh
+        whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
 
         def take(value: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -7,7 +7,6 @@ cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `se
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.deepspeed.auto_values import resolve_auto
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config
 from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
+from ds_ring.integrations.deepspeed.dynamic_ring import shape_of
 from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evaluates, without_optimizer
 from ds_ring.integrations.deepspeed.features import refuse_direct_backward, refuse_features
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
@@ -38,12 +38,12 @@ from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
 from ds_ring.integrations.deepspeed.ring_use import RingUse
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.deepspeed.teach_compile import teach_compile
 from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
-_DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
 
 Source = str | dict[str, Any]
 
@@ -97,6 +97,7 @@ def initialize(
     session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
+    shape = shape_of(model) if ring_config.dynamic_ring else None
     engine, engine_optimizer, _, scheduler = culprits_named(_start_engine, session.mesh)(
         args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
@@ -104,7 +105,10 @@ def initialize(
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )  # fmt: skip
     _give_session(engine, session)
-    _teach_compile(engine, session, attached)
+    if shape is not None:
+        dtype = next(engine.module.parameters()).dtype
+        culprits_named(session.dynamic.start, session.mesh)(shape, session, dtype)
+    teach_compile(engine, session, attached)
     _wrap_methods(engine, session, first_batch, trains)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
@@ -254,33 +258,6 @@ def _give_session(engine: DeepSpeedEngine, session: RingSession) -> None:
     engine.register_forward_pre_hook(find_sharding, with_kwargs=True)
     use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
     engine.forward = use.wrap(engine.forward)
-
-
-def _teach_compile(engine: DeepSpeedEngine, session: RingSession, attached: list[Any]) -> None:
-    """Make `engine.compile(backend="ds_ring")` know the session; other backends are as they were."""
-    compile_as_before = engine.compile
-
-    @functools.wraps(compile_as_before)
-    def compile_with_session(backend: Any = _DEFAULT_BACKEND, *args: Any, **kwargs: Any) -> None:
-        if backend == "ds_ring":
-            if engine.is_deepcompile_enabled():
-                raise RingConfigError(
-                    'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has'
-                    " a backend of its own; set it to false"
-                )
-            if engine.is_compiled:
-                raise RingConfigError(
-                    'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that'
-                    " is: DeepSpeed would keep its first backend; say it once, before the first batch"
-                )
-            from ds_ring.integrations.compile.backend import backend_of
-
-            backend = backend_of(session)
-            for one in attached:
-                one.rewritten = True
-        compile_as_before(backend, *args, **kwargs)
-
-    engine.compile = compile_with_session
 
 
 def _training_loader(

@@ -133,8 +133,11 @@ def check_dataset(dataset: object) -> None:
         )
 
 
-def ordered_loader(dataset: Any, order: SampleOrder | BatchTurns, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader of the batches that `order` names, whose workers end with this rank."""
+def ordered_loader(dataset: Any, order: Any, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader of the batches that `order` names, whose workers end with this rank.
+
+    `order` is a batch sampler with a `generator`, which seeds the workers.
+    """
     workers = bool(options.get("num_workers")) and threading.current_thread() is threading.main_thread()
     if workers:
         options["worker_init_fn"] = partial(_end_with, os.getpid(), options.get("worker_init_fn"))

@@ -19,9 +19,8 @@ from torch.utils.data import Dataset
 
 from ds_ring.config.patterns import named_patterns
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingError
 from ds_ring.integrations.deepspeed.batch import (
-    IGNORE,
     REAL_TOKENS,
     Batch,
     prepare_batch,
@@ -37,13 +36,12 @@ from ds_ring.integrations.deepspeed.batch_agreement import (
     report_of,
 )
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
+from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, DynamicRing, joined
 from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
-from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset, ordered_loader, wrapped
-from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
-from ds_ring.integrations.deepspeed.packed_rows import PackedRows
+from ds_ring.integrations.deepspeed.loader import RingLoader, wrapped
+from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
-from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded, shard_slices
+from ds_ring.integrations.deepspeed.session_loader import LoaderArguments, make_loader
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.deferred_logits import DeferredLogits
@@ -67,6 +65,7 @@ class RingSession:
         batches: where the latest batches lie.
         needs: what the model must know of whole batches.
         attached: for each model on the ring, what takes it off meanwhile.
+        dynamic: what batches are divided with, under `"dynamic_ring": true`.
     """
 
     config: RingConfig
@@ -77,7 +76,8 @@ class RingSession:
     batches: RecentBatches = field(default_factory=RecentBatches, repr=False)
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
     attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
-    _by_length: dict[tuple[int, int], BatchSharding] = field(default_factory=dict, repr=False)
+    dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
+    _by_length: dict[tuple[int, int, int], BatchSharding] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
@@ -126,9 +126,23 @@ class RingSession:
             RingShapeError, RingPatternError: the batch cannot be sharded.
             RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
         """
-        prepared, report, fault = self._prepare(batch)
+        prepared, report, fault = self._prepare(lambda: batch)
         labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        local, sharding = self._cut(prepared)
+        return self._given_out(*self._cut(prepared), labelled_tokens)
+
+    def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Return this rank's part of the samples of its ring in a batch of `loader`, as `shard_batch`.
+        Collective.
+        """
+        documents, ring = self.config.pattern.documents, assigned.ring
+        prepared, report, fault = self._prepare(lambda: joined(assigned, samples, documents))
+        first = self.mesh.global_rank_of(ring.first)
+        report = report._replace(first_rank=first, division_crc=assigned.crc)
+        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
+        local, sharding = self._cut(prepared, self.dynamic.meshes[ring.ranks], assigned.longest)
+        return self._given_out(local, sharding, labelled_tokens)
+
+    def _given_out(self, local: Batch, sharding: BatchSharding, labelled_tokens: int) -> Batch:
         local = {key: tensor.to(self.device) for key, tensor in local.items()}
         self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
@@ -150,11 +164,13 @@ class RingSession:
         return world_mean(loss, self.gradient_divisor, self.mesh)
 
     def gather(self, local: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole sequence of a local result (logits, say) of the current batch. Collective."""
+        """Return the whole sequence of a local result (logits, say) of the current batch, or of the samples
+        of this rank's ring if it was divided. Collective.
+        """
         sharding = self.batches.current
-        if sharding.mesh is not self.mesh:
-            return local  # a short batch: this rank's samples are whole already
-        return gather_sequence(local, sharding.layout, mesh=self.mesh, dim=dim)
+        if sharding.mesh is not self.mesh and sharding.mesh.sequence_size == 1:
+            return local  # this rank's samples are whole already
+        return gather_sequence(local, sharding.layout, mesh=sharding.mesh, dim=dim)
 
     def loader(
         self,
@@ -168,11 +184,14 @@ class RingSession:
         num_workers: int = 0,
         lengths: Sequence[int] | None = None,
         pack_tokens: int | None = None,
+        most_tokens: int | None = None,
     ) -> RingLoader:
         """Return a loader of sharded batches: one sequence group's ranks get the same samples.
 
         A data set with `slice(index, start, stop)`, which gives those tokens by name, and `length(index)`
-        is read by slices: each rank reads the tokens that it keeps, in its own process.
+        is read by slices: each rank reads the tokens that it keeps, in its own process. With
+        `"dynamic_ring": true` each batch is divided among smaller rings ([Note: dynamic rings] in
+        dynamic_ring.py), and a rank reads the samples of its own.
 
         Args:
             dataset: samples by index, mappings of tensors.
@@ -181,40 +200,16 @@ class RingSession:
                 loader.py).
             lengths: tokens by sample. Batches then have samples of similar length, padded to the longest.
             pack_tokens: pack the samples, documents of `lengths`, into rows of so many tokens.
+            most_tokens: under `"dynamic_ring": true`, of one rank of a ring that is smaller than the whole
+                one; None: what the whole ring's longest batch takes, and an eighth more.
 
         Raises:
             RingConfigError: the arguments or the JSON's pattern do not go together.
         """
-        check_dataset(dataset)
-        if pack_tokens is not None:
-            if lengths is None or not self.config.pattern.documents:
-                raise RingConfigError(
-                    'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
-                    f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
-                )
-            dataset, lengths = PackedRows(dataset, lengths, pack_tokens), None
-        replica = (self.mesh.data_rank, self.mesh.data_size)
-        samples = len(dataset)  # type: ignore[arg-type]
-        order = SampleOrder(
-            samples, batch_size, replica, shuffle=shuffle, seed=seed, drop_last=drop_last, lengths=lengths
+        given = LoaderArguments(
+            batch_size, shuffle, seed, drop_last, collate_fn, num_workers, lengths, pack_tokens, most_tokens
         )
-        if is_sliced(dataset):
-            if num_workers or collate_fn is not None or self.needs.number_tokens is not None:
-                raise RingConfigError(
-                    "loader: expected no workers, no collate_fn and a model that does not number tokens by"
-                    " their ids, since the data set is read by slices; give one without `slice`"
-                )
-            return RingLoader(order, lambda some: self._shard_slices(dataset, some), order)
-        collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
-        whole = ordered_loader(dataset, order, num_workers=num_workers, collate_fn=collate_fn)
-        return RingLoader(whole, self.shard_batch, order)
-
-    def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
-        def items_of(labels_BS: Tensor) -> Tensor:
-            count = world_sum((labels_BS != IGNORE).sum().to(self.device), self.mesh)
-            return items_per_batch(int(count), self.gradient_divisor, self.device)
-
-        return shard_slices(dataset, indices, self.shard_batch, items_of)
+        return make_loader(self, dataset, given)
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
@@ -239,28 +234,34 @@ class RingSession:
     def _check_end(self) -> None:
         check_consistency(ENDED, None, self.mesh, self.device)
 
-    def _prepare(self, batch: Mapping[str, Tensor]) -> tuple[Batch, BatchReport, RingError | None]:
+    def _prepare(
+        self, batch: Callable[[], Mapping[str, Tensor]]
+    ) -> tuple[Batch, BatchReport, RingError | None]:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
-            documents, needs = self.config.pattern.documents, self.needs
-            prepared = prepare_batch(batch, self.pattern, documents, needs.real_tokens)
-            if needs.number_tokens is not None and "position_ids" not in batch:
+            documents, needs, given = self.config.pattern.documents, self.needs, batch()
+            prepared = prepare_batch(given, self.pattern, documents, needs.real_tokens)
+            if needs.number_tokens is not None and "position_ids" not in given:
                 prepared["position_ids"] = needs.number_tokens(prepared)
         except RingError as fault:
             return {}, REFUSED, fault
         return prepared, report_of(prepared), None
 
-    def _cut(self, prepared: Batch) -> tuple[Batch, BatchSharding]:
+    def _cut(
+        self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
+    ) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
         _, tokens = token_shape(prepared)
-        longest = int(prepared["position_ids"].max())  # before the cut: see rotary.py
-        short = self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        if longest is None:
+            longest = int(prepared["position_ids"].max())  # before the cut: see rotary.py
+        short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        mesh = RingMesh.single() if short else mesh or self.mesh
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        sharding = self._sharding(prepared, tokens, longest, RingMesh.single() if short else self.mesh)
+        sharding = self._sharding(prepared, tokens, longest, mesh)
         rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
-        local = rest if short else split_tokens(rest, sharding.layout, self.mesh)
+        local = rest if short else split_tokens(rest, sharding.layout, mesh)
         real_tokens = local.pop(REAL_TOKENS, None)
         if padded and real_tokens is not None:
             sharding = replace(sharding, real_tokens=real_tokens.to(self.device))
@@ -271,9 +272,10 @@ class RingSession:
             batch_rows, _ = token_shape(prepared)
             groups = group_rows(prepared[DOCUMENT_IDS], batch_rows)
             return self._place(tokens, longest, mesh, groups)
-        if (tokens, longest) not in self._by_length:
-            self._by_length[tokens, longest] = self._place(tokens, longest, mesh)
-        return self._by_length[tokens, longest]
+        key = (tokens, longest, mesh.sequence_size)
+        if key not in self._by_length:
+            self._by_length[key] = self._place(tokens, longest, mesh)
+        return self._by_length[key]
 
     def _place(
         self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
@@ -287,7 +289,7 @@ class RingSession:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
         mix = self.patterns.counted(tokens, self.needs.layers)
         return make_layout(
-            "contiguous" if mesh.sequence_size < self.mesh.sequence_size else self.config.layout,
+            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else self.config.layout,
             tokens=tokens,
             ring_size=mesh.ring_size,
             pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,

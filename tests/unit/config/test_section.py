@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import registry
+from ds_ring.config.flat_keys import differing_keys
 from ds_ring.config.long_sequence_section import tile_tokens
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
-from ds_ring.config.section import RingConfig, differing_keys, strip_section
+from ds_ring.config.section import RingConfig, strip_section
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from tests.clock import unqueued_seconds
 
@@ -54,6 +55,7 @@ DESIGN_EXAMPLE: Json = {
         "recompute_attention": False,
         "long_sequence": {"tiled_loss": False, "tiled_mlp": False, "offload_checkpoints": False},
         "min_sequence_length": 0,
+        "dynamic_ring": False,
         "heartbeat_timeout_seconds": 10,
         "hop_timeout_seconds": 60,
         "check_finite": False,
@@ -125,6 +127,7 @@ def test_every_key_can_be_set() -> None:
         "recompute_attention": True,
         "long_sequence": {"tiled_loss": 4096, "tiled_mlp": "auto", "offload_checkpoints": True},
         "min_sequence_length": 4096,
+        "dynamic_ring": False,
         "heartbeat_timeout_seconds": 2.5,
         "hop_timeout_seconds": 2.5,
         "check_finite": True,
@@ -370,6 +373,16 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
         ],
     ),
     ("huge chunk", section(chunk_bytes=LONG), ["(bytes), or null, at most 9,007,199,254,740,992"]),
+    (
+        "dynamic Ulysses",
+        section(dynamic_ring=True, ulysses_size=2),
+        ["dynamic_ring: expected false, got true beside ulysses_size 2"],
+    ),
+    (
+        "dynamic as_is",
+        section(dynamic_ring=True, attention="as_is"),
+        ['got true beside "attention": "as_is"; a graph has one ring'],
+    ),
     ("huge min length", section(min_sequence_length=LONG), ["0 or more, at most 9,007,199,254,740,992"]),
     (
         "huge seconds",
@@ -721,7 +734,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "c5d8c8e5cb924626"
+    assert RingConfig(ring_size=4).fingerprint() == "ee55ddb50db2fd49"
 
 
 @pytest.mark.parametrize(
