@@ -1,14 +1,20 @@
-"""Read the model of `ds-ring plan`: a transformers config.json, read as JSON, or sizes one by one."""
+"""Read the model of `ds-ring plan`: a transformers config.json, read as JSON, or sizes one by one.
+
+Only where the file leaves open which of its layers have a window or chunk, transformers is asked, too.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-from ds_ring.config.json_text import parse_object, read_object
 from ds_ring.config.messages import did_you_mean, shown
 from ds_ring.errors import RingConfigError
+from ds_ring.estimator.layer_mix import read_hf_config, said_by, text_part
 from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.masks.layer_patterns import NARROW
+from ds_ring.masks.pattern import Pattern
 
 _KEYS = {
     "layers": "num_hidden_layers",
@@ -47,6 +53,46 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     )
 
 
+def said_of_layers(hf_config: str | None, layers: int) -> tuple[Pattern | None, ...]:
+    """Return what a model says of each of its layers, None where nobody knows.
+
+    Args:
+        hf_config: a config.json, or its text; None for a model of which the sizes are known only.
+        layers: of the model.
+
+    Raises:
+        RingConfigError: layers that no pattern stands for, or a file that leaves them open.
+    """
+    return (None,) * layers if hf_config is None else said_by(with_layer_types(hf_config))
+
+
+def with_layer_types(path_or_text: str) -> dict[str, Any]:
+    """Return a config.json with its `layer_types`, which transformers fills in where the file has none.
+
+    Raises:
+        RingConfigError: only transformers could tell, and it is not installed or does not know the model.
+    """
+    whole = read_hf_config(path_or_text)
+    values = text_part(whole)
+    model_type, narrow = values.get("model_type"), [key for key in NARROW.values() if values.get(key)]
+    if "layer_types" in values or model_type is None or not narrow:
+        return whole
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        known = False
+    else:
+        known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if not known:
+        raise RingConfigError(
+            f"--hf-config: layer_types: expected the type of each layer beside {narrow[0]}, got none, and"
+            f" transformers, which knows it, is not installed or does not know {model_type!r}; add it"
+        )
+    made = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
+    types = getattr(made, "layer_types", None)
+    return dict(values) | ({} if types is None else {"layer_types": list(types)})
+
+
 def _head_dim(given: int | None, hidden: int, heads: int) -> int:
     if given is not None:
         return given
@@ -58,10 +104,8 @@ def _head_dim(given: int | None, hidden: int, heads: int) -> int:
 
 
 def _from_transformers(path_or_text: str) -> ModelShape:
-    whole = _read(path_or_text)
-    values: dict[str, Any] = whole
-    if "hidden_size" not in whole and isinstance(whole.get("text_config"), dict):
-        values = whole["text_config"]  # of a model that reads more than text
+    whole = read_hf_config(path_or_text)
+    values = text_part(whole)
     sizes = {}
     for name, key in _KEYS.items():
         if not isinstance(values.get(key), int) or isinstance(values.get(key), bool):
@@ -81,16 +125,10 @@ def _from_transformers(path_or_text: str) -> ModelShape:
     )
 
 
-def _optional(values: dict[str, Any], key: str) -> int | None:
+def _optional(values: Mapping[str, Any], key: str) -> int | None:
     value = values.get(key)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise RingConfigError(
         f"--hf-config: {key}: expected a whole number or null, got {shown(value)}; correct it"
     )
-
-
-def _read(path_or_text: str) -> dict[str, Any]:
-    if not path_or_text.lstrip().startswith("{"):
-        return read_object(path_or_text)
-    return parse_object(path_or_text, "--hf-config")

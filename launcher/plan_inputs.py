@@ -13,32 +13,42 @@ from typing import Any
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY, resolve
 from ds_ring.config.json_text import parse_object
 from ds_ring.config.messages import sentence, shown
-from ds_ring.config.patterns import pattern_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.estimator.capacity_search import MOST_TOKENS, fewest_devices, longest_sequence
+from ds_ring.estimator.capacity_search import (
+    MOST_TOKENS,
+    fewest_devices,
+    longest_sequence,
+    longest_with_options,
+)
+from ds_ring.estimator.layer_mix import mix_of
+from ds_ring.estimator.options import OPTIONS, tiled_loss, tiled_mlp, with_cheapest_options
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
 from ds_ring.estimator.zero_memory import Zero
 
 from .commands.parsers import require_sizes
 from .hardware_file import read_hardware
-from .model_file import model_of
+from .model_file import model_of, said_of_layers
 
 _Raw = dict[str, Any]
 _ZERO = "zero_optimization"
 _MOST_DEVICES = 2**16
+DEFAULT_TILE = MOST_TOKENS  # of --tiled-loss and --tiled-mlp without a number
 _MOST = {
     "tokens": MOST_TOKENS,
     "devices": _MOST_DEVICES,
     "ring_size": _MOST_DEVICES,
     "ulysses_size": _MOST_DEVICES,
     "batch": 2**20,
-    "loss_chunk": MOST_TOKENS,
+    "tiled_loss": MOST_TOKENS,
+    "tiled_mlp": MOST_TOKENS,
 }
 
 
 def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
+    if options.tiled_loss is None:
+        options.tiled_loss = options.loss_chunk
     require_sizes(options, _MOST)
     config, whole = _ring_config(options)
     ulysses = config.ulysses_size
@@ -52,11 +62,14 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Sett
         )
     if devices is None:
         say("the fewest devices that fit")
-        return _fewest(setting)
-    if options.tokens is None:
+        setting = _fewest(setting)
+    elif options.tokens is None:
         say("the longest sequence that fits")
         return _longest(setting)
-    return setting
+    if not options.fit:
+        return setting
+    say("the cheapest options that fit")
+    return with_cheapest_options(setting)
 
 
 def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
@@ -104,25 +117,48 @@ def _setting(
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
+    said = said_of_layers(options.hf_config, model.layers)
     batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
-    return Setting(
+    setting = Setting(
         tokens=options.tokens or 1,
         ring_size=ring,
         ulysses_size=ulysses,
         model=model,
-        pattern=pattern_from_config(config),
+        pattern=mix_of(config, said, options.tokens or MOST_TOKENS),
         layout=config.layout,
         zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
         dtype=dtype,
         hardware=hardware,
         batch=1 if batch is None else int(batch),
-        checkpointing=options.activation_checkpointing,
         recompute_attention=bool(config.recompute_attention),  # a part of it: as if it were all
-        loss_tokens=options.loss_chunk,
+        may_add_options=options.fit,
         overlap=config.overlap,
         prune=config.prune,
         chunk_bytes=config.chunk_bytes,
     )
+    return _with_options(setting, options, config)
+
+
+def _with_options(setting: Setting, options: argparse.Namespace, config: RingConfig) -> Setting:
+    """Turn on what the command line or the JSON asks for of `estimator/options.py`."""
+    long, gpu = config.long_sequence, not setting.host_is_device
+    for key, turn_on in (("tiled_loss", tiled_loss), ("tiled_mlp", tiled_mlp)):
+        asked = getattr(options, key)
+        tile = getattr(long, key) if asked is None else (True if asked == DEFAULT_TILE else asked)
+        if tile is not False:
+            setting = turn_on(setting, None if tile in (True, "auto") else tile)
+    offloads = long.offload_checkpoints is True or (long.offload_checkpoints == "auto" and gpu)
+    for option in OPTIONS:
+        name = option.flag.removeprefix("--").replace("-", "_")
+        wanted = (offloads and name == "offload_checkpoints") or (
+            name not in _MOST and getattr(options, name)
+        )
+        if not wanted or option.is_on(setting):
+            continue
+        if not option.is_possible(setting):
+            raise RingConfigError(f"{option.flag}: {sentence(option.needs, 'another one', 'leave it out')}")
+        setting = option.apply(setting)
+    return setting
 
 
 def _dtype(whole: _Raw, from_json: bool) -> str:
@@ -152,15 +188,24 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
         ELEMENT_BYTES[dtype],
         overlap_comm=stage == 3 if overlap is None else overlap,
         fused_adam=kind == "cuda",
+        offload_optimizer=_on_host(section, "offload_optimizer"),
+        offload_parameters=_on_host(section, "offload_param"),
         **more,
     )
 
 
-def _mapping(whole: _Raw, key: str) -> _Raw:
+def _on_host(section: _Raw, key: str) -> bool:
+    """Return whether ZeRO offloads to the host's memory."""
+    return bool(_mapping(section, key, f"{_ZERO}.").get("device") == "cpu")
+
+
+def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:
     """Return a sub-section of DeepSpeed's; nothing where it is left out."""
     value = whole.get(key)
     if value is not None and not isinstance(value, dict):
-        raise RingConfigError(f"--config: {key}: {sentence('an object {...}', shown(value), 'correct it')}")
+        raise RingConfigError(
+            f"--config: {prefix}{key}: {sentence('an object {...}', shown(value), 'correct it')}"
+        )
     return value or {}
 
 
@@ -191,17 +236,21 @@ def _fewest(setting: Setting) -> Setting:
     if found is None:
         raise RingConfigError(
             f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
-            " got none up to 16384; try --activation-checkpointing, --loss-chunk 8192 or --ulysses-size"
+            " got none up to 16384; try --fit, which turns on what saves memory, or --ulysses-size"
         )
     return found
 
 
 def _longest(setting: Setting) -> Setting:
-    tokens = longest_sequence(setting)
-    if not tokens:
+    if setting.may_add_options:
+        found = longest_with_options(setting)
+    else:
+        tokens = longest_sequence(setting)
+        found = replace(setting, tokens=tokens) if tokens else None
+    if found is None:
         raise RingConfigError(
             f"--tokens: expected some sequence to fit {setting.devices} x {setting.hardware.name} at ZeRO"
             f" {setting.zero.stage}, got none; take more devices, another stage or a smaller"
             " reduce_bucket_size"
         )
-    return replace(setting, tokens=tokens)
+    return found

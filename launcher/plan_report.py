@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from ds_ring.estimator.advice import Advice
+from ds_ring.estimator.compare import Row
 from ds_ring.estimator.estimate import Estimate
+from ds_ring.estimator.layer_passes import LayerPass
+from ds_ring.estimator.options import json_of
 from ds_ring.estimator.remedies import Remedy
+from ds_ring.schedule.choose import in_words
 from ds_ring.tables import console as make_console
 from ds_ring.tables import print_table
 
 GIB = 2**30
 
 
-def as_json(found: Estimate, advice: Advice) -> str:
+def as_json(found: Estimate, advice: Advice, rows: Sequence[Row] = ()) -> str:
     """Return one object; sizes in bytes, times in seconds."""
-    return json.dumps(as_dict(found, advice), indent=2)
+    compared = {"compared": [row._asdict() for row in rows]} if rows else {}
+    return json.dumps(as_dict(found, advice) | compared, indent=2)
 
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
     """Return everything that the tables have, in full precision."""
-    setting, cost = found.setting, found.attention
+    setting = found.setting
     return {
         "hardware": setting.hardware.name,
         "devices": setting.devices,
@@ -33,10 +39,18 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "local_tokens": found.layout.local_tokens,
         "batch": setting.batch,
         "layout": found.layout.name,
-        "pattern": str(setting.pattern),
+        "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
+        "pattern": in_words(setting.mix) if len(setting.mix) > 1 else str(setting.mix[0][0]),
         "dtype": setting.dtype,
         "zero_stage": setting.zero.stage,
         "activation_checkpointing": setting.checkpointing,
+        "recompute_attention": setting.recompute_attention,
+        "tiled_loss_tokens": setting.loss_tokens,
+        "tiled_mlp_tokens": setting.mlp_tokens,
+        "offload_checkpoints": setting.offload_checkpoints,
+        "offload_optimizer": setting.zero.offload_optimizer,
+        "offload_param": setting.zero.offload_parameters,
+        "deepspeed_json": json_of(setting),
         "parameters": setting.model.parameters,
         "memory": {
             "peak_bytes": found.peak.total,
@@ -46,17 +60,15 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
             "components": {name: size for name, size in found.peak.components.items() if size},
             "moments": {moment.name: moment.total for moment in found.moments},
         },
-        "attention": {
-            "pairs": cost.pairs,
-            "executed_pairs": cost.executed,
-            "forward_bytes_sent": cost.forward_bytes,
-            "backward_bytes_sent": cost.backward_bytes,
-            "forward_s": cost.forward_s,
-            "backward_s": cost.backward_s,
-            "exposed_s": cost.exposed_s,
-            "hops": cost.hops,
-            "exposed_hops": cost.exposed_hops,
+        "host": {
+            "node_bytes": found.node_host_bytes,
+            "usable_node_bytes": _usable_of_node(found),
+            "components": {name: size for name, size in found.host_peak.host.items() if size},
         },
+        "attention": _pass(max(found.passes, key=lambda one: one.cost.seconds)),
+        "attention_by_pattern": [
+            {"pattern": str(one.pattern), "layers": one.layers} | _pass(one) for one in found.passes
+        ],
         "step": {
             "attention_s": found.attention_s,
             "exposed_s": found.exposed_s,
@@ -64,6 +76,8 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
             "dense_s": found.dense_s,
             "zero_bytes_sent": found.zero_bytes,
             "zero_s": found.zero_s,
+            "host_bytes": found.host_bytes,
+            "host_s": found.host_s,
             "total_s": found.step_s,
         },
         "ranks_looked_at": found.ranks,
@@ -76,13 +90,35 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
     }
 
 
+def _pass(one: LayerPass) -> dict[str, Any]:
+    """Return what a layer's passes cost; the costliest layer's where patterns differ."""
+    cost = one.cost
+    return {
+        "pairs": cost.pairs,
+        "executed_pairs": cost.executed,
+        "forward_bytes_sent": cost.forward_bytes,
+        "backward_bytes_sent": cost.backward_bytes,
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "exposed_s": cost.exposed_s,
+        "hops": cost.hops,
+        "exposed_hops": cost.exposed_hops,
+    }
+
+
+def _usable_of_node(found: Estimate) -> int | None:
+    usable = found.setting.usable_host_bytes
+    return None if usable is None else int(usable * found.setting.devices_of_node)
+
+
 def _remedy(one: Remedy) -> dict[str, Any]:
     setting = one.setting
     row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
+    row |= {"host_bytes_of_node": one.host_bytes}
     return row | {"devices": setting.devices, "tokens": setting.tokens}
 
 
-def print_report(found: Estimate, advice: Advice) -> None:
+def print_report(found: Estimate, advice: Advice, rows: Sequence[Row] = ()) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = found.setting
@@ -91,10 +127,19 @@ def print_report(found: Estimate, advice: Advice) -> None:
     console.print(
         f"{setting.model.parameters / 1e9:.2f} billion parameters, {setting.tokens:,} tokens on"
         f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
-        f" ZeRO {setting.zero.stage}, {setting.dtype}"
+        f" ZeRO {setting.zero.stage}, {setting.dtype};"
+        f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
     )
+    if len(setting.mix) > 1:
+        console.print(f"attention: {in_words(setting.mix)}", markup=False)
+    options = json_of(setting)
+    if options or setting.checkpointing:
+        how = "activation checkpointing; " if setting.checkpointing else ""
+        console.print(f"with {how}in the JSON {json.dumps(options)}", markup=False)
     print_table(_memory_table(found))
     print_table(_cost_table(found))
+    if rows:
+        print_table(_compared_table(rows))
     console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
     fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
     console.print(f"fewest devices for these tokens (one ring): {fewest}")
@@ -105,6 +150,8 @@ def print_report(found: Estimate, advice: Advice) -> None:
         console.print(f"[yellow]warning:[/] {warning}")
     for remedy in advice.remedies:
         needs = f"{remedy.peak_bytes / GIB:.1f} GiB, a step of {remedy.step_s:.3g} s"
+        if remedy.host_bytes:
+            needs += f", {remedy.host_bytes / GIB:.0f} GiB of a node's host"
         console.print(f"would fit with {remedy.change}: {needs}", markup=False)
     if not (found.fits or advice.remedies):
         console.print("no change that ds-ring knows makes it fit")
@@ -119,24 +166,52 @@ def _memory_table(found: Estimate) -> Table:
     table.add_section()
     usable = found.setting.usable_bytes / GIB
     table.add_row(f"peak, of {usable:.1f} that tensors can have", f"{found.peak.total / GIB:.3f}")
+    if found.node_host_bytes:
+        table.add_section()
+        devices = found.setting.devices_of_node
+        for name, size in found.host_peak.host.items():
+            table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / GIB:.3f}")
+        whole = _usable_of_node(found)
+        limit = "" if whole is None else f", of {whole / GIB:.1f} that tensors can have"
+        table.add_row(f"host of a node{limit}", f"{found.node_host_bytes / GIB:.3f}")
     return table
 
 
 def _cost_table(found: Estimate) -> Table:
     """Build the table of costs per device and step."""
-    layers, cost = found.setting.model.layers, found.attention
+    cost = found.attention
     table = Table("cost of a step, slowest device", "amount", "seconds")
     for column in table.columns[1:]:
         column.justify = "right"
     share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
     attended = cost.pairs / max(cost.executed, 1)
-    table.add_row("attention", f"{cost.pairs * layers:.3g} pairs", f"{found.attention_s:.3g}")
+    table.add_row("attention", f"{cost.pairs:.3g} pairs", f"{found.attention_s:.3g}")
+    for one in found.passes if len(found.passes) > 1 else ():
+        pairs, seconds = one.layers * one.cost.pairs, one.layers * one.cost.seconds
+        table.add_row(f"  {one.layers} x {one.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
     table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{found.exposed_s:.3g}")
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
-    sent = (cost.forward_bytes + cost.backward_bytes) * layers / GIB
+    sent = (cost.forward_bytes + cost.backward_bytes) / GIB
     table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
     table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
     table.add_row("ZeRO, not overlapped", f"{found.zero_bytes / GIB:.3g} GiB", f"{found.zero_s:.3g}")
+    if found.host_bytes or found.host_s:
+        table.add_row("host, not overlapped", f"{found.host_bytes / GIB:.3g} GiB", f"{found.host_s:.3g}")
     table.add_section()
     table.add_row("step", "", f"{found.step_s:.3g}")
+    return table
+
+
+def _compared_table(rows: Sequence[Row]) -> Table:
+    """Build the table of other methods; `ds_ring/estimator/compare.py` says where their formulas are from."""
+    table = Table(
+        "method", "ranks", "GiB", "host GiB", "sent GiB", "longest tokens", title="by published formulas"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        sizes = (row.peak_bytes, row.host_bytes, row.sent_bytes)
+        figures = [f"{size / GIB:,.1f}" for size in sizes]
+        mark = "" if row.fits else " (does not fit)"
+        table.add_row(row.method + mark, str(row.ranks), *figures, f"{row.longest_tokens:,}")
     return table

@@ -141,7 +141,7 @@ def planned(point: Point) -> Found:
     for rank in range(point.ranks):
         classes = plan.rank(rank).classes
         moment = attention_alone(
-            point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape)
+            point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape, first=True)
         )
         found.append(
             Found(moment.total, sum(bytes_sent([Part(head_class, 1) for head_class in classes], shape)))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ds_ring import RingMesh, build_plan, make_layout, ring_attention
 from ds_ring.config.hardware import Hardware, hardware_from
-from ds_ring.estimator.estimate import slowest_pass
+from ds_ring.estimator.layer_passes import slowest_pass
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.estimator.tuning import request_from, tune
 from ds_ring.estimator.tuning.clock import Clock
@@ -72,7 +72,7 @@ def rank_main(options: argparse.Namespace) -> None:
             {"ring_attention": {"pattern": PATTERNS[name]}}, tokens=max(options.tokens), heads=options.heads,
             kv_heads=None, head_dim=options.head_dim, world_size=size,
         )  # fmt: skip
-        pattern, result = request.pattern, tune(request)
+        pattern, result = request.mix[0][0], tune(request)
         hardware = hardware_from(describe_hardware(result), "what tune measured")
         for tokens in options.tokens:
             layout = make_layout("auto", tokens=tokens, ring_size=size, pattern=pattern)

@@ -30,6 +30,10 @@ RateOrNone = Annotated[
     Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
     Takes(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
 ]
+BytesOrNone = Annotated[
+    Annotated[int, Field(ge=1, le=2**60)] | None,
+    Takes("a whole number of bytes above 0, or null", "write 2_000_000_000_000, say, or leave it out"),
+]
 Fraction = Annotated[
     float, Field(gt=0, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
 ]
@@ -75,6 +79,15 @@ class Hardware(Section):
     inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
     link_latency_s: Wait = Field(description="from a send to the first byte")
     hop_overhead_s: Wait = Field(description="fixed cost of posting and waiting for a hop's messages")
+    host_memory_bytes: BytesOrNone = Field(
+        default=None, description="of a node's host, for what is offloaded; without it nothing is"
+    )
+    host_link_bytes_per_s: RateOrNone = Field(
+        default=None, description="between one device and pinned memory of its host, each way"
+    )
+    host_memory_bytes_per_s: RateOrNone = Field(
+        default=None, description="that a node's processors read and write, for an optimizer on the host"
+    )
     source: Sources = Field(description="where each figure is from")
 
     def flops(self, dtype: str) -> float:

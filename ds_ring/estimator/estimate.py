@@ -1,30 +1,19 @@
 """Estimate memory, FLOPs, bytes and time of a training step on one device. Pure arithmetic.
 
-Owns the choice of ranks that are looked at, and the sum of it all. What is planned stands in
-training_setting.py, searches in capacity_search.py.
+Owns the sum of it all. What is planned stands in training_setting.py, attention in layer_passes.py, searches
+in capacity_search.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from ds_ring.config.hardware import Hardware
-from ds_ring.estimator.cost import Part, PassCost, pass_cost
+from ds_ring.estimator.cost import PassCost
+from ds_ring.estimator.layer_passes import LayerPass, LayerPasses, Progress, layer_passes
 from ds_ring.estimator.model_memory import LocalTokens, Moment, TrainingStep
-from ds_ring.estimator.model_shape import ModelShape
-from ds_ring.estimator.pass_memory import PassMemory, PassShape, pass_memory
-from ds_ring.estimator.training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
-from ds_ring.estimator.zero_memory import Zero
-from ds_ring.registry import FAST_KERNELS
-from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.estimator.pass_memory import PassMemory
+from ds_ring.estimator.training_setting import Setting
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.layouts import make_layout
-from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
-
-FEW_CLASSES, MANY_RANKS = 4, 64
-
-Progress = Callable[[int, int], None]
 
 
 class Estimate(NamedTuple):
@@ -33,7 +22,8 @@ class Estimate(NamedTuple):
     setting: Setting  # what was planned
     layout: Layout  # which one it is
     moments: list[Moment]  # every moment at which memory can be highest
-    attention: PassCost  # of one layer's passes on the slowest rank looked at
+    passes: tuple[LayerPass, ...]  # of one layer of each pattern on the slowest rank looked at
+    attention: PassCost  # of all layers' passes
     # attention_s, exposed_s: of all layers, with what checkpointing computes again
     attention_s: float
     exposed_s: float
@@ -43,6 +33,9 @@ class Estimate(NamedTuple):
     # zero_bytes, zero_s: gradients and parameters between devices, as if nothing of it were hidden
     zero_bytes: int
     zero_s: float
+    # host_bytes, host_s: between one device and its host, the optimizer there included
+    host_bytes: int
+    host_s: float
     ranks: int  # how many ring ranks were looked at
 
     @property
@@ -51,155 +44,126 @@ class Estimate(NamedTuple):
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
+    def host_peak(self) -> Moment:
+        """Return the moment at which most lies on the host."""
+        return max(self.moments, key=lambda moment: moment.host_total)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Return the most that lies on a node's host, of all its devices."""
+        return self.host_peak.host_total * self.setting.devices_of_node
+
+    @property
     def fits(self) -> bool:
-        """Return whether the peak is at most what a device can give to tensors."""
-        return self.peak.total <= self.setting.usable_bytes
+        """Return whether device and host can give what the tensors take."""
+        return fits(self.setting, self.moments)
 
     @property
     def step_s(self) -> float:
         """Return the seconds of one optimizer step of one micro-batch."""
-        return self.attention_s + self.dense_s + self.zero_s
+        return self.attention_s + self.dense_s + self.zero_s + self.host_s
 
 
-def plan_of(setting: Setting) -> Plan:
-    """Build the plan of one rank's heads."""
-    layout = make_layout(
-        setting.layout, tokens=setting.tokens, ring_size=setting.ring_size, pattern=setting.pattern,
-        multiple_of=setting.ulysses_size,
-    )  # fmt: skip
-    heads, kv_heads = setting.model.heads, setting.model.kv_heads
-    return build_plan(
-        setting.pattern,
-        layout,
-        query_heads=heads // setting.ulysses_size,
-        kv_heads=kv_heads // setting.ulysses_size,
-        prune=setting.prune,
-    )
+def fits(setting: Setting, moments: list[Moment]) -> bool:
+    """Return whether device and host can give what is alive at every moment."""
+    host = setting.usable_host_bytes or 0.0
+    return all(one.total <= setting.usable_bytes and one.host_total <= host for one in moments)
 
 
-def pass_shape(setting: Setting, layout: Layout) -> PassShape:
-    """Return the tensors of a pass on one rank."""
-    model, element = setting.model, ELEMENT_BYTES[setting.dtype]
-    return PassShape(
-        batch=setting.batch,
-        group=model.heads // model.kv_heads,
-        local_tokens=layout.local_tokens,
-        head_dim=model.head_dim,
-        element_bytes=element,
-        chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
-        kernel=FAST_KERNELS[setting.hardware.kind],
-        contiguous=setting.ulysses_size > 1,
-    )
-
-
-# [Note: sampled ranks]
-# Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
-# (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which stand for the
-# others.
-def sampled_ranks(ring_size: int) -> list[int]:
-    """Return the ring ranks that stand for all; [Note: sampled ranks]."""
-    if ring_size <= FEW_RANKS:
-        return list(range(ring_size))
-    ranks = sampled_origins(ring_size)
-    return [ranks[0], ranks[-1]] if ring_size > MANY_RANKS else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
-
-
-def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
-    """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
-    if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
-        return [Part(head_class.rank(ring_rank), 1) for head_class in plan.classes]
-    if plan.ring_size > MANY_RANKS:
-        return [Part(plan.classes[0].rank(ring_rank), len(plan.classes))]
-    half = len(plan.classes) // 2
-    chosen = ((plan.classes[0], half), (plan.classes[-1], len(plan.classes) - half))
-    return [Part(head_class.rank(ring_rank), times) for head_class, times in chosen]
-
-
-def slowest_pass(
-    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True
-) -> PassCost:
-    """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
-    ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
-    costs = (pass_cost(parts, shape, hardware, dtype, bytes_per_s, overlap) for parts in ranks)
-    return max(costs, key=lambda cost: cost.seconds)
-
-
-def rough_memory(setting: Setting) -> int:
-    """Return peak bytes by two ranks and one class of heads: enough for a search."""
-    plan = plan_of(setting)
-    ranks = sorted({0, setting.ring_size // 2})
-    parts = [[Part(plan.classes[0].rank(rank), len(plan.classes))] for rank in ranks]
-    return max(moment.total for moment in _moments(setting, plan.layout, parts))
-
-
-def least_memory(setting: Setting) -> int:
-    """Return peak bytes without what the ring needs: no plan has to be made for it."""
+def least_step(setting: Setting) -> TrainingStep:
+    """Return a step without what the ring needs: no plan has to be made for it."""
     slots = -(-setting.tokens // (setting.ring_size * setting.ulysses_size)) * setting.ulysses_size
-    return _step(setting, slots, PassMemory(0, 0, 0)).peak().total
+    return training_step(setting, slots, PassMemory(0, 0, 0))
 
 
-def _moments(setting: Setting, layout: Layout, parts: list[list[Part]]) -> list[Moment]:
-    shape = pass_shape(setting, layout)
-    classes = (tuple(part.head_class for part in mine for _ in range(part.times)) for mine in parts)
-    most = max((pass_memory(of_rank, shape) for of_rank in classes), key=lambda memory: memory.total)
-    return _step(setting, layout.local_tokens, most).moments()
-
-
-def _step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
+def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
+    """Return the memory of a step with so many slots of a ring rank, and what its passes need."""
     ulysses, model = setting.ulysses_size, setting.model
     inside = setting.batch * slots
     tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
-    kept = not setting.recompute_attention
-    return TrainingStep(model, setting.zero, tokens, ring, setting.checkpointing, kept, setting.loss_tokens)
+    return TrainingStep(
+        model, setting.zero, tokens, ring, setting.checkpointing, not setting.recompute_attention,
+        setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
+    )  # fmt: skip
 
 
-def estimate(setting: Setting, progress: Progress | None = None) -> Estimate:
+def estimate(
+    setting: Setting, progress: Progress | None = None, attention: LayerPasses | None = None
+) -> Estimate:
     """Estimate everything about a setting.
+
+    Args:
+        setting: what is planned.
+        progress: called with the number of ranks looked at, and of all that will be.
+        attention: of the same model, sequence, ranks and hardware, if it was estimated already.
 
     Raises:
         RingError: layout and pattern do not go together, or the hardware has no figure for the dtype.
     """
     hardware, model = setting.hardware, setting.model
     rate = hardware.flops(setting.dtype) * hardware.matmul_efficiency
-    plan, parts = plan_of(setting), []
-    shape, ranks = pass_shape(setting, plan.layout), sampled_ranks(setting.ring_size)
-    for done, rank in enumerate(ranks):
-        if progress is not None:
-            progress(done, len(ranks))
-        parts.append(parts_of(plan, rank))
-    moments = _moments(setting, plan.layout, parts)
-    costs = [
-        pass_cost(mine, shape, hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
-        for mine in parts
-    ]
-    slowest = max(costs, key=lambda cost: cost.seconds)
+    if attention is None:
+        attention = layer_passes(setting, progress)
+    step = training_step(setting, attention.layout.local_tokens, attention.memory)
+    total = attention.total
     # Checkpointing runs the forward pass, its transfers included, once more only where it is told to.
-    again = slowest.forward_s if setting.checkpointing and setting.recompute_attention else 0.0
-    exposed = max(cost.exposed_s for cost in costs)
-    tokens = setting.batch * plan.layout.local_tokens // setting.ulysses_size
-    # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated.
+    again = total.forward_s if setting.checkpointing and setting.recompute_attention else 0.0
+    tokens = step.tokens.outside
+    # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
+    # an MLP are repeated, but not twice under checkpointing (runtime/tiled_call.py, "checkpointed regions").
     dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
-    zero_bytes = _zero_bytes(setting.zero, model)
+    if setting.mlp_tokens is not None and not setting.checkpointing:
+        dense += 2.0 * model.layers * model.mlp_parameters * tokens
+    zero_bytes = _zero_bytes(setting)
+    host_bytes, host_s = host_traffic(setting, step)
     return Estimate(
         setting,
-        plan.layout,
-        moments,
-        slowest,
-        model.layers * (slowest.seconds + again),
-        model.layers * exposed,
+        attention.layout,
+        step.moments(),
+        attention.passes,
+        total,
+        total.seconds + again,
+        total.exposed_s,
         dense,
         dense / rate,
         zero_bytes,
         zero_bytes / _widest_link(setting),
-        len(ranks),
+        host_bytes,
+        host_s,
+        attention.ranks,
     )
 
 
-def _zero_bytes(zero: Zero, model: ModelShape) -> int:
+# [Note: traffic with the host]
+# Checkpoints go there and come back: a layer's input each, and attention's results where they are kept. An
+# optimizer on the host gets the gradients of the device's partition and returns parameters; it reads and
+# writes its float32 states (28 bytes a parameter: the copy, two moments, the gradient read; all but the
+# gradient written) at the rate of the host's memory, which all devices of a node share. Parameters on the
+# host come as often as stage 3 gathers them. All of it counts as if nothing were hidden behind compute.
+def host_traffic(setting: Setting, step: TrainingStep) -> tuple[int, float]:
+    """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
+    zero, model, hardware = setting.zero, setting.model, setting.hardware
+    moved, adam_s = 0, 0.0
+    if setting.checkpointing and setting.offload_checkpoints:
+        moved += 2 * model.layers * step.checkpoint_bytes
+    share = zero.share(model.parameters)
+    if zero.offload_optimizer:
+        moved += 2 * zero.element_bytes * share
+        if hardware.host_memory_bytes_per_s is not None:
+            adam_s = 28 * share * setting.devices_of_node / hardware.host_memory_bytes_per_s
+    if zero.offload_parameters and zero.stage == 3:
+        moved += 3 * zero.element_bytes * share
+    link = hardware.host_link_bytes_per_s
+    # On the CPU nothing moves; elsewhere a file without the rate is refused where options are read.
+    return (0, adam_s) if setting.host_is_device or link is None else (moved, moved / link + adam_s)
+
+
+def _zero_bytes(setting: Setting) -> int:
     """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one."""
     # Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
+    zero = setting.zero
     times = 3 if zero.stage == 3 else 2
-    return times * zero.element_bytes * model.parameters * (zero.world - 1) // zero.world
+    return times * zero.element_bytes * setting.model.parameters * (zero.world - 1) // zero.world
 
 
 def _widest_link(setting: Setting) -> float:

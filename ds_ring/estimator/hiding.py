@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_ring.estimator.cost import EXPOSED, PassCost
-from ds_ring.estimator.estimate import pass_shape, plan_of, slowest_pass
+from ds_ring.estimator.layer_passes import slowest_passes, total_cost
 from ds_ring.estimator.training_setting import Setting, smaller_ring
 
 FEWEST, MOST = 1 << 6, 1 << 22  # tokens of a shard that are looked at
@@ -72,11 +72,8 @@ def _most(setting: Setting) -> int:
 
 
 def _cost(setting: Setting, local_tokens: int) -> PassCost:
-    """Return the cost of the slowest rank of up to eight, over the links of the planned ring."""
-    tried = smaller_ring(setting, local_tokens)
-    plan = plan_of(tried)
-    shape = pass_shape(tried, plan.layout)
-    return slowest_pass(plan, shape, tried.hardware, tried.dtype, setting.bytes_per_s, tried.overlap)
+    """Return the cost of all layers on the slowest of up to eight ranks, over the planned ring's links."""
+    return total_cost(slowest_passes(smaller_ring(setting, local_tokens), setting.bytes_per_s))
 
 
 def _why(setting: Setting, most: int) -> str:

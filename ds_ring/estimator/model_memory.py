@@ -2,8 +2,8 @@
 
 Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
 eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
-fused norms, fused losses and compilation save less). Attention's own part comes from `pass_memory.py`, states
-from `zero_memory.py`.
+fused norms, fused losses and compilation save less), loss and MLP in tiles those of
+`integrations/transformers`. Attention's own part comes from `pass_memory.py`, states from `zero_memory.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ Components = dict[str, int]
 
 
 class Moment(NamedTuple):
-    """Hold bytes by component at one moment of a step."""
+    """Hold bytes by component at one moment of a step, on the device and on its host."""
 
     name: str
     components: Components
+    host: Components
 
     @property
     def total(self) -> int:
-        """Return bytes alive."""
+        """Return bytes alive on the device."""
         return sum(self.components.values())
+
+    @property
+    def host_total(self) -> int:
+        """Return bytes alive on the host."""
+        return sum(self.host.values())
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,11 @@ class TrainingStep:
     ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
     checkpointing: bool = False  # a layer keeps its input and is computed again
     keeps_attention: bool = False  # but for attention's output and lse, which are kept then
-    loss_tokens: int | None = None  # tokens whose logits are there at once (a chunked loss); None for all
+    # loss_tokens, mlp_tokens: that are there at once (a loss and MLPs in tiles); None for all
+    loss_tokens: int | None = None
+    mlp_tokens: int | None = None
+    offload_checkpoints: bool = False  # what layers keep for the backward pass lies on the host
+    host_is_device: bool = False  # as on the CPU: what is offloaded stays where it is
 
     @property
     def norm_bytes(self) -> int:
@@ -81,13 +91,26 @@ class TrainingStep:
 
     @property
     def mlp_bytes(self) -> int:
-        """Return bytes of gate, silu(gate), up, and their product."""
+        """Return bytes of gate, silu(gate), up, and their product; in tiles, none but the input is kept."""
+        if self._mlp_tile is not None:
+            return 0
         return 4 * self.tokens.outside * self.model.intermediate * self.zero.element_bytes
+
+    @property
+    def _mlp_tile(self) -> int | None:
+        """Return the tokens of an MLP's tile; None where all tokens are one."""
+        tile = self.mlp_tokens
+        return tile if tile is not None and tile < self.tokens.outside else None
 
     @property
     def layer_input_bytes(self) -> int:
         """Return bytes of the residual stream at one layer."""
         return self.tokens.outside * self.model.hidden * self.zero.element_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return what a layer keeps for the backward pass under checkpointing."""
+        return self.layer_input_bytes + (self._results_bytes if self.keeps_attention else 0)
 
     @property
     def logits(self) -> int:
@@ -99,7 +122,11 @@ class TrainingStep:
         """Return what whole layers keep for the backward pass, of attention or of the rest."""
         if self.checkpointing:
             kept = self._results_bytes if self.keeps_attention else 0
-            return layers * (kept if attention else self.layer_input_bytes)
+            inputs = layers * self.layer_input_bytes
+            if self.offload_checkpoints:  # one at a time comes back
+                here = 0 if self.host_is_device else min(layers, 1)
+                return here * (0 if attention else self.layer_input_bytes)
+            return layers * kept if attention else inputs
         return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
 
     def moments(self) -> list[Moment]:
@@ -111,6 +138,22 @@ class TrainingStep:
             self._end_of_backward(),
             self._optimizer_step(),
         ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the most that lies on the host at once."""
+        return max(moment.host_total for moment in self.moments())
+
+    def _moment(self, name: str, components: Components, layers: int = 0) -> Moment:
+        """Return a moment at which so many layers wait for their backward pass."""
+        offloaded = self.checkpointing and self.offload_checkpoints
+        host = {
+            "states on the host": self.zero.host(self.model),
+            "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
+        }
+        if self.host_is_device:
+            return Moment(name, components | host, {})
+        return Moment(name, components, host)
 
     def peak(self) -> Moment:
         """Return the moment of the most memory."""
@@ -128,22 +171,33 @@ class TrainingStep:
 
     def _start(self) -> Moment:
         zero, model = self.zero, self.model
-        return Moment("start of the engine", {"parameters": zero.start(model)})
+        return self._moment("start of the engine", {"parameters": zero.start(model)})
 
     def _loss(self) -> Iterator[Moment]:
-        """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more."""
+        """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more.
+
+        In tiles, a tile's gradients follow its loss at once: the hidden states' are kept, and the output
+        matrix's are added up in float32.
+        """
         element, layers = self.zero.element_bytes, self.model.layers
         before = self._states(0) | {
             "activations": self.saved(layers, False) + self.norm_bytes,
             "attention": self.saved(layers, True),
         }
-        forward = element + FLOAT + (FLOAT if self.zero.low else 0)
-        yield Moment("loss, forward", before | {"logits and loss": forward * self.logits})
-        yield Moment("loss, backward", before | {"logits and loss": 3 * FLOAT * self.logits})
         weight = self.zero.element_bytes * self.model.head_parameters
-        backward = element * self.logits + 2 * self.layer_input_bytes
-        after = before | {"logits and loss": backward, "gradients": before["gradients"] + weight}
-        yield Moment("output matrix, backward", after)
+        made = before | {"gradients": before["gradients"] + weight}
+        if self.loss_tokens is not None:
+            sums = self.layer_input_bytes + FLOAT * self.model.head_parameters
+            tile = max((element + 3 * FLOAT) * self.logits, 2 * element * self.logits + weight)
+            yield self._moment("loss, in tiles", before | {"logits and loss": sums + tile}, layers)
+            backward = 2 * self.layer_input_bytes
+        else:
+            forward = element + FLOAT + (FLOAT if self.zero.low else 0)
+            yield self._moment("loss, forward", before | {"logits and loss": forward * self.logits}, layers)
+            wide = 3 * FLOAT * self.logits
+            yield self._moment("loss, backward", before | {"logits and loss": wide}, layers)
+            backward = element * self.logits + 2 * self.layer_input_bytes
+        yield self._moment("output matrix, backward", made | {"logits and loss": backward}, layers)
 
     def _layers(self) -> Iterator[Moment]:
         """Yield the last layer, while all others are saved, and the first, when all gradients exist."""
@@ -155,37 +209,45 @@ class TrainingStep:
             if self.checkpointing:  # computed again
                 saved += 2 * self.norm_bytes + self.mlp_bytes
                 attention += self.attention_bytes - (self._results_bytes if self.keeps_attention else 0)
-            yield self._mlp(name, made, saved, attention)
-            yield self._attention(name, made + self.model.mlp_parameters, saved, attention)
+            mlp = self._mlp(made, saved, attention)
+            yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
+            inside = self._attention(made + self.model.mlp_parameters, saved, attention)
+            yield self._moment(f"attention of the {name} layer, backward", inside, left)
 
-    def _mlp(self, name: str, made: int, saved: int, attention: int) -> Moment:
-        element, tokens = self.zero.element_bytes, self.tokens.outside
-        passing = tokens * element * 2 * (self.model.intermediate + self.model.hidden)
-        gradients = {"activations": saved + passing, "attention": attention}
-        return Moment(f"MLP of the {name} layer, backward", self._states(made) | gradients)
+    def _mlp(self, made: int, saved: int, attention: int) -> Components:
+        """Return an MLP's backward.
 
-    def _attention(self, name: str, made: int, saved: int, attention: int) -> Moment:
+        In tiles, its inside exists for one tile of tokens, and its matrices' gradients are added up in
+        float32, beside those of the tile.
+        """
+        element, tokens, model = self.zero.element_bytes, self.tokens.outside, self.model
+        passing = tokens * element * 2 * (model.intermediate + model.hidden)
+        if (tile := self._mlp_tile) is not None:
+            inside = tile * element * (6 * model.intermediate + 2 * model.hidden)
+            passing = 2 * self.layer_input_bytes + inside + (FLOAT + element) * model.mlp_parameters
+        return self._states(made) | {"activations": saved + passing, "attention": attention}
+
+    def _attention(self, made: int, saved: int, attention: int) -> Components:
         """Return attention's backward: four gradients beside q, k, v, out; the MLP's part is freed."""
         here, element = self.tokens, self.zero.element_bytes
         saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
         gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
-        return Moment(
-            f"attention of the {name} layer, backward",
+        return (
             self._states(made)
             | {"activations": saved, "attention": attention + gradients - self._query_bytes}
-            | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace},
+            | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
         )
 
     def _end_of_backward(self) -> Moment:
         states = self._states(self.model.parameters)
         states["gradients"] += self.zero.reduction(self.model)
-        return Moment("end of the backward pass", states)
+        return self._moment("end of the backward pass", states)
 
     def _optimizer_step(self) -> Moment:
         states = self._states(0, passing=False)
         gradients, temporary = self.zero.step(self.model)
         states["gradients"] += gradients
-        return Moment("optimizer step", states | {"optimizer temporaries": temporary})
+        return self._moment("optimizer step", states | {"optimizer temporaries": temporary})
 
 
 def attention_alone(
@@ -206,4 +268,4 @@ def attention_alone(
     tensors = 2 * (rows + kv_rows) * local_tokens * both * element  # q, k, v, out and their gradients
     parts = {"attention": tensors + rows * local_tokens * FLOAT, "ring buffers": ring.buffers}
     parts |= {"accumulators": ring.accumulators, "kernel workspace": ring.workspace}
-    return Moment("attention, backward", parts)
+    return Moment("attention, backward", parts, {})

@@ -78,7 +78,9 @@ class PassShape:
     def schedule(self, classes: Iterable[HeadClassPlan], backward: bool) -> Schedule:
         """Return a rank's schedule, its heads in chunks as tensors of this shape are sent."""
         classes = tuple(classes)
-        head_bytes = self.head_bytes if classes[0].limit else 0  # a ring of one sends nothing
+        # A ring of one sends nothing: see `RingPass`.
+        chunked = classes[0].limit or self.element_bytes < FLOAT
+        head_bytes = self.head_bytes if chunked else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(classes, self.group, backward=backward, **sizes)
 
@@ -102,18 +104,21 @@ class PassMemory(NamedTuple):
         return sum(self)
 
 
-def pass_memory(classes: tuple[HeadClassPlan, ...], shape: PassShape, *, backward: bool = True) -> PassMemory:
+def pass_memory(
+    classes: tuple[HeadClassPlan, ...], shape: PassShape, *, backward: bool = True, first: bool = False
+) -> PassMemory:
     """Return what a forward pass and, unless told otherwise, the backward pass need at most, bytes.
 
     Args:
         classes: of one rank, one for each class of heads (or some of many equal ones).
         shape: of the tensors.
         backward: False for inference.
+        first: no pass before has left its buffers; else all of them are there from the start, as in training.
     """
     meter = _Meter(shape)
     for direction in (False, True)[: 1 + backward]:
         meter.run(_shortened(shape.schedule(classes, direction)))
-    return PassMemory(meter.most_used, *meter.extra)
+    return meter.first if first else PassMemory(meter.most_used, *meter.extra)
 
 
 def _shortened(schedule: Schedule) -> Schedule:
@@ -136,12 +141,14 @@ class _Meter:
     Attributes:
         most_used: of message buffers.
         extra: accumulators and workspace, where their sum is highest.
+        first: all of it, where the sum is highest while message buffers are made as they are needed.
     """
 
     def __init__(self, shape: PassShape) -> None:
         self.shape = shape
         self.used = self.most_used = self.accumulators = 0
         self.extra = (0, 0)
+        self.first = PassMemory(0, 0, 0)
         self.sizes: dict[tuple[int, int], int] = {}  # by chunk and buffer, of those that are alive
 
     def run(self, schedule: Schedule) -> None:
@@ -174,6 +181,7 @@ class _Meter:
             if step.gradients is not None:
                 self._take(index, chunk, step.gradients)
             workspace = self._workspace(chunk, step)
+            self._note(workspace)
             self.extra = max(self.extra, (self.accumulators, workspace), key=sum)
         else:  # keys and gradients that arrive, or are put together
             self._take(index, chunk, step.buffer)
@@ -187,6 +195,12 @@ class _Meter:
             self.sizes[index, buffer] = size
             self.used += size
             self.most_used = max(self.most_used, self.used)
+            self._note(0)
+
+    def _note(self, workspace: int) -> None:
+        # Buffers that were in use stay with the pool.
+        now = PassMemory(self.most_used, self.accumulators, workspace)
+        self.first = max(self.first, now, key=sum)
 
     def _lies_side_by_side(self, chunk: HeadChunk, step: Send) -> bool:
         """Return whether a part is one piece of memory: all of a dense buffer, or one range of one head."""

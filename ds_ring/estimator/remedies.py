@@ -1,24 +1,24 @@
 """Propose changes that make a run fit, cheapest first, each one estimated.
 
-Owns the changes and their order: first what costs no time (a smaller bucket, a loss in chunks, ranks from
-data-parallel replicas, states divided further), then what costs some (smaller micro-batches, activations
-computed again), then more devices, and last a shorter sequence. Two changes are tried together where neither
-is enough alone.
+Owns the changes and their order: first what costs no time (a smaller bucket, ranks from data-parallel
+replicas, states divided further, smaller micro-batches), then the cheapest sets of options of a long
+sequence, then both together, then more devices, and last a shorter sequence. What the options are stands in
+options.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, islice
 from typing import NamedTuple
 
-from ds_ring.estimator.capacity_search import fewest_devices, longest_sequence, peak_bytes
+from ds_ring.estimator.capacity_search import can_hold, fewest_devices, longest_sequence, peak_bytes
 from ds_ring.estimator.estimate import estimate
+from ds_ring.estimator.options import OptionSet, sets_that_fit
 from ds_ring.estimator.training_setting import Setting
 
 MOST_LINES, MOST_OF_THESE_DEVICES = 5, 3  # proposals in all; of them on the devices at hand
-LOSS_TOKENS = 8192
 ROUGHLY = 1.05  # of what a device has: more by a search's estimate needs no plan of the whole ring
 MOST_RANKS = 256  # of a ring that is proposed: the estimate grows as its square, 4096 ranks take minutes
 
@@ -28,6 +28,7 @@ class Remedy(NamedTuple):
 
     change: str  # options of `ds-ring plan`, or a key of DeepSpeed's JSON
     peak_bytes: int  # of a device then
+    host_bytes: int  # of a node's host then
     step_s: float  # seconds of a step then
     setting: Setting  # with the change in it
 
@@ -40,10 +41,8 @@ class _Change(NamedTuple):
 def remedies(setting: Setting) -> tuple[Remedy, ...]:
     """Return at most five changes that each make the setting fit, cheapest first."""
     changes = list(_changes(setting))
-    here = list(_on_these_devices(setting, changes))
-    more = _more_devices(setting, changes if not here else [])
-    found = [*here, *more, *_shorter(setting)]
-    return tuple(found[:MOST_LINES])
+    found = chain(_on_these_devices(setting, changes), _more_devices(setting), _shorter(setting))
+    return tuple(islice(found, MOST_LINES))
 
 
 def _changes(setting: Setting) -> Iterator[_Change]:
@@ -55,8 +54,6 @@ def _changes(setting: Setting) -> Iterator[_Change]:
             f'"reduce_bucket_size": {largest} in zero_optimization',
             lambda s: replace(s, zero=replace(s.zero, bucket_elements=largest)),
         )
-    if setting.loss_tokens is None or setting.loss_tokens > LOSS_TOKENS:
-        yield _Change(f"--loss-chunk {LOSS_TOKENS}", lambda s: replace(s, loss_tokens=LOSS_TOKENS))
     ring = setting.devices // setting.ulysses_size
     if ring > setting.ring_size:
         yield _Change(f"--ring-size {ring}", lambda s: replace(s, ring_size=ring))
@@ -67,8 +64,6 @@ def _changes(setting: Setting) -> Iterator[_Change]:
         yield _Change(f"--batch {half}", lambda s: replace(s, batch=half))
     if setting.batch > 3:
         yield _Change("--batch 1", lambda s: replace(s, batch=1))
-    if not setting.checkpointing:
-        yield _Change("--activation-checkpointing", lambda s: replace(s, checkpointing=True))
 
 
 def _with_stage(stage: int) -> Callable[[Setting], Setting]:
@@ -76,37 +71,42 @@ def _with_stage(stage: int) -> Callable[[Setting], Setting]:
 
 
 def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
-    """Yield single changes that are enough, then pairs of those that are not."""
-    left: list[_Change] = []
-    count = 0
-    for change in changes:
-        remedy = _checked(change.text, change.apply(setting))
-        if remedy is None:
-            left.append(change)
-        elif count < MOST_OF_THESE_DEVICES:
-            count += 1
-            yield remedy
-    for first, second in combinations(left, 2):
-        if count >= MOST_OF_THESE_DEVICES or first.text.split()[0] == second.text.split()[0]:
-            continue
-        remedy = _checked(f"{first.text} {second.text}", second.apply(first.apply(setting)))
-        if remedy is not None:
-            count += 1
-            yield remedy
+    """Yield changes that are enough and options that are; where none is, a change with options."""
+    enough = (one for change in changes for one in _found(change.text, change.apply(setting)))
+    found = list(islice(chain(enough, _with_options("", setting)), MOST_OF_THESE_DEVICES))
+    both = (one for change in changes for one in _with_options(change.text, change.apply(setting)))
+    yield from found or islice(both, MOST_OF_THESE_DEVICES)
 
 
-def _more_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
-    """Propose more devices in one ring, alone, and with the change that saves most of them."""
+def _with_options(text: str, setting: Setting) -> Iterator[Remedy]:
+    """Yield the cheapest sets of options that make a setting fit."""
+    local = -(-setting.tokens // setting.ring_size)
+    # The rough estimate rules most out before the slow one.
+    if not can_hold(replace(setting, may_add_options=True), local):
+        return
+    for options, found in sets_that_fit(setting):
+        if options:
+            changes = " ".join(filter(None, (text, flags(options))))
+            yield Remedy(changes, found.peak.total, found.node_host_bytes, found.step_s, found.setting)
+
+
+def flags(options: OptionSet) -> str:
+    """Return a set of options as a command line has it."""
+    return " ".join(option.flag for option in options)
+
+
+def _more_devices(setting: Setting) -> Iterator[Remedy]:
+    """Propose more devices in one ring, alone, and fewer of them with options."""
     alone = _few_devices(setting)
     if alone is not None and alone.devices > setting.devices:
         yield from _found(_devices_text(alone), alone)
-    options = [(change, _few_devices(change.apply(setting))) for change in changes]
-    fewer = [(c, s) for c, s in options if s is not None and s.devices > setting.devices]
-    if not fewer:
-        return
-    change, found = min(fewer, key=lambda pair: pair[1].devices)
-    if alone is None or found.devices < alone.devices:
-        yield from _found(f"{change.text} {_devices_text(found)}", found)
+    fewer = _few_devices(replace(setting, may_add_options=True))
+    if (
+        fewer is not None
+        and fewer.devices > setting.devices
+        and (alone is None or fewer.devices < alone.devices)
+    ):
+        yield from islice(_with_options(_devices_text(fewer), replace(fewer, may_add_options=False)), 1)
 
 
 def _few_devices(setting: Setting) -> Setting | None:
@@ -138,4 +138,6 @@ def _checked(text: str, setting: Setting) -> Remedy | None:
     if peak_bytes(setting, local) > ROUGHLY * setting.usable_bytes:
         return None
     found = estimate(setting)
-    return Remedy(text, found.peak.total, found.step_s, setting) if found.fits else None
+    if not found.fits:
+        return None
+    return Remedy(text, found.peak.total, found.node_host_bytes, found.step_s, setting)

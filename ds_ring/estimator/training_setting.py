@@ -9,9 +9,11 @@ from ds_ring.estimator.model_shape import ModelShape
 from ds_ring.estimator.zero_memory import Zero
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.schedule.layout import Mix
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
+USABLE_HOST = 0.95  # the rest: the system and the scripts (assumed)
 FEW_RANKS = 8
 
 
@@ -23,9 +25,9 @@ class Setting:
     # ring_size, ulysses_size: ranks that share one; their product divides the devices
     ring_size: int
     ulysses_size: int
-    # model, pattern: what is trained
+    # model, pattern: what is trained; where layers differ, each pattern with its number of layers
     model: ModelShape
-    pattern: Pattern
+    pattern: Pattern | Mix
     layout: str  # a name of `make_layout`
     zero: Zero  # how states are kept; its world is the number of devices
     dtype: str  # "float32", "bfloat16" or "float16"
@@ -33,11 +35,22 @@ class Setting:
     batch: int = 1  # sequences of one ring
     checkpointing: bool = False  # layers are computed again in the backward pass
     recompute_attention: bool = False  # as in the JSON: attention as well
-    loss_tokens: int | None = None  # tokens whose logits are there at once; None for all
+    # loss_tokens, mlp_tokens: that are there at once, of logits and inside an MLP; None for all
+    loss_tokens: int | None = None
+    mlp_tokens: int | None = None
+    offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
+    may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
     # overlap, prune, chunk_bytes: as in the JSON
     overlap: bool = True
     prune: bool = True
     chunk_bytes: int | None = None
+
+    @property
+    def mix(self) -> Mix:
+        """Return the patterns with their numbers of layers."""
+        if isinstance(self.pattern, Pattern):
+            return ((self.pattern, self.model.layers),)
+        return self.pattern
 
     @property
     def devices(self) -> int:
@@ -48,6 +61,22 @@ class Setting:
     def usable_bytes(self) -> float:
         """Return the memory of a device that tensors can have."""
         return self.hardware.memory_bytes * USABLE[self.hardware.kind]
+
+    @property
+    def host_is_device(self) -> bool:
+        """Return whether what is offloaded lies where everything else does: ranks on the CPU."""
+        return self.hardware.kind == "cpu"
+
+    @property
+    def devices_of_node(self) -> int:
+        """Return how many devices of the setting share a host."""
+        return min(self.devices, self.hardware.devices_per_node)
+
+    @property
+    def usable_host_bytes(self) -> float | None:
+        """Return the host's memory for one device; None if the hardware's file does not say."""
+        whole = self.hardware.host_memory_bytes
+        return None if whole is None else whole * USABLE_HOST / self.devices_of_node
 
     @property
     def bytes_per_s(self) -> float:

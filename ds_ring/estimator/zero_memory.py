@@ -1,9 +1,9 @@
-"""Estimate memory of parameters, gradients and optimizer states under ZeRO, per device.
+"""Estimate memory of parameters, gradients and optimizer states under ZeRO, per device and on its host.
 
-Owns what DeepSpeed 0.19.8 keeps and what it allocates in passing, for Adam; offloading is not modelled. The
-formulas of the paper (section 3: 2 + 2 + 12 bytes per parameter in mixed precision, divided by stage) are the
-floor; the rest (flat copies, buckets, parameters that ZeRO 3 keeps gathered) was read from DeepSpeed's code
-and compared with real runs: `tools/check_plan.py`.
+Owns what DeepSpeed 0.19.8 keeps and what it allocates in passing, for Adam. The formulas of the paper
+(section 3: 2 + 2 + 12 bytes per parameter in mixed precision, divided by stage) are the floor; the rest (flat
+copies, buckets, parameters that ZeRO 3 keeps gathered, what lies on the host with `offload_optimizer` and
+`offload_param`) was read from DeepSpeed's code and compared with real runs: `tools/check_plan.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Zero:
-    """Describe how DeepSpeed keeps a model.
-    two
-        of the size of what it updates.
-    """
+    """Describe how DeepSpeed keeps a model."""
 
     stage: int  # 0 to 3
     world: int  # ranks that states are divided among (data-parallel x ring x Ulysses)
@@ -28,8 +25,12 @@ class Zero:
     bucket_elements: int = 500_000_000  # reduce_bucket_size
     overlap_comm: bool = False  # two buckets instead of one
     live_elements: int = 1_000_000_000  # stage3_max_live_parameters
-    # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has
+    # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has two of the size
+    # of what it updates
     fused_adam: bool = True
+    # offload_optimizer, offload_parameters: to the host's memory; parameters at stage 3 only
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
 
     @property
     def low(self) -> bool:
@@ -43,7 +44,19 @@ class Zero:
     def parameters(self, model: ModelShape) -> int:
         """Return bytes of the copy that computes, between passes."""
         whole = model.parameters
-        return self.element_bytes * (self.share(whole) if self.stage == 3 else whole)
+        if self.stage < 3:
+            return self.element_bytes * whole
+        return 0 if self.offload_parameters else self.element_bytes * self.share(whole)
+
+    # [Note: on the host]
+    # Optimizer: the float32 copy, two moments and the gradients in float32 stand there from the start. Stages
+    # 1 and 2 have a low-precision copy of the partition for the way back, stage 3 the flat gradient
+    # partition.
+    def host(self, model: ModelShape) -> int:
+        """Return bytes that one device keeps on its host; [Note: on the host]."""
+        share = self.share(model.parameters)
+        parameters = self.element_bytes * share if self.offload_parameters and self.stage == 3 else 0
+        return parameters + ((4 * FLOAT + self.element_bytes) * share if self.offload_optimizer else 0)
 
     # [Note: gathered parameters]
     # Stage 3 releases a parameter after use unless it is used again within `stage3_max_reuse_distance` and no
@@ -56,7 +69,9 @@ class Zero:
         return self.element_bytes * max(min(model.parameters, self.live_elements), model.layer_parameters)
 
     def optimizer(self, model: ModelShape) -> int:
-        """Return bytes of Adam's two moments and the float32 master copy."""
+        """Return bytes of Adam's two moments and the float32 master copy, on the device."""
+        if self.offload_optimizer:
+            return 0
         elements = self.share(model.parameters) if self.stage else model.parameters
         # DeepSpeed's stages 1 to 3 keep a float32 master copy in any precision.
         master = FLOAT if self.low or self.stage else 0
@@ -70,7 +85,8 @@ class Zero:
         """Return bytes kept between passes: stage 3's flat partition and its bucket; [Note: buckets]."""
         if self.stage < 3:
             return 0
-        return self.element_bytes * (self.share(model.parameters) + self.bucket_elements)
+        partition = 0 if self.offload_optimizer else self.share(model.parameters)
+        return self.element_bytes * (partition + self.bucket_elements)
 
     def gradients(self, model: ModelShape, made: int) -> int:
         """Return bytes in a backward pass that has made the gradients of `made` parameters."""
@@ -80,11 +96,13 @@ class Zero:
         kept = made
         if self.stage == 2:
             kept = self.share(model.parameters) if made else 0
+        if self.stage and self.offload_optimizer:  # each goes to the host once it is reduced
+            kept = min(made, model.largest_parameter)
         return self.element_bytes * (kept + buckets)
 
     def reduction(self, model: ModelShape) -> int:
         """Return what the end of a backward pass allocates on top: flat copies that are reduced."""
-        if self.world == 1 or self.stage >= 2:
+        if self.world == 1 or self.stage >= 2 or self.offload_optimizer:
             return 0
         if self.stage == 1:
             return self.element_bytes * self.share(model.parameters)
@@ -93,6 +111,8 @@ class Zero:
     def step(self, model: ModelShape) -> tuple[int, int]:
         """Return bytes of gradients and temporaries while the optimizer steps."""
         whole, share = model.parameters, self.share(model.parameters)
+        if self.offload_optimizer:
+            return 0, 0
         if self.stage:
             gradients = FLOAT * share
             temporary = 0 if self.fused_adam else 2 * FLOAT * share
@@ -103,6 +123,8 @@ class Zero:
     def start(self, model: ModelShape) -> int:
         """Return bytes while the engine is made: stages 1 and 2 flatten, stage 3 partitions."""
         whole, share = self.element_bytes * model.parameters, self.share(model.parameters)
+        if self.offload_optimizer:
+            share = 0
         if self.stage == 0:
             return whole
         if self.stage == 3:

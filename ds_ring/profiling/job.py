@@ -11,7 +11,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, Mix
 from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
@@ -32,6 +32,8 @@ class Job:
     backward: bool = True  # the backward pass as well
     seed: int = 0  # of the numbers
     threads: int = 1  # of a rank's kernel
+    # layers of this pattern and of others, which share the layout; none: all layers have this one
+    mix: Mix = ()
 
     @property
     def source(self) -> GeneratedSource:
@@ -59,9 +61,8 @@ class Job:
                 f"expected at least one token for each of {ring_size} ranks, got {self.sizes.tokens} tokens;"
                 f" profile a ring of at most {self.sizes.tokens}, or more tokens"
             )
-        layout = make_layout(
-            self.layout_name, tokens=self.sizes.tokens, ring_size=ring_size, pattern=self.pattern
-        )
+        mix = dict(self.mix) or self.pattern
+        layout = make_layout(self.layout_name, tokens=self.sizes.tokens, ring_size=ring_size, pattern=mix)
         check_length(self.pattern, layout)
         return layout
 
@@ -87,4 +88,6 @@ class Job:
             heads += f" on {sizes.kv_heads} K/V heads"
         dtype = str(sizes.dtype).removeprefix("torch.")
         passes = "forward + backward" if self.backward else "forward"
-        return f"{sizes.tokens} tokens, {heads}, head_dim {sizes.head_dim}, {dtype}, {self.pattern}, {passes}"
+        what = f"{sizes.tokens} tokens, {heads}, head_dim {sizes.head_dim}, {dtype}, {self.pattern}, {passes}"
+        layers = dict(self.mix).get(self.pattern)
+        return what if layers is None else f"{what}, {layers} of {sum(n for _, n in self.mix)} layers"

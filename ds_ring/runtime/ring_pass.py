@@ -24,6 +24,7 @@ from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Accumulate, Compute, HeadChunk, Round, Schedule, Send
+from ds_ring.schedule.workspace import FLOAT
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,10 @@ class RingPass:
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:
             self.trace.phase = "backward" if backward else "forward"
-        # Bytes of one head in the smaller message; 0 on a ring of one, where chunks would gain nothing.
-        head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if self.exchange is not None else 0
+        # Bytes of one head in the smaller message; 0 on a ring of one, where chunks gain nothing, unless sums
+        # stand in float32 beside the results.
+        chunked = self.exchange is not None or k.element_size() < FLOAT
+        head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if chunked else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
 

@@ -16,8 +16,11 @@ from ds_ring.registry import KERNELS, load
 BLOCK = 2048  # most queries of one call, and most keys in the backward pass
 BIASED = 1024  # most queries and most keys of a call with a bias for each pair
 TRIANGLE = 128  # side of the smallest triangle
-ATEN_BACKWARD_BYTES = 1 << 20  # scores and their gradients of one block, per thread
+# Scores (and backward their gradients) of one block inside aten, per thread, of the most queries that a block
+# has; of calls with fewer queries blocks have fewer.
+ATEN_BACKWARD_BYTES = 1 << 20
 ATEN_FORWARD_BYTES = 5 << 17
+ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # queries of a call from which on a block has so many
 FLOAT = 4
 
 
@@ -74,14 +77,20 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
 def _cpu_forward(tiles: Tiles, shape: HopShape) -> int:
     """Count a call's output, its lse, and the merge's five temporaries of that size."""
     queries = min(BLOCK, int(tiles.q.length.max()))
-    return queries * shape.rows * (shape.wide + 6) * FLOAT + ATEN_FORWARD_BYTES
+    return queries * shape.rows * (shape.wide + 6) * FLOAT + _aten_bytes(queries, ATEN_FORWARD_BYTES)
 
 
 def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
     """Count dq twice (aten's accumulator and its result), dk, dv."""
     queries, keys = _call_sides(tiles)
     per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
-    return per_slot * shape.wide * FLOAT + ATEN_BACKWARD_BYTES
+    return per_slot * shape.wide * FLOAT + _aten_bytes(queries, ATEN_BACKWARD_BYTES)
+
+
+def _aten_bytes(queries: int, most: int) -> int:
+    """Return the bytes of a block inside aten, for a call of so many queries."""
+    split = next(size for least, size in ATEN_QUERIES if queries >= least)
+    return most * split // ATEN_QUERIES[0][1]
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:

@@ -17,7 +17,7 @@ examples:
   ds-ring plan --hf-config config.json --tokens 1048576 --devices 32 --hardware h100
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100      the fewest devices that fit
   ds-ring plan --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
-      --devices 8 --hardware h200 --activation-checkpointing                 the longest sequence that fits
+      --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
@@ -54,13 +54,23 @@ def add(commands: Commands) -> None:
     how.add_argument("--pattern", metavar="JSON", help='as in the JSON section, say {"window": 4096}')
     how.add_argument("--layout", help=", ".join(LAYOUTS))
     how.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again")
-    how.add_argument("--loss-chunk", type=int, metavar="N", help="tokens whose logits are there at once")
+    how.add_argument("--recompute-attention", action="store_true", help="under checkpointing, attention too")
+    for part in ("loss", "MLP"):
+        says = f"{part} in tiles of N tokens; without N as true in the JSON"
+        how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)
+    how.add_argument("--loss-chunk", type=int, metavar="N", help="the same as --tiled-loss N")
+    how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints lie on the host")
+    how.add_argument("--offload-optimizer", action="store_true", help="ZeRO's optimizer lies on the host")
+    how.add_argument("--offload-param", action="store_true", help="ZeRO 3's parameters lie on the host")
+    how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
+    plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
     add_json(plan)
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the plan; RingError for what cannot be planned."""
     from ds_ring.estimator.advice import advise
+    from ds_ring.estimator.compare import compare
     from ds_ring.estimator.estimate import estimate
     from ds_ring_launcher.plan_inputs import settings_of
     from ds_ring_launcher.plan_report import as_json, print_report
@@ -69,11 +79,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     progress = _Progress()
     found = estimate(settings_of(options, progress.say), progress)
     advice = advise(found, progress.say)
+    rows = compare(found, advice.longest_tokens) if options.compare else []
     progress.end()
     if options.json:
-        print(as_json(found, advice))
+        print(as_json(found, advice, rows))
     else:
-        print_report(found, advice)
+        print_report(found, advice, rows)
     return 0
 
 

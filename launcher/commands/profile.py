@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from .shapes import add_shapes, config_of, pattern_of, source_of
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from ds_ring.masks.pattern import Pattern
     from ds_ring.profiling.job import Job
     from ds_ring.profiling.measure import RingRun
     from ds_ring.profiling.timeline import Timeline
@@ -32,6 +34,7 @@ examples:
   ds-ring profile --tokens 16384 --ring-sizes 1 2 --real --simulated      gloo ranks beside virtual ones
   ds-ring profile --tokens 65536 --pattern '{"window": 4096}' --link-mbit 1000 --output runs/window
   ds-ring profile --tokens 32768 --config configs/longnet.json --forward-only --json
+  ds-ring profile --tokens 16384 --ring-sizes 1 4 --hf-config config.json            layers that differ
 
 writes FOLDER/memory.png (peak by ring size, against 1/P), steps.png (memory hop by hop) and, of the largest
 ring, timeline.png and trace.json (open it in chrome://tracing or https://ui.perfetto.dev)
@@ -44,6 +47,12 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(commands, "profile", run, _HELP, _DESCRIPTION, _EXAMPLE)
     add_shapes(parser, [1, 2, 4, 8])
+    parser.add_argument(
+        "--hf-config", metavar="FILE", help="a transformers config.json: each pattern of its layers by itself"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help='of the model, where "layers" of the pattern names some'
+    )
     parser.add_argument("--forward-only", action="store_true", help="without the backward pass")
     parser.add_argument("--simulated", action="store_true", help="virtual ranks (if neither is given)")
     parser.add_argument("--real", action="store_true", help="start gloo ranks on this machine")
@@ -70,31 +79,48 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("profile", extra_args)
     require_sizes(options, {"threads": 1024})
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
-    job = _job(options)
+    jobs = _jobs(options)
     sizes = sorted(set(options.ring_sizes))
-    _check(options, job, sizes)
+    folders = _folders(options, jobs)
+    for job, folder in zip(jobs, folders, strict=True):
+        _check(options, job, sizes, folder)
+    found = [_profiled(options, job, sizes, folder) for job, folder in zip(jobs, folders, strict=True)]
+    if options.json:  # one object for each pattern where there are several
+        print_json(found[0] if len(jobs) == 1 else {"patterns": found})
+    return 0
+
+
+def _folders(options: argparse.Namespace, jobs: list[Job]) -> list[Path]:
+    """Return where each job's files go: a folder below the given one where there are several."""
+    if len(jobs) == 1:
+        return [options.output]
+    return [options.output / f"pattern-{number}" for number in range(1, len(jobs) + 1)]
+
+
+def _profiled(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path) -> dict[str, Any]:
+    """Measure, draw and print one pattern; return what `--json` prints of it."""
     # Only the largest ring is drawn in time: the pictures of small ones say little.
     runs = _measured(options, job, sizes)
     timelines = _timelines(options, [one for one in runs if one.ring_size == sizes[-1]])
-    written = _write(options, job, runs, timelines)
-    if options.json:
-        print_json(
-            {
-                "rings": [row_of(one) for one in runs],
-                "timelines": [times_of(one) for one in timelines],
-                "files": [str(path) for path in written],
-            }
-        )
-    else:
+    written = _write(options, job, runs, timelines, folder)
+    if not options.json:
         print_memory(job, runs)
         print_times(timelines)
     for path in written:
         print(f"written: {path}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+    layers = dict(job.mix).get(job.pattern)
+    named = {} if layers is None else {"pattern": str(job.pattern), "layers": layers}
+    return named | {
+        "rings": [row_of(one) for one in runs],
+        "timelines": [times_of(one) for one in timelines],
+        "files": [str(path) for path in written],
+    }
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """Return a job for every pattern of the model's layers."""
     config, source = config_of(options), source_of(options)
+    from ds_ring.estimator.layer_mix import mix_of
     from ds_ring.profiling.job import Job
     from ds_ring.runtime.context import Options
 
@@ -105,7 +131,7 @@ def _job(options: argparse.Namespace) -> Job:
         chunk_bytes=options.chunk_bytes,
         hop_timeout_s=options.timeout if options.timeout > 0 else 1.0,
     )
-    return Job(
+    job = Job(
         source.geometry,
         pattern_of(options, config),
         options.layout or config.layout,
@@ -114,9 +140,23 @@ def _job(options: argparse.Namespace) -> Job:
         options.seed,
         options.threads,
     )
+    said = _said(options)
+    if said is None:
+        return [job]
+    mix = mix_of(config, said, options.tokens)
+    return [replace(job, pattern=pattern, mix=mix) for pattern, _ in mix]
 
 
-def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
+def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
+    from ds_ring.estimator.layer_mix import said_of
+    from ds_ring_launcher.model_file import with_layer_types
+
+    if options.hf_config is None:
+        return said_of(None, options.layers)
+    return said_of(json.dumps(with_layer_types(options.hf_config)), options.layers)
+
+
+def _check(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path) -> None:
     """Raise whatever can be known to be wrong before anything is run."""
     from ds_ring.errors import RingConfigError
     from ds_ring.profiling.pictures import new_figure
@@ -132,14 +172,14 @@ def _check(options: argparse.Namespace, job: Job, sizes: list[int]) -> None:
     if not options.no_pictures:
         new_figure(1, 1)
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # To find a full or read-only disk now, not after minutes of measuring.
-        probe = options.output / f".probe-{os.getpid()}"
+        probe = folder / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise RingConfigError(
-            f"--output: expected a folder that can be written, got {options.output}: {error.strerror};"
+            f"--output: expected a folder that can be written, got {folder}: {error.strerror};"
             " name another one"
         ) from None
 
@@ -202,17 +242,17 @@ def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timelin
 
 
 def _write(
-    options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline]
+    options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
     from ds_ring.profiling.chrome import chrome_trace
     from ds_ring.profiling.pictures import draw_memory, draw_steps, draw_timeline
 
-    trace = options.output / "trace.json"
+    trace = folder / "trace.json"
     trace.write_text(json.dumps(chrome_trace(timelines, job.title)) + "\n")
     if options.no_pictures:
         return [trace]
-    memory, steps, timeline = (options.output / name for name in PICTURES)
+    memory, steps, timeline = (folder / name for name in PICTURES)
     largest = max(one.ring_size for one in runs)
     draw_memory(runs, job.title, memory)
     draw_steps([one for one in runs if one.ring_size == largest], job.title, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import runpy
 from pathlib import Path
@@ -31,6 +32,7 @@ examples:
   ds-ring tune --tokens 32768 --heads 8 --kv-heads 2 --head-dim 64 --processes 4 \\
       --config ds_config.json --output ds_config.tuned.json
   ds-ring tune --tokens 65536 --heads 8 --head-dim 64 --processes 2 --pattern '{"window": 4096}' --json
+  ds-ring tune --tokens 16384 --heads 4 --kv-heads 1 --head-dim 64 --processes 2 --hf-config config.json
   ds-ring tune --tokens 16384 --heads 8 --head-dim 64 --processes 2 --hardware-output here.yaml
 
 on several hosts, every rank of a launch calls the same search:
@@ -60,6 +62,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     from ds_ring.estimator.tuning.run import read
     from ds_ring_launcher.local_ranks import run_ranks
+    from ds_ring_launcher.model_file import with_layer_types
+
+    if options.hf_config is not None:
+        options.hf_config = json.dumps(with_layer_types(options.hf_config))
 
     # Read here as well, so that wrong input costs no start of ranks.
     _, request = read(options, options.processes)

@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit_is_warned_of(capsys):
     ("sizes", "expected"),
     [
         (["--tokens", "150000", "--devices", "4"], "--activation-checkpointing"),
-        (["--tokens", "220000", "--devices", "4", "--ring-size", "2", "--zero-stage", "0"], "--ring-size 4"),
+        (["--tokens", "250000", "--devices", "4", "--ring-size", "2", "--zero-stage", "0"], "--tiled-"),
         (["--tokens", "20000", "--devices", "2", "--batch", "16", "--zero-stage", "0"], "--batch 1"),
     ],
 )

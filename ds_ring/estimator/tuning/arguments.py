@@ -21,6 +21,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA, else float32)"
     )
     shapes.add_argument("--pattern", metavar="JSON", help="""instead of the file's, say '{"window": 4096}'""")
+    shapes.add_argument(
+        "--hf-config", metavar="FILE", help="a transformers config.json, whose layers' windows are measured"
+    )
+    shapes.add_argument(
+        "--layers", type=int, metavar="N", help='of the model, where "layers" of the pattern names some'
+    )
     shapes.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     files = parser.add_argument_group("files")
     files.add_argument(

@@ -97,9 +97,9 @@ def _all(request: Request) -> Iterator[TuningCandidate]:
 
 @lru_cache(maxsize=256)
 def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
-    """Return the layout of that name for `tokens`; RingLayoutError where the pattern has none."""
-    pattern = request.pattern
-    return make_layout(name, tokens=tokens, ring_size=ring, pattern=pattern, multiple_of=ulysses)
+    """Return the layout of that name for `tokens`; RingLayoutError where the patterns have none."""
+    mix = dict(request.mix)
+    return make_layout(name, tokens=tokens, ring_size=ring, pattern=mix, multiple_of=ulysses)
 
 
 def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
@@ -155,8 +155,8 @@ def message_sizes(request: Request, ring: int, ulysses: int) -> list[int]:
 
 def _largest_class(request: Request, ulysses: int) -> int:
     heads, kv_heads = request.heads // ulysses, request.kv_heads // ulysses
-    classes = head_classes(request.pattern, heads, kv_heads)
-    return max(len(range(kv_heads)[part]) for part, _ in classes)
+    classes = (part for pattern, _ in request.mix for part, _ in head_classes(pattern, heads, kv_heads))
+    return max(len(range(kv_heads)[part]) for part in classes)
 
 
 def keys_of(candidate: TuningCandidate, request: Request, tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from ds_ring.config.hardware import Hardware, hardware_from
 from ds_ring.config.json_text import Json
-from ds_ring.estimator.estimate import slowest_pass
+from ds_ring.estimator.layer_passes import LayerPass, slowest_pass, total_cost
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.estimator.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ds_ring.estimator.tuning.model import plan_of
@@ -72,18 +72,20 @@ def _describe(result: Result, times: float) -> Json:
 def _slower(result: Result, hardware: Hardware) -> float:
     """Return seconds of arithmetic in the chosen pass over those planned; [Note: the rate of a pattern]."""
     request, chosen = result.request, result.chosen
-    plan = plan_of(chosen, request, request.tokens)
+    plans = [(plan_of(chosen, request, request.tokens, one), layers) for one, layers in request.mix]
     chunk_bytes = result.section()["chunk_bytes"] or chunk_bytes_on(request.device, chosen.ring_size)
     shape = PassShape(
-        request.batch, request.heads // request.kv_heads, plan.layout.local_tokens, request.head_dim,
+        request.batch, request.heads // request.kv_heads, plans[0][0].layout.local_tokens, request.head_dim,
         request.item_bytes, chunk_bytes, FAST_KERNELS[request.device],
     )  # fmt: skip
     link = hardware.inter_node_bytes_per_s
-    planned = slowest_pass(plan, shape, hardware, request.dtype, link, chosen.overlap)
+    rates = (hardware, request.dtype, link, chosen.overlap)
+    passes = [LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans]
+    planned, count = total_cost(passes), sum(layers for _, layers in plans)
     efficiency = hardware.attention_efficiency
     per_pair = FORWARD_FLOPS / efficiency.forward + BACKWARD_FLOPS / efficiency.backward
     arithmetic = planned.executed * request.head_dim * per_pair / hardware.flops(request.dtype)
-    took = arithmetic + result.chosen_s - planned.seconds
+    took = arithmetic + count * result.chosen_s - planned.seconds  # `chosen_s` is a layer's mean
     return min(max(took / arithmetic, 1 / MOST), MOST)
 
 

@@ -63,7 +63,18 @@ class Model:
         return self._known[candidate, tokens]
 
     def _predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
-        plan = plan_of(candidate, self.request, tokens)
+        """Predict a layer's pass; the mean where layers differ."""
+        mix = self.request.mix
+        count, swaps = sum(layers for _, layers in mix), self._swaps(candidate, tokens)
+        mean = [0.0] * 4
+        for pattern, layers in mix:
+            parts = self._pass(candidate, plan_of(candidate, self.request, tokens, pattern))
+            mean = [so_far + layers / count * part for so_far, part in zip(mean, parts, strict=True)]
+        seconds, compute, transfer, posting = mean
+        return Predicted(seconds + swaps, compute, transfer, posting + swaps)
+
+    def _pass(self, candidate: TuningCandidate, plan: Plan) -> tuple[float, float, float, float]:
+        """Return seconds of the slowest rank's pass: all of it, kernel, transfer, posting."""
         lines = [self._lines(candidate, plan, rank) for rank in sampled_origins(plan.ring_size)]
         work = [sum(float(line.kernel.sum()) for line in of_rank) for of_rank in lines]
         # a rank that is alone in its work has what it shares with the others to itself
@@ -71,10 +82,8 @@ class Model:
         scale = alone / max(work) if max(work) else 1.0
         passes = [[line._replace(kernel=line.kernel * scale) for line in of_rank] for of_rank in lines]
         slowest = max(passes, key=lambda both: sum(line.seconds(candidate.overlap) for line in both))
-        swaps = self._swaps(candidate, tokens)
         compute, posting, transfer = (float(sum(line[i].sum() for line in slowest)) for i in range(3))
-        seconds = sum(line.seconds(candidate.overlap) for line in slowest) + swaps
-        return Predicted(seconds, compute, transfer, posting + swaps)
+        return sum(line.seconds(candidate.overlap) for line in slowest), compute, transfer, posting
 
     def _lines(self, candidate: TuningCandidate, plan: Plan, rank: int) -> list[TimeLine]:
         """Return the time lines of one rank, forward and backward."""
@@ -112,12 +121,11 @@ class Model:
         return heads * own * (size - 1) / size / rate + SWAPS * links.latency_s
 
 
-def plan_of(candidate: TuningCandidate, request: Request, tokens: int) -> Plan:
-    """Build the plan of the candidate's first Ulysses rank; the others' work is alike."""
+def plan_of(candidate: TuningCandidate, request: Request, tokens: int, pattern: Pattern) -> Plan:
+    """Build a pattern's plan of the candidate's first Ulysses rank; the others' work is alike."""
     ring, size = candidate.ring_size, candidate.ulysses_size
-    pattern: Pattern = request.pattern if size == 1 else HeadsOfPart(request.pattern, 0, size)
     return build_plan(
-        pattern,
+        pattern if size == 1 else HeadsOfPart(pattern, 0, size),
         layout_of(request, candidate.layout, ring, size, tokens),
         query_heads=request.heads // size,
         kv_heads=request.kv_heads // size,

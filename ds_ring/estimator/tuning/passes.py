@@ -42,23 +42,22 @@ class Passes:
         return self._meshes[sizes]
 
     def seconds(self, candidate: TuningCandidate, tokens: int) -> float:
-        """Measure one pass on the slowest rank, inputs not counted."""
+        """Measure one layer's pass on the slowest rank, inputs not counted; the mean where layers differ."""
         ring, ulysses = candidate.ring_size, candidate.ulysses_size
         layout = layout_of(self.request, candidate.layout, ring, ulysses, tokens)
-        attention = RingAttention(
-            config_of(candidate, self.request, tokens),
-            mesh=self.mesh(ring, ulysses),
-            layout=layout,
-            pattern=self.request.pattern,
-        )
+        config, mesh = config_of(candidate, self.request, tokens), self.mesh(ring, ulysses)
         q, k, v, grad = self._tensors(layout.local_tokens // ulysses)
+        total, mix = 0.0, self.request.mix
+        for pattern, layers in mix:
+            attention = RingAttention(config, mesh=mesh, layout=layout, pattern=pattern)
 
-        def step() -> None:
-            out = attention(q, k, v)
-            torch.autograd.grad(out, (q, k, v), grad)
+            def step(attention: RingAttention = attention) -> None:
+                out = attention(q, k, v)
+                torch.autograd.grad(out, (q, k, v), grad)
 
-        self.count += 1
-        return self.clock.together(step)
+            self.count += 1
+            total += layers * self.clock.together(step)
+        return total / sum(layers for _, layers in mix)
 
     def hop_overhead(self, candidate: TuningCandidate) -> float:
         """Measure seconds of a hop that carries next to nothing; 0 in a ring of one."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.json_text import Json
-from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.patterns import named_patterns
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.estimator.layer_mix import mix_of
 from ds_ring.estimator.training_setting import ELEMENT_BYTES
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS
+from ds_ring.schedule.layout import Mix
 
 DEVICES = ("cpu", "cuda")
 
@@ -32,6 +34,7 @@ class Request:
     device: str  # "cpu" or "cuda"
     world_size: int  # ranks that measure at once
     base: RingConfig  # the section that is tuned; its sizes are replaced, what is not tuned is kept
+    said: tuple[Pattern | None, ...] = (None,)  # what the model says of each layer, None where nobody knows
 
     @property
     def sequence_size(self) -> int:
@@ -39,9 +42,9 @@ class Request:
         return self.base.sequence_parallel_size
 
     @property
-    def pattern(self) -> Pattern:
-        """Return what attends to what, without the documents of a batch."""
-        return pattern_from_config(self.base)
+    def mix(self) -> Mix:
+        """Return what attends to what and in how many layers, without the documents of a batch."""
+        return mix_of(self.base, self.said, self.tokens)
 
     @property
     def item_bytes(self) -> int:
@@ -72,6 +75,7 @@ def request_from(
     batch: int = 1,
     device: str = "cpu",
     dtype: str | None = None,
+    said: tuple[Pattern | None, ...] | None = None,
 ) -> Request:
     """Check what was asked for.
 
@@ -85,10 +89,13 @@ def request_from(
         batch: sequences of a micro batch.
         device: "cpu" or "cuda".
         dtype: None is float32 on the CPU and bfloat16 on CUDA.
+        said: of each layer of the model, None where nobody knows; by default one layer, or as many as the
+            section's "layers" name.
 
     Raises:
         RingConfigError: sizes that cannot be, or a section that is refused.
         RingMeshError: the ranks do not fall into whole sequence groups.
+        RingPatternError: model and section contradict each other.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -111,7 +118,11 @@ def request_from(
             f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens};"
             " give the length that you train with"
         )
-    return Request(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base)
+    if said is None:
+        said = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
+    request = Request(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, said)
+    _ = request.mix  # or what is wrong with it
+    return request
 
 
 def _base_of(whole: Json, world_size: int) -> RingConfig:

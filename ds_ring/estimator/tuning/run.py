@@ -12,6 +12,7 @@ import yaml
 from ds_ring.config.deepspeed_file import SECTION
 from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.text_file import write_at_once
+from ds_ring.estimator.layer_mix import said_of
 from ds_ring.estimator.tuning.description import describe_hardware
 from ds_ring.estimator.tuning.report import print_tables
 from ds_ring.estimator.tuning.request import Request, request_from
@@ -42,6 +43,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
         device=options.device,
         dtype=options.dtype,
         world_size=world_size,
+        said=said_of(options.hf_config, options.layers),
     )
     return whole, request
 

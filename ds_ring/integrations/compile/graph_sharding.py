@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.layer_patterns import pattern_of_layer
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.documents import Documents
+from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.masks.windows import SlidingWindow

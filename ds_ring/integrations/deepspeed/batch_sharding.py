@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.masks.chunked import Chunked
+from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention

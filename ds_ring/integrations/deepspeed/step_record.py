@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ds_ring.errors import RingVerifyError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.layer_patterns import LayerPatterns
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.runtime.deferred_logits import DeferredLogits
 
 

@@ -19,20 +19,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.deepspeed.layer_patterns import covers
 from ds_ring.masks.chunked import Chunked
 from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.layer_patterns import NARROW, covers, patterns_of_types
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.windows import SlidingWindow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# a word of `layer_types`: the configuration's width, and a part of the name of what makes such masks
-_NARROW = {
-    "sliding_attention": ("sliding_window", "sliding_window"),
-    "chunked_attention": ("attention_chunk_size", "chunked"),
-}
+# a word of `layer_types`: a part of the name of what makes such masks
+_MAKERS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"}
 
 
 @dataclass(frozen=True)
@@ -139,17 +136,10 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
     count = int(getattr(config, "num_hidden_layers", 1) or 1)
     types = getattr(config, "layer_types", None)
     if types is None:
-        types = [next((one for one in _NARROW if makes_such_masks(model, one)), "full_attention")] * count
-    found: list[Pattern] = []
-    for layer_type in types:
-        width = getattr(config, _NARROW.get(layer_type, ("", ""))[0], None)
-        if not width or not getattr(config, "use_sliding_window", True):
-            found.append(_plain(causal))
-        elif layer_type == "chunked_attention":
-            found.append(Chunked(int(width), causal))
-        else:
-            found.append(SlidingWindow(int(width) + (not causal), causal))
-    return tuple(found)
+        types = [next((one for one in NARROW if makes_such_masks(model, one)), "full_attention")] * count
+    if not getattr(config, "use_sliding_window", True):
+        types = ["full_attention"] * len(types)
+    return patterns_of_types(types, lambda key: getattr(config, key, None), causal)
 
 
 def narrowest_beside(said: tuple[Pattern, ...], given: Pattern) -> int:
@@ -167,4 +157,4 @@ def makes_such_masks(model: PreTrainedModel, layer_type: str) -> bool:
     names: set[str] = set()
     for module in modules:
         names |= set(vars(sys.modules[module])) if module in sys.modules else set()
-    return any(name.startswith("create_") and _NARROW[layer_type][1] in name for name in names)
+    return any(name.startswith("create_") and _MAKERS[layer_type] in name for name in names)

@@ -12,7 +12,7 @@ from ds_ring.config.hardware import hardware_from
 from ds_ring.config.section import RingConfig
 from ds_ring.config.text_file import write_at_once
 from ds_ring.errors import RingConfigError
-from ds_ring.estimator.estimate import slowest_pass
+from ds_ring.estimator.layer_passes import slowest_pass
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
 from ds_ring.estimator.tuning.description import _describe, describe_hardware
@@ -78,7 +78,7 @@ def test_the_description_gives_back_the_pass_that_was_timed(pattern: dict[str, i
 
     def planned_s(description: dict[str, Any]) -> float:
         hardware = hardware_from(description, "tune")
-        plan = plan_of(found.chosen, asked, asked.tokens)
+        plan = plan_of(found.chosen, asked, asked.tokens, asked.mix[0][0])
         shape = PassShape(1, 1, plan.layout.local_tokens, asked.head_dim, 4, chunk_bytes_on("cpu", 2), "cpu")
         return slowest_pass(plan, shape, hardware, "float32", hardware.inter_node_bytes_per_s).seconds
 

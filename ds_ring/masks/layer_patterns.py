@@ -1,13 +1,15 @@
 """Decide who attends to whom in one layer: what the model says of it, and what the JSON says.
 
-Owns the rule by which the two are put together, and its error. How a model says it is read where the model is
-known: transformers' masks in integrations/transformers/layer_masks.py, those of a graph in graph_masks.py.
+Owns the rule by which the two are put together, and its error, and what the words of a transformers
+configuration's `layer_types` stand for. How a model says it is read where the model is known: transformers'
+masks in integrations/transformers/layer_masks.py, those of a graph in graph_masks.py, a config.json that no
+model was built from in estimator/layer_mix.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import and_
@@ -18,6 +20,9 @@ from ds_ring.masks.dense import Causal, Full
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.windows import SlidingWindow, applies_window
+
+# words of `layer_types`, and where the configuration has their width
+NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -145,3 +150,25 @@ def _advice(narrow: list[Pattern], tokens: int) -> str:
         + ": a layer takes its own from the model. To change the model, set its configuration before it is"
         f" built (a width of {tokens} or more hides nothing)"
     )
+
+
+def patterns_of_types(
+    types: Sequence[str], width_of: Callable[[str], int | None], causal: bool
+) -> tuple[Pattern, ...]:
+    """Return what a configuration says of its layers.
+
+    Args:
+        types: `layer_types`; a word that is none of `NARROW` sees everything.
+        width_of: a key of the configuration (a value of `NARROW`), None where it has none.
+        causal: whether the model is.
+    """
+    found: list[Pattern] = []
+    for layer_type in types:
+        width = width_of(NARROW[layer_type]) if layer_type in NARROW else None
+        if not width:
+            found.append(Causal() if causal else Full())
+        elif layer_type == "chunked_attention":
+            found.append(Chunked(int(width), causal))
+        else:  # transformers' causal window counts the token itself, its two-sided one does not
+            found.append(SlidingWindow(int(width) + (not causal), causal))
+    return tuple(found)
