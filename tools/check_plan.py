@@ -7,7 +7,7 @@ The profiler does not see what gloo's threads free. A tensor whose last owner is
 ended counts as alive for ever; so waits are a little longer here, until gloo has let go.
 
 Example:
-    python tools/check_plan.py                       # all 21 points, three to ten minutes
+    python tools/check_plan.py                       # all 26 points, five to fifteen minutes
     python tools/check_plan.py --only zero3 --json
 """
 
@@ -66,11 +66,14 @@ class Point(NamedTuple):
     stage: int | None = None
     model: ModelShape | None = None
     checkpointing: bool = False
+    long: tuple[str, ...] = ()  # keys of "long_sequence" that are on
+    recompute: bool = False  # attention, under checkpointing
 
     @property
     def name(self) -> str:
         what = "attention" if self.stage is None else f"zero{self.stage}"
         more = ", checkpointing" if self.checkpointing else ""
+        more += "".join(f", {key}" for key in self.long) + (", recompute" if self.recompute else "")
         heads = f"H{self.heads} G{self.kv_heads}"
         return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{more}"
 
@@ -84,6 +87,9 @@ class Found(NamedTuple):
 
 WIDE = ModelShape(6, 256, 4, 2, HEAD_DIM, 768, 4096)  # activations and logits dominate
 DEEP = ModelShape(6, 512, 8, 4, HEAD_DIM, 1536, 2048)  # states dominate
+LONG = ModelShape(3, 128, 2, 1, HEAD_DIM, 512, 16000)  # logits would dominate
+EVERY = ("tiled_loss", "tiled_mlp", "offload_checkpoints")
+TILES = {"tiled_loss": 256, "tiled_mlp": 512}  # tokens
 
 
 def _training(stage: int, dtype: str, model: ModelShape, tokens: int, pattern: str = "causal") -> Point:
@@ -112,6 +118,12 @@ POINTS = [
     _training(2, "bfloat16", DEEP, 256),
     _training(3, "float32", DEEP, 256),
     _training(1, "float32", WIDE, 4096)._replace(checkpointing=True),
+    # options of long sequences: a vocabulary and a length at which tiles are smaller than the shard
+    _training(1, "float32", LONG, 4096, "window")._replace(long=("tiled_loss",)),
+    _training(1, "float32", LONG, 4096, "window")._replace(long=("tiled_loss", "tiled_mlp")),
+    _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
+    _training(3, "bfloat16", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True),
+    _training(1, "float32", LONG, 4096, "window")._replace(long=EVERY, checkpointing=True, recompute=True),
 ]
 
 
@@ -129,7 +141,10 @@ def planned(point: Point) -> Found:
         cpu = read_hardware("cpu")
         setting = Setting(
             point.tokens, point.ranks, 1, point.model, pattern, "auto", zero, point.dtype, cpu,
-            checkpointing=point.checkpointing,
+            checkpointing=point.checkpointing, recompute_attention=point.recompute,
+            loss_tokens=TILES["tiled_loss"] if "tiled_loss" in point.long else None,
+            mlp_tokens=TILES["tiled_mlp"] if "tiled_mlp" in point.long else None,
+            offload_checkpoints="offload_checkpoints" in point.long,
         )  # fmt: skip
         return Found(estimate(setting).peak.total, 0)
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
@@ -218,7 +233,11 @@ def deepspeed_json(point: Point) -> dict[str, Any]:
         "optimizer": adam,
         "steps_per_print": 10**9,
         "sequence_parallel_size": point.ranks,
-        "ring_attention": {"pattern": PATTERNS[point.pattern][1]},
+        "ring_attention": {
+            "pattern": PATTERNS[point.pattern][1],
+            "long_sequence": {key: TILES.get(key, True) for key in point.long},
+            "recompute_attention": point.recompute,
+        },
     } | low
 
 

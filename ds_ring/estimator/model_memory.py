@@ -123,9 +123,10 @@ class TrainingStep:
         if self.checkpointing:
             kept = self._results_bytes if self.keeps_attention else 0
             inputs = layers * self.layer_input_bytes
-            if self.offload_checkpoints:  # one at a time comes back
-                here = 0 if self.host_is_device else min(layers, 1)
-                return here * (0 if attention else self.layer_input_bytes)
+            if self.offload_checkpoints:
+                # A layer's come back when they are asked for, the next layer's meanwhile (host_memory.py).
+                here = 0 if self.host_is_device else min(layers, 2)
+                return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
             return layers * kept if attention else inputs
         return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
 

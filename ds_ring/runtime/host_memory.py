@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_AHEAD = 3  # of a checkpointed layer: its input, and attention's out and lse
+LAYER_TENSORS = 3  # of a checkpointed layer: its input, and attention's out and lse
 
 
 @dataclass(eq=False)
@@ -46,10 +46,12 @@ class HostMemory:
 
     Attributes:
         enabled: whether what can be kept here should be; whoever keeps something asks.
+        ahead: how many tensors are brought back before they are asked for: those of one layer.
     """
 
     def __init__(self) -> None:
         self.enabled = False
+        self.ahead = LAYER_TENSORS
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._count = 0
         self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out, back
@@ -83,7 +85,7 @@ class HostMemory:
         if ticket.device.type == "cpu":
             return ticket.host
         self._start(ticket)
-        for number in range(ticket.number - 1, ticket.number - 1 - _AHEAD, -1):
+        for number in range(ticket.number - 1, ticket.number - 1 - self.ahead, -1):
             before = self._tickets.get(number)
             if before is not None and before.device == ticket.device:
                 self._start(before)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.runtime.host_memory import HostMemory
+from ds_ring.runtime.host_memory import LAYER_TENSORS, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[Re
         model.activation_checkpointing_enable({"use_reentrant": False})
     memory = session.mesh.host_memory
     memory.enabled = True
+    # A layer's input alone where attention is run again: more would stand on the device for nothing.
+    memory.ahead = 1 if session.config.recompute_attention else LAYER_TENSORS
 
     def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours
         for module in model.modules():
