@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -10,6 +11,7 @@ from ds_ring import Causal
 from ds_ring.estimator.capacity_search import fewest_devices, longest_sequence, longest_with_options
 from ds_ring.estimator.compare import compare
 from ds_ring.estimator.estimate import estimate
+from ds_ring.estimator.layer_passes import LayerPasses, layer_passes
 from ds_ring.estimator.options import (
     OPTIONS,
     json_of,
@@ -32,6 +34,11 @@ def llama(devices: int = 8, tokens: int = 1 << 20) -> Setting:
     return Setting(tokens, devices, 1, LLAMA_8B, Causal(), "auto", zero, "bfloat16", hardware)
 
 
+@cache
+def _attention() -> LayerPasses:
+    return layer_passes(llama())
+
+
 def with_flags(setting: Setting, *flags: str) -> Setting:
     found = with_options(setting, tuple(BY_FLAG[flag] for flag in flags))
     assert found is not None
@@ -45,7 +52,8 @@ def test_every_option_saves_device_memory_and_takes_no_less_time(flag: str) -> N
     assert option.is_possible(base) and not option.is_on(base)
     changed = option.apply(base)
     assert option.is_on(changed)
-    before, after = estimate(base), estimate(changed)
+    attention = _attention()
+    before, after = (estimate(one, attention=attention) for one in (base, changed))
     assert after.peak.total <= before.peak.total and after.step_s >= before.step_s
     assert sum(m.total for m in after.moments) < sum(m.total for m in before.moments)
     if flag.startswith("--offload"):
@@ -73,18 +81,18 @@ def test_checkpoints_on_the_host_are_the_layers_inputs() -> None:
 
 def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
     base = llama(tokens=1 << 21)
-    found = sets_that_fit(base)
+    attention = layer_passes(base)
+    found = sets_that_fit(base, attention)
     assert found and all(one.estimate.fits for one in found)
     seconds = [one.estimate.step_s for one in found]
     assert seconds == sorted(seconds)
     for one in found:
         for left_out in one.options:
             fewer = with_options(base, tuple(option for option in one.options if option is not left_out))
-            assert fewer is None or not estimate(fewer).fits
-    assert with_cheapest_options(base) == found[0].estimate.setting
+            assert fewer is None or not estimate(fewer, attention=attention).fits
     # none of all the others is both enough and cheaper
     for _, changed in option_sets(base):
-        tried = estimate(changed)
+        tried = estimate(changed, attention=attention)
         assert not tried.fits or tried.step_s >= seconds[0]
 
 
