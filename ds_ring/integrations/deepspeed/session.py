@@ -39,9 +39,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentB
 from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, DynamicRing, joined
 from ds_ring.integrations.deepspeed.loader import RingLoader, wrapped
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
-from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset, ordered_loader, wrapped
-from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
-from ds_ring.integrations.deepspeed.packed_rows import PackedRows
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session_loader import LoaderArguments, make_loader
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
