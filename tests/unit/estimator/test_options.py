@@ -68,7 +68,7 @@ def test_nothing_of_the_vocabulary_or_the_intermediate_size_is_left_in_tiles() -
     found = [estimate(one) for one in (tiled, twice)]
     per_token = (found[1].peak.total - found[0].peak.total) / (tiled.tokens / 8)
     # of a bf16 layer: two norms, q, k, v, out and the lse, gradients; no 14336 x 2 x 4, no 128256 x 12
-    assert per_token < 30 * LLAMA_8B.hidden
+    assert per_token < 32 * LLAMA_8B.hidden
 
 
 def test_checkpoints_on_the_host_are_the_layers_inputs() -> None:
