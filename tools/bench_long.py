@@ -46,6 +46,7 @@ class Run(NamedTuple):
     stage: int
     checkpointing: bool
     window: int
+    steps: int = 2
 
 
 class Found(NamedTuple):
@@ -118,10 +119,10 @@ def step(engine: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def memory_rank(run: Run) -> Found:
-    """Measure one rank: the model from its beginning, and two steps."""
+    """Measure one rank: the model from its beginning, and its steps (Adam has states from the first on)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine, batch = start(run)
-        for _ in range(2):
+        for _ in range(run.steps):
             step(engine, batch)
     events = [
         (event.start_ns(), event.nbytes())
@@ -205,13 +206,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations of layers")
     parser.add_argument("--options", nargs="+", default=SETS, help='sets of options: "off", "all", names')
     parser.add_argument("--time", action="store_true", help="time steps instead")
+    parser.add_argument("--steps", type=int, default=2, help="of a run whose memory is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deadline", type=float, default=3000.0, help="seconds for each run")
     parser.add_argument("--json", action="store_true", help="one JSON row per line")
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"
     runs = [
-        Run(parts, options.tokens, options.ranks, options.stage, not options.no_checkpointing, options.window)
+        Run(
+            parts,
+            options.tokens,
+            options.ranks,
+            options.stage,
+            not options.no_checkpointing,
+            options.window,
+            options.steps,
+        )
         for parts in options.options
     ]
     if not options.time:

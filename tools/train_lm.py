@@ -53,7 +53,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/train_lm"), help="log, picture, checkpoints"
     )
-    parser.add_argument("--evaluate_every", type=int, default=40, help="steps between held-out evaluations")
+    parser.add_argument(
+        "--evaluate_every", type=int, default=40, help="steps between held-out evaluations; 0: none"
+    )
     parser.add_argument(
         "--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
     )
@@ -139,7 +141,7 @@ def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
 
 
 def train(
-    options: argparse.Namespace, engine: Any, loader: Any, held_out: PackedBytes, report: Report
+    options: argparse.Namespace, engine: Any, loader: Any, held_out: PackedBytes | None, report: Report
 ) -> None:
     """From the engine's step to the last one, with a progress bar on rank 0."""
     checkpoints, first = options.output / "checkpoints", engine.global_steps
@@ -158,7 +160,7 @@ def train(
         report.tokens_per_second.append(tokens_per_step / (time.perf_counter() - started))
         resident_mib, report.peak_mib = memory_of_all_ranks()
         report.resident_mib.append(resident_mib)
-        if step % options.evaluate_every == 0 or step == options.steps:
+        if held_out is not None and (step % options.evaluate_every == 0 or step == options.steps):
             report.held_out.append((step, evaluate(engine, held_out)))
         if step == options.steps or (options.save_every and step % options.save_every == 0):
             state = {"report": report.state(), "loader": loader.state_dict()}
@@ -193,7 +195,9 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     apart = keeps_documents_apart(options.deepspeed_config)
     documents = PackedBytes(options.sequence_length, seed=options.seed, document_ids=apart)
-    held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True, document_ids=apart)
+    held_out = None
+    if options.evaluate_every:
+        held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True, document_ids=apart)
     engine, _, loader, _ = ds_ring.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=documents
     )
