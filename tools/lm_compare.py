@@ -24,6 +24,7 @@ from ds_ring.integrations.deepspeed.comparison import Numbers
 from ds_ring.masks.dense import Causal
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.deferred_logits import DeferredLogits
 from ds_ring.runtime.trace import MemoryPeak, measure_cpu_memory
 
 MIB = 2**20
@@ -145,9 +146,15 @@ def _on_the_ring(engine: Any, whole: dict[str, Tensor]) -> _Run:
         name: deepspeed.utils.safe_get_full_grad(parameter).float() / scale
         for name, parameter in engine.module.named_parameters()
     }
-    logits = engine.ring.gather(output.logits.detach())
+    logits = engine.ring.gather(_whole(output.logits).detach())
     loss = float(engine.ring.mean_loss(output.loss.detach()))
     return _Run(Numbers(_of_all_replicas(logits, mesh), loss, gradients=gradients), memory.peak_bytes)
+
+
+@torch.no_grad()
+def _whole(logits: Tensor | DeferredLogits) -> Tensor:
+    """All local logits, with "tiled_loss", too: these samples are short."""
+    return logits.tensor() if isinstance(logits, DeferredLogits) else logits
 
 
 def _of_all_replicas(samples: Tensor, mesh: Any) -> Tensor:
