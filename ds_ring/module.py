@@ -70,7 +70,8 @@ def ring_attention(
         return_lse: return the lse as well. Its gradient is exact.
         score_mod: FlexAttention's, (score, batch, head, q_position, k_position) -> score, of global positions
             and the head's number in the model; batch counts this call's rows. A value that ranks compare, as
-            `MaskMod` is; what it captures gets no gradient. For kernels "flex" and "reference": say one.
+            `MaskMod` is; what it captures gets no gradient. Kernel "auto" is "flex" on CUDA, on the CPU the
+            slow "reference".
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's

@@ -18,7 +18,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     remote.py        other hosts: agent.py on each, by ssh
     mpi_rank.py      runs inside a rank that mpirun started
     local_ranks.py   runs a function on ranks of this machine (rank_process.py: their first lines)
-    model_check.py   one model on a ring against one process (small_model.py, small_config.py: the model)
+    model_check.py   one model on a ring against one process (small_*.py: model, batch)
     plan_inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
     plan_report.py   what `plan` found, as tables and JSON
 """

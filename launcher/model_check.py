@@ -7,10 +7,11 @@ comparison.py's. The ring is entered as users enter it, through `ds_ring.initial
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import deepspeed
@@ -20,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
+from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.integrations.deepspeed.comparison import (
     Difference,
     Numbers,
@@ -32,6 +33,7 @@ from ds_ring.integrations.deepspeed.comparison import (
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
 
+from .small_batches import Form, Given, make_form, needs_documents
 from .small_config import read_config, shrink
 from .small_model import (
     HAVE_A_LOSS,
@@ -57,6 +59,8 @@ class CheckRequest:
     section: Mapping[str, Any] | None = None
     # values of the model's configuration, set before it is made small
     changes: Mapping[str, Any] = field(default_factory=dict)
+    # one report each; where a model is refused, or one process differs from it, the others are left out
+    forms: tuple[Form, ...] = ("plain",)
     stage: int = 0  # of ZeRO
     seed: int = 0  # of weights and batch
 
@@ -77,6 +81,7 @@ class ModelReport:
     tokens: int = 0
     layers: int = 0
     section: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = "plain"  # of the batch
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as an object of JSON values."""
@@ -87,17 +92,25 @@ class ModelReport:
 
 
 def check_model(request: CheckRequest) -> ModelReport:
-    """Run the model on one process and on the ring of all ranks, and compare. Collective."""
+    """Run the model on one process and on the ring of all ranks, and compare the first form. Collective."""
+    return check_forms(request)[0]
+
+
+def check_forms(request: CheckRequest) -> list[ModelReport]:
+    """Run the model on one process and on the ring of all ranks with every form of the batch. Collective."""
     # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
-    # Returns the report of all ranks together, the same on each. Raises nothing: a crash is in the report.
+    # Returns the reports of all ranks together, the same on each. Raises nothing: a crash is in a report.
     mine = _check_here(request)
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, mine)
-    return _merged(reports)
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    return [
+        _merged([reports[number] for reports in all_ranks if number < len(reports)])
+        for number in range(max(map(len, all_ranks)))
+    ]
 
 
-def _check_here(request: CheckRequest) -> ModelReport:
-    """Return this rank's report."""
+def _check_here(request: CheckRequest) -> list[ModelReport]:
+    """Return this rank's reports."""
     _quiet()
     world = dist.get_world_size()
     try:
@@ -105,7 +118,7 @@ def _check_here(request: CheckRequest) -> ModelReport:
         head = request.head or usual_head(config)
         model = build(config, head, request.seed)
     except RingConfigError as error:
-        return ModelReport(request.source, "", "invalid", str(error), ring_size=world)
+        return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]
     section = dict(request.section) if request.section is not None else section_for(model, head)
     told: dict[str, Any] = {
         "source": request.source,
@@ -113,92 +126,133 @@ def _check_here(request: CheckRequest) -> ModelReport:
         "ring_size": world,
         "tokens": request.tokens,
         "layers": getattr(config, "num_hidden_layers", 0),
-        "section": section,
     }
-    whole = make_batch(config, head, request.tokens, request.seed)
-    ring, fault = None, None
-    try:
-        ring = _on_the_ring(model, whole, head, section, request.stage)
-    except Exception as error:
-        fault = f"{type(error).__name__}: {error}"
-        if isinstance(error, RingError) and isinstance(error, ValueError):  # a mistake of the caller
-            return ModelReport(**told, result="refused", reason=fault)
-    try:
-        alone = _alone(build(config, head, request.seed), whole, head)
-    except Exception as error:
-        return ModelReport(**told, result="invalid", reason=f"alone: {type(error).__name__}: {error}")
-    if ring is None:
-        return ModelReport(**told, result="WRONG", reason=f"crash: {fault}")
-    found = compare(ring, alone)
-    wrong = beyond(found, Tolerance.of(torch.float32))
-    return ModelReport(
-        **told,
-        result="WRONG" if wrong else "exact",
-        reason=_first_of(wrong),
-        differences=tuple(wrong),
-        largest=largest(found),
-    )
+    alone, causal = copy.deepcopy(model), bool(section.get("pattern", {}).get("causal", True))
+    on_rings = {documents: copy.deepcopy(model) for documents in (False, True)}  # an engine hooks its own
+    plain = make_batch(config, head, request.tokens, request.seed)
+    reports: list[ModelReport] = []
+    for documents in (False, True):
+        pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
+        own = section | ({"pattern": pattern} if pattern else {})
+        forms = [form for form in request.forms if needs_documents(form, causal) == documents]
+        given = [make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms]
+        if given and (not reports or reports[-1].result == "exact"):
+            reports += _compared(on_rings[documents], alone, given, head, own, request.stage, told)
+    order = {form: number for number, form in enumerate(request.forms)}
+    return sorted(reports, key=lambda report: order[report.form])
+
+
+def _compared(
+    model: nn.Module,
+    alone: nn.Module,
+    batches: Sequence[Given],
+    head: str,
+    section: Mapping[str, Any],
+    stage: int,
+    told: dict[str, Any],
+) -> list[ModelReport]:
+    """Run some forms of a batch through one engine, and each on one process."""
+    told = told | {"section": section}
+    on_ring, fault = _on_the_ring(model, batches, head, section, stage)
+    reports: list[ModelReport] = []
+    for number, given in enumerate(batches):
+        about = told | {"form": given.form}
+        if number >= len(on_ring) and isinstance(fault, RingError) and isinstance(fault, ValueError):
+            # a mistake of the caller
+            reason = f"{type(fault).__name__}: {fault}"
+            return [*reports, ModelReport(**about, result="refused", reason=reason)]
+        try:
+            expected = _alone(alone, given, head)
+        except Exception as error:
+            reason = f"alone: {type(error).__name__}: {error}"
+            return [*reports, ModelReport(**about, result="invalid", reason=reason)]
+        if number >= len(on_ring):
+            reason = f"crash: {type(fault).__name__}: {fault}"
+            return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
+        found = compare(on_ring[number], expected)
+        wrong = beyond(found, Tolerance.of(torch.float32))
+        reports.append(
+            ModelReport(
+                **about,
+                result="WRONG" if wrong else "exact",
+                reason=_first_of(wrong),
+                differences=tuple(wrong),
+                largest=largest(found),
+            )
+        )
+    return reports
 
 
 def _merged(reports: list[ModelReport]) -> ModelReport:
     """Return the report of all ranks: the worst, and WRONG if they do not agree on the result."""
     results = {report.result for report in reports}
-    if len(results) > 1:
+    if len(results) > 1 or len(reports) < dist.get_world_size():
         text = "; ".join(f"rank {rank}: {one.result} {one.reason}" for rank, one in enumerate(reports))
         worst = max(reports, key=lambda one: len(one.differences))
-        return ModelReport(**(vars(worst) | {"result": "WRONG", "reason": f"ranks differ: {text}"}))
+        return replace(worst, result="WRONG", reason=f"ranks differ: {text}")
     return max(reports, key=lambda one: max((x.error for x in one.largest.values()), default=0.0))
 
 
-def _alone(model: nn.Module, whole: Batch, head: str) -> Numbers:
+def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
     """Run the model with its own attention, written out ("eager"), on this process."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.zero_grad()
     with recording(model) as layers:
         if head in HAVE_A_LOSS:
-            output = model(**whole)
+            output = model(**given.alone)
             loss = output.loss
         else:
-            output = model(input_ids=whole["input_ids"])
+            labels = given.alone["shift_labels"]
+            output = model(**{key: x for key, x in given.alone.items() if key != "shift_labels"})
             loss = torch.nn.functional.cross_entropy(
-                _logits(output).flatten(0, 1), whole["shift_labels"].flatten(), ignore_index=IGNORE
+                _logits(output).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
             )
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Numbers(_logits(output).detach(), float(loss.detach()), layers, gradients)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    recorded = {name: given.of_one(x) for name, x in layers.items()}
+    return Numbers(given.of_one(_logits(output).detach()), float(loss.detach()), recorded, gradients)
 
 
 def _on_the_ring(
-    model: nn.Module, whole: Batch, head: str, section: Mapping[str, Any], stage: int
-) -> Numbers:
-    engine, _, _, _ = initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-            "sequence_parallel_size": dist.get_world_size(),
-            "ring_attention": {"hop_timeout_seconds": 20} | dict(section),
-        },
-    )
-    if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler's time, no rounding
-        engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "eager"}})
+    model: nn.Module, batches: Sequence[Given], head: str, section: Mapping[str, Any], stage: int
+) -> tuple[list[Numbers], Exception | None]:
+    """Return what the engine computes of each batch, up to the first that it raises for, and that error."""
+    found: list[Numbers] = []
+    engine = None
     try:
-        return _trained_once(engine, whole, head)
+        engine, _, _, _ = initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            config={
+                "train_micro_batch_size_per_gpu": SAMPLES,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+                "sequence_parallel_size": dist.get_world_size(),
+                "ring_attention": {"hop_timeout_seconds": 20} | dict(section),
+            },
+        )
+        if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler, no rounding
+            engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "eager"}})
+        for given in batches:
+            found.append(_trained_once(engine, given, head))
+    except Exception as error:
+        return found, error
     finally:
-        engine.ring.mesh.close()
+        if engine is not None:
+            engine.ring.mesh.close()
+    return found, None
 
 
-def _trained_once(engine: Any, whole: Batch, head: str) -> Numbers:
-    session = engine.ring
+def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
+    session, whole = engine.ring, given.ring
     # a graph has no layers to record
     recorded: AbstractContextManager[dict[str, Tensor]] = (
         nullcontext({}) if engine.is_compiled else recording(engine.module)
     )
     with recorded as layers:
         if head == "sequence-classification":
-            local = session.shard_batch({"input_ids": whole["input_ids"]})
+            local = session.shard_batch({key: x for key, x in whole.items() if key != "labels"})
             output = engine(**local, labels=whole["labels"])
             loss, mean = output.loss, output.loss
         elif head in HAVE_A_LOSS:
@@ -216,11 +270,12 @@ def _trained_once(engine: Any, whole: Batch, head: str) -> Numbers:
         gradient = deepspeed.utils.safe_get_full_grad(parameter)
         if gradient is not None:
             gradients[name] = gradient.detach().float().clone()
+    engine.step()  # at a learning rate of 0
     logits = _logits(output).detach()
-    whole_logits = session.gather(logits) if head != "sequence-classification" else logits
-    return Numbers(
-        whole_logits, float(mean.detach()), {name: session.gather(x) for name, x in layers.items()}, gradients
-    )
+    if head != "sequence-classification":
+        logits = given.of_ring(session.gather(logits))
+    outputs = {name: given.of_ring(session.gather(x)) for name, x in layers.items()}
+    return Numbers(logits, float(mean.detach()), outputs, gradients)
 
 
 def _logits(output: Any) -> Tensor:

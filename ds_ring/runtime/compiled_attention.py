@@ -17,6 +17,12 @@ from torch import Tensor
 from ds_ring.errors import RingShapeError
 from ds_ring.runtime.autograd import fake_results, ring_attention_backward_op, ring_attention_op
 from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.ulysses import (
+    gradients_to_heads,
+    gradients_to_tokens,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 
 Rows = tuple[int, ...]
 
@@ -69,13 +75,22 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
     """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
     parts = _of(which).parts_of(q)
     if not parts[0][1]:
-        return ring_attention_op(q, k, v, parts[0][0].handle)
+        return _attend(q, k, v, parts[0][0])
     # Uninitialised: the parts' rows are all rows of the batch (`parts_of` compares their number).
     out, lse = fake_results(q, v)
     for context, rows in parts:
         index = list(rows)
-        out[index], lse[index] = ring_attention_op(q[index], k[index], v[index], context.handle)
+        out[index], lse[index] = _attend(q[index], k[index], v[index], context)
     return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of all heads, which Ulysses ranks share out meanwhile."""
+    if context.mesh.ulysses_size == 1:
+        return ring_attention_op(q, k, v, context.handle)
+    out, lse = ring_attention_op(*tokens_to_heads(q, k, v, context.handle), context.handle)
+    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], context.handle)
+    return out, lse.squeeze(-1)
 
 
 @placed_attention_op.register_fake
@@ -90,14 +105,29 @@ def placed_attention_backward_op(
     """Return (dq, dk, dv)."""
     parts = _of(which).parts_of(q)
     if not parts[0][1]:
-        return ring_attention_backward_op(grad_out, q, k, v, out, lse, parts[0][0].handle)
+        return _gradients(parts[0][0], grad_out, q, k, v, out, lse)
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     for context, rows in parts:
         index = list(rows)
         taken = [x[index] for x in (grad_out, q, k, v, out, lse)]
-        for grad, part in zip(grads, ring_attention_backward_op(*taken, context.handle), strict=True):
+        for grad, part in zip(grads, _gradients(context, *taken), strict=True):
             grad[index] = part
     return grads
+
+
+def _gradients(
+    context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of all heads."""
+    handle = context.handle
+    if context.mesh.ulysses_size == 1:
+        return ring_attention_backward_op(grad_out, q, k, v, out, lse, handle)
+    # Saved are the tensors of this rank's tokens, as large as without Ulysses: they are swapped again.
+    q, k, v = tokens_to_heads(q, k, v, handle)
+    grad_out, out, lse = gradients_to_heads([grad_out, out, lse.unsqueeze(-1)], handle)
+    grads = ring_attention_backward_op(grad_out, q, k, v, out, lse.squeeze(-1), handle)
+    dq, dk, dv = gradients_to_tokens(grads, handle)
+    return dq, dk, dv
 
 
 @placed_attention_backward_op.register_fake

@@ -101,3 +101,13 @@ def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor
 def heads_to_tokens(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
     """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads, for each."""
     return swap_op(results_BHSD, "Ulysses of out", handle)
+
+
+def gradients_to_heads(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn what a pass back takes, the gradient of out first, as `tokens_to_heads` does q, k and v."""
+    return swap_op(results_BHSD, "Ulysses of the gradient of out", handle)
+
+
+def gradients_to_tokens(gradients_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn dq, dk and dv as `heads_to_tokens` does results."""
+    return swap_op(gradients_BHSD, "Ulysses of dq, dk, dv", handle)

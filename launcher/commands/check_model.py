@@ -24,6 +24,7 @@ examples:
   ds-ring check-model llama                                 a model type of transformers
   ds-ring check-model my-model/config.json                  what save_pretrained wrote; weights are not read
   ds-ring check-model mistral --config ds_config.json       with the section of a DeepSpeed JSON
+  ds-ring check-model gemma2 --batch packed                 with "documents": true
   ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
 
 prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ);
@@ -33,6 +34,7 @@ _HEADS = (
     "causal-lm", "masked-lm", "seq2seq-lm", "speech-seq2seq-lm", "sequence-classification",
     "token-classification", "base",
 )  # fmt: skip
+_FORMS = ("plain", "padded", "packed")
 _SHOWN = 12
 
 
@@ -48,6 +50,9 @@ def add(commands: Commands) -> None:
     check.add_argument("--head", choices=_HEADS, help="default: what the family is mostly used with")
     check.add_argument(
         "--config", metavar="DS_JSON", help="the section; default: what the model's attention is"
+    )
+    check.add_argument(
+        "--batch", choices=_FORMS, default="plain", help="plain, padded on the right, or packed documents"
     )
     check.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
     check.add_argument(
@@ -71,7 +76,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             )
     require_deadline(options.deadline_seconds)
     asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
-    asked |= {"source": options.model, "section": section}
+    asked |= {"source": options.model, "section": section, "forms": (options.batch,)}
     deadline_s = options.deadline_seconds
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
         _import(options.model)

@@ -45,11 +45,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-NeoX": ("GPTNeoXConfig", COMMON),
 }
 CASES = [
-    pytest.param("Llama", "zigzag", "inductor", marks=pytest.mark.needs("compiler")),
-    ("Qwen2", "striped", "aot_eager"),
-    ("Qwen3", "contiguous", "aot_eager"),
-    ("Mistral", "zigzag", "aot_eager"),
-    ("GPT-NeoX", "zigzag", "aot_eager"),
+    pytest.param("Llama", "zigzag", "inductor", 1, marks=pytest.mark.needs("compiler")),
+    ("Qwen2", "striped", "aot_eager", 1),
+    ("Qwen3", "contiguous", "aot_eager", 2),
+    ("Mistral", "zigzag", "aot_eager", 1),
+    ("GPT-NeoX", "zigzag", "aot_eager", 1),
 ]
 
 
@@ -96,7 +96,7 @@ def on_one_process(family: str) -> Result:
 
 
 def use_the_name() -> None:
-    """"ds_ring" as a backend of torch, whatever copy of the package is installed; see the entry point's test."""
+    """ "ds_ring" as a backend of torch, whatever copy of the package is installed; see the entry point's test."""
     from torch._dynamo.backends import registry
 
     from ds_ring.integrations.compile.backend import backend
@@ -130,15 +130,19 @@ def start_counting() -> list[int]:
     return count_attentions()
 
 
-def on_a_ring(rank: int, world_size: int, family: str, layout_name: str, inner: str) -> OnRanks:
+def on_a_ring(
+    rank: int, world_size: int, family: str, layout_name: str, inner: str, ulysses_size: int
+) -> OnRanks:
     from torch._dynamo.utils import counters
 
     import ds_ring
 
     counted = start_counting()
-    mesh = ds_ring.RingMesh.from_world(world_size)
+    mesh = ds_ring.RingMesh.from_world(world_size // ulysses_size, ulysses_size)
     pattern = ds_ring.SlidingWindow(WINDOW) if family == "Mistral" else ds_ring.Causal()
-    layout = ds_ring.make_layout(layout_name, tokens=TOKENS, ring_size=world_size)
+    layout = ds_ring.make_layout(
+        layout_name, tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses_size
+    )
     model = build(family)
     options = {"mesh": mesh, "pattern": pattern, "layout": layout, "inner": inner}
     compiled = torch.compile(model, backend="ds_ring", fullgraph=True, options=options)
@@ -156,12 +160,13 @@ def on_a_ring(rank: int, world_size: int, family: str, layout_name: str, inner: 
     return OnRanks(Result(whole, gradients), counters["stats"]["unique_graphs"], breaks, counted)
 
 
-@pytest.mark.parametrize(("family", "layout", "inner"), CASES)
+@pytest.mark.parametrize(("family", "layout", "inner", "ulysses_size"), CASES)
 def test_an_unmodified_family_equals_one_process(
-    rank_pool: Pool, family: str, layout: str, inner: str
+    rank_pool: Pool, family: str, layout: str, inner: str, ulysses_size: int
 ) -> None:
     expected = on_one_process(family)
-    for got in rank_pool(2).run(on_a_ring, family, layout, inner, timeout_s=280):
+    run = rank_pool(2 * ulysses_size).run
+    for got in run(on_a_ring, family, layout, inner, ulysses_size, timeout_s=280):
         assert (got.graphs, got.breaks, got.attentions) == (1, 0, [2])
         assert float((got.result.logits - expected.logits).abs().max()) < 1e-5
         assert got.result.gradients.keys() == expected.gradients.keys()
@@ -200,7 +205,10 @@ def wrong_call(rank: int, world_size: int, case: str) -> None:
 
 
 WRONG_CALLS = {
-    "padding": (["RingPatternError"] * 2, r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out"),
+    "padding": (
+        ["RingPatternError"] * 2,
+        r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out",
+    ),
     "no positions": (["RingPatternError"] * 2, "expected this rank's positions of"),
     "packed": (["RingPatternError"] * 2, "for packed documents say so"),
     "window": (["RingPatternError"] * 2, r'SlidingWindow\(window=10, .*write "window": 10'),
@@ -259,7 +267,7 @@ def train_compiled(
     [
         (0, "check", "eager", {}),
         (1, "check", "sdpa", {"attention": "as_is"}),
-        (2, "check", "ds_ring", {}),
+        (2, "check", "ds_ring", {"ulysses_size": 2}),
         (3, "replace", "sdpa", {}),
     ],
 )

@@ -224,10 +224,11 @@ def modified(
         ("ALiBi", 4, {"ulysses_size": 2}),
         ("both", 3, {}),
         ("both", 2, {"transport": "all_gather"}),
+        ("both", 2, {"kernel": "auto"}),
     ],
 )
 def test_changed_scores(rank_pool: Pool, which: str, world_size: int, options: dict[str, Any]) -> None:
-    for errors, heard in rank_pool(world_size).run(modified, which, kernel="reference", **options):
+    for errors, heard in rank_pool(world_size).run(modified, which, **{"kernel": "reference"} | options):
         assert max(errors) < 1e-12, errors
         assert heard[0].startswith("RingMismatchError") and "score_mod" in heard[0]
         assert heard[1].startswith("RingConfigError") and '"reference"' in heard[1]

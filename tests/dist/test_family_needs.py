@@ -1,6 +1,6 @@
 """What some families need of the whole sequence beside attention, on 2 ranks against one process.
 
-The router's load balancing loss (its gradient was up to 1.3 % off), the token that a classifier pools (it was
+Queries scaled by their place in the sequence (Llama 4, its layers computed twice), the router's load balancing loss (its gradient was up to 1.3 % off), the token that a classifier pools (it was
 another one on each rank), the positions of RoBERTa (they were overwritten: 95 % off), and the ways out that
 refusals name. Rotary embeddings are in test_rotary.py.
 """
@@ -50,6 +50,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "Llama classifier": ("SequenceClassification", "LlamaConfig", GROUPED | {"num_labels": 3}),
     "Qwen2 reward": ("SequenceClassification", "Qwen2Config", GROUPED | {"num_labels": 1}),
+    "Llama 4": (
+        "CausalLM",
+        "Llama4TextConfig",
+        GROUPED
+        | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 9}
+        | {"no_rope_layers": [1, 0], "floor_scale": 5, "attn_scale": 0.7, "interleave_moe_layer_step": 2},
+    ),
     "Falcon": ("CausalLM", "FalconConfig", SIZES | {"bos_token_id": 2, "eos_token_id": 2}),
     "Nemotron": ("CausalLM", "NemotronConfig", GROUPED),
     "RoBERTa": ("MaskedLM", "RobertaConfig", BERT),
@@ -120,7 +127,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def on_a_ring(
     rank: int, world_size: int, family: str, layout: str, ulysses_size: int, divisor: float
 ) -> Result:
-    """Gradients are summed by hand and divided, as DeepSpeed does."""
+    """Gradients are summed by hand and divided, as DeepSpeed does. Llama 4's layers are checkpointed."""
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
@@ -136,6 +143,8 @@ def on_a_ring(
     session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), divisor)
     model, losses = build(family, "ds_ring"), []
     attach(model, session)
+    if family == "Llama 4":
+        model.gradient_checkpointing_enable({"use_reentrant": ulysses_size > 1})
     for whole in batches(family):
         if masked:
             batch = session.shard_batch(whole | {"shift_labels": whole["input_ids"]})
@@ -157,6 +166,8 @@ CASES = [
     ("Olmoe", "striped", 2, 1.0),
     ("Qwen3 MoE", "contiguous", 1, 1.0),
     ("Granite MoE", "zigzag", 1, 2.0),
+    ("Llama 4", "zigzag", 1, 2.0),
+    ("Llama 4", "contiguous", 2, 1.0),
     ("Llama classifier", "zigzag", 1, 2.0),
     ("Qwen2 reward", "contiguous", 2, 1.0),
     ("RoBERTa", "contiguous", 1, 2.0),

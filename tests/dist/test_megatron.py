@@ -183,6 +183,44 @@ def test_packed_sequences_do_not_see_each_other(rank_pool: Pool, ring_size: int)
     assert max(rank_pool(ring_size).run(packed)) < 1e-5
 
 
+def called(rank: int, world_size: int) -> dict[str, float]:
+    """The largest error of each mask type, forward and backward, with values of another width than keys."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from ds_ring.integrations.megatron.core_attention import RingCoreAttention, mesh_of
+    from tests.reference import dense_attention
+
+    start_megatron(world_size)
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, 8), (2, 8), (2, 12), (4, 12))
+    q, k, v, grad = (torch.randn(TOKENS, SAMPLES, *size, generator=generator) for size in sizes)
+    chunks = torch.arange(TOKENS).chunk(2 * world_size)
+    mine = torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
+    config = build(RingCoreAttention, world_size, {}).config
+    mesh, found = mesh_of(parallel_state.get_context_parallel_group()), {}
+    for kind in (
+        AttnMaskType.causal,
+        AttnMaskType.padding_causal,
+        AttnMaskType.no_mask,
+        AttnMaskType.padding,
+    ):
+        core = RingCoreAttention(config, 1, AttnMaskType.causal, "self", mesh=mesh)
+        local = [x[mine].requires_grad_() for x in (q, k, v)]
+        out = core(*local, None, attn_mask_type=kind)
+        out.backward(grad[mine].flatten(2))
+        pattern = ds_ring.Causal() if "causal" in kind.name else ds_ring.Full()
+        want = dense_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v, grad)), pattern)
+        pairs = [(out.unflatten(2, (4, 12)), want.out), *zip((x.grad for x in local), want[2:], strict=True)]
+        found[kind.name] = max(relative_error(got, one.permute(2, 0, 1, 3)[mine]) for got, one in pairs)
+    return found
+
+
+def test_mask_types_and_values_of_another_width(rank_pool: Pool) -> None:
+    for errors in rank_pool(2).run(called):
+        assert max(errors.values()) < 1e-5, errors
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
@@ -208,7 +246,9 @@ def refused(rank: int, world_size: int) -> list[str]:
         lambda: core(q, k, k, None, attn_mask_type=AttnMaskType.arbitrary),
         lambda: core(q[:5], k[:5], k[:5], None),
         lambda: core(q[:1], k, k, None),
-        lambda: core(q[:, 0], k[:, 0], k[:, 0], None, packed_seq_params=PackedSeqParams("thd", uneven, uneven)),
+        lambda: core(
+            q[:, 0], k[:, 0], k[:, 0], None, packed_seq_params=PackedSeqParams("thd", uneven, uneven)
+        ),
         lambda: core(q[:5] if rank else q, k[:5] if rank else k, k[:5] if rank else k, None),
     ]
     for call in calls:

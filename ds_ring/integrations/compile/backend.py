@@ -93,7 +93,6 @@ def _session_source(session: Any) -> SessionSource:
         raise RingConfigError(
             f"options: session: expected the engine.ring of ds_ring.initialize, got {type(session).__name__}"
         )
-    _refuse_ulysses(session.mesh)
     return SessionSource(session)
 
 
@@ -102,7 +101,6 @@ def _static_source(given: dict[str, Any]) -> StaticSource:
     if not isinstance(mesh, RingMesh):
         got = "none" if mesh is None else type(mesh).__name__
         raise RingMeshError(f'backend="{NAME}": expected to be told the mesh, got {got}; {_WHAT_TO_PASS}')
-    _refuse_ulysses(mesh)
     if config is not None:
         if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
             raise RingConfigError(
@@ -131,14 +129,6 @@ def _refuse_unknown_length(source: StaticSource) -> None:
         )
 
 
-def _refuse_ulysses(mesh: RingMesh) -> None:
-    if mesh.ulysses_size > 1:
-        raise RingConfigError(
-            f'backend="{NAME}": expected ulysses_size 1, got {mesh.ulysses_size}; use ring_size'
-            f" {mesh.sequence_size}, or leave a transformers model uncompiled: its attention is the ring's"
-        )
-
-
 # [Note: refusals of a backend]
 # Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that
 # raises the RingError, as it is, whenever it is called, and tells the other ranks first where there is a
@@ -155,12 +145,7 @@ def backend(
 
 
 def backend_of(session: RingSession) -> Callable[..., Compiled]:
-    """Return the backend that knows a session; torch.compile's `options` say the rest.
-
-    Raises:
-        RingConfigError: the session has Ulysses ranks, which graphs are not rewritten for.
-    """
-    _refuse_ulysses(session.mesh)
+    """Return the backend that knows a session; torch.compile's `options` say the rest."""
 
     def ds_ring(
         module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ from ds_ring.schedule.layout import Layout
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
 
+class ImageTokens(NamedTuple):
+    """Say which features of its images a batch's local tokens stand for."""
+
+    places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
+    tokens: int  # image tokens of the whole batch
+    axes_BSA: Tensor | None  # positions on several axes, where the model has such
+
+
 @dataclass(frozen=True, eq=False)
 class BatchSharding:
     """Hold what attention must know of a batch."""
@@ -48,6 +56,7 @@ class BatchSharding:
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
+    images: ImageTokens | None = field(default=None, repr=False)
     _kept: dict[Any, RowsAttention] = field(default_factory=dict, repr=False)
 
     @property

@@ -111,13 +111,14 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     if not _is_of_transformers(alone):
         return
     from ds_ring.integrations.transformers.attached import NAME
+    from ds_ring.integrations.transformers.images import attention_of_parts
 
     asked, model = config.pattern, alone.config
     # whether it is causal, and a window that is the model's, are what its own attention does
     rest = asked.model_copy(update={"causal": True, "window": None})
     own = rest == PatternConfig() and asked.window in (None, getattr(model, "sliding_window", None))
     if not own:
-        alone.set_attn_implementation(NAME)  # type: ignore[operator]
+        alone.set_attn_implementation(attention_of_parts(alone, NAME))  # type: ignore[operator]
         log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
     elif getattr(model, "_attn_implementation", None) == NAME:
         alone.set_attn_implementation("eager")  # type: ignore[operator]

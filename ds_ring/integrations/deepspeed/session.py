@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,8 @@ from ds_ring.config.patterns import named_patterns
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError
 from ds_ring.integrations.deepspeed.batch import (
-    REAL_TOKENS,
     Batch,
     prepare_batch,
-    split_samples,
-    split_tokens,
-    token_shape,
 )
 from ds_ring.integrations.deepspeed.batch_agreement import (
     ENDED,
@@ -35,11 +31,13 @@ from ds_ring.integrations.deepspeed.batch_agreement import (
     check_consistency,
     report_of,
 )
+from ds_ring.integrations.deepspeed.batch_cutting import BatchCutter
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches, RowsAttention
 from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, DynamicRing, joined
+from ds_ring.integrations.deepspeed.image_batch import add_places, whole_tensors
 from ds_ring.integrations.deepspeed.loader import RingLoader, wrapped
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
+from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session_loader import LoaderArguments, make_loader
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.layer_patterns import LayerPatterns
@@ -48,7 +46,6 @@ from ds_ring.runtime.deferred_logits import DeferredLogits
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.layouts import make_layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +74,15 @@ class RingSession:
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
     attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
     dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
-    _by_length: dict[tuple[int, int, int], BatchSharding] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
         """Return what the JSON says of layers."""
         return LayerPatterns(self.pattern, named_patterns(self.config))
+
+    @functools.cached_property
+    def _cutter(self) -> BatchCutter:
+        return BatchCutter(self.config, self.mesh, self.device, self.patterns, self.needs)
 
     @property
     def layout(self) -> Layout:
@@ -128,7 +128,7 @@ class RingSession:
         """
         prepared, report, fault = self._prepare(lambda: batch)
         labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        return self._given_out(*self._cut(prepared), labelled_tokens)
+        return self._given_out(*self._cutter.cut(prepared), labelled_tokens)
 
     def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Return this rank's part of the samples of its ring in a batch of `loader`, as `shard_batch`.
@@ -139,11 +139,10 @@ class RingSession:
         first = self.mesh.global_rank_of(ring.first)
         report = report._replace(first_rank=first, division_crc=assigned.crc)
         labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        local, sharding = self._cut(prepared, self.dynamic.meshes[ring.ranks], assigned.longest)
+        local, sharding = self._cutter.cut(prepared, self.dynamic.meshes[ring.ranks], assigned.longest)
         return self._given_out(local, sharding, labelled_tokens)
 
     def _given_out(self, local: Batch, sharding: BatchSharding, labelled_tokens: int) -> Batch:
-        local = {key: tensor.to(self.device) for key, tensor in local.items()}
         self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
@@ -240,58 +239,16 @@ class RingSession:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
-            prepared = prepare_batch(given, self.pattern, documents, needs.real_tokens)
+            by_token, whole = whole_tensors(given, needs.images)
+            prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and "position_ids" not in given:
                 prepared["position_ids"] = needs.number_tokens(prepared)
+            if whole and needs.images is not None:
+                add_places(prepared, given, needs.images)
         except RingError as fault:
             return {}, REFUSED, fault
-        return prepared, report_of(prepared), None
-
-    def _cut(
-        self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
-    ) -> tuple[Batch, BatchSharding]:
-        """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns."""
-        _, tokens = token_shape(prepared)
-        if longest is None:
-            longest = int(prepared["position_ids"].max())  # before the cut: see rotary.py
-        short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
-        mesh = RingMesh.single() if short else mesh or self.mesh
-        padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
-        if short:
-            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        sharding = self._sharding(prepared, tokens, longest, mesh)
-        rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
-        local = rest if short else split_tokens(rest, sharding.layout, mesh)
-        real_tokens = local.pop(REAL_TOKENS, None)
-        if padded and real_tokens is not None:
-            sharding = replace(sharding, real_tokens=real_tokens.to(self.device))
-        return local, sharding
-
-    def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
-        if DOCUMENT_IDS in prepared:
-            batch_rows, _ = token_shape(prepared)
-            groups = group_rows(prepared[DOCUMENT_IDS], batch_rows)
-            return self._place(tokens, longest, mesh, groups)
-        key = (tokens, longest, mesh.sequence_size)
-        if key not in self._by_length:
-            self._by_length[key] = self._place(tokens, longest, mesh)
-        return self._by_length[key]
-
-    def _place(
-        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
-    ) -> BatchSharding:
-        greatest = torch.tensor(longest, device=self.device)
-        layout = self.layout_for(tokens, mesh, groups)
-        sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
-        return sharding.with_slots(self.device) if self.needs.slots else sharding
+        return prepared | whole, report_of(prepared | whole), None
 
     def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        mix = self.patterns.counted(tokens, self.needs.layers)
-        return make_layout(
-            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else self.config.layout,
-            tokens=tokens,
-            ring_size=mesh.ring_size,
-            pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
-            multiple_of=mesh.ulysses_size,
-        )
+        return self._cutter.layout_for(tokens, mesh, groups)

@@ -74,13 +74,20 @@ def make_loader(session: RingSession, dataset: Any, given: LoaderArguments) -> R
         drop_last=given.drop_last,
         lengths=lengths,
     )
+    needs = session.needs
     if dynamic:
+        if needs.images is not None:
+            raise RingConfigError(
+                "loader: expected a model that reads no images beside dynamic rings, got one: which of a"
+                " batch's images a smaller ring has is not worked out; leave dynamic rings off"
+            )
         return _dynamic_loader(session, dataset, order, given, lengths)
     if is_sliced(dataset):
-        if given.num_workers or given.collate_fn is not None or session.needs.number_tokens is not None:
+        if given.num_workers or given.collate_fn is not None or needs.number_tokens or needs.images:
             raise RingConfigError(
-                "loader: expected no workers, no collate_fn and a model that does not number tokens by"
-                " their ids, since the data set is read by slices; give one without `slice`"
+                "loader: expected no workers, no collate_fn and a model that neither numbers tokens by"
+                " their ids nor reads images, since the data set is read by slices; give one without"
+                " `slice`"
             )
         return RingLoader(order, lambda some: _shard_slices(session, dataset, some), order)
     collate_fn = padded if lengths is not None and given.collate_fn is None else given.collate_fn

@@ -37,10 +37,12 @@ from ds_ring.integrations.transformers.attached import (
     own_implementation,
 )
 from ds_ring.integrations.transformers.classes import bypasses, check_class
+from ds_ring.integrations.transformers.images import attention_of_parts, towers
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
 from ds_ring.integrations.transformers.model_needs import SHARDING
 from ds_ring.integrations.transformers.ring_cache import CachedSharding
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import Softcap
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def attention(
             f" attn_implementation='{UNMODIFIED}', set"
             ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
         )
-    sinks = kwargs.pop("s_aux", None)
+    sinks, cap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
     if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
@@ -82,7 +84,8 @@ def attention(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
-    out_BHSD = sharding.attention(scaling, pattern)(q_BHSD, k_BGSD, v_BGSD, sinks)
+    changed = None if cap is None else Softcap(float(cap))
+    out_BHSD = sharding.attention(scaling, pattern, changed)(q_BHSD, k_BGSD, v_BGSD, sinks)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
@@ -153,9 +156,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     Raises:
         RingConfigError: with the model's class and its attn_implementation.
     """
+    keep = {id(tower) for outer in _pretrained(model, outermost=True) for tower in towers(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
-        if _keeps_its_own(config) and implementation != NAME:
+        if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
             continue  # nothing to do for a ring
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
         if config.attention == "ring":
@@ -232,14 +236,15 @@ def _switch(model: PreTrainedModel) -> None:
     """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
     try:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(attention_of_parts(model, NAME))
     except (ValueError, ImportError) as error:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"
             f" {before!r} and the error: {error}"
         ) from error
+    keep = towers(model)
     for part in _pretrained(model):
-        if part.config._attn_implementation != NAME:
+        if part not in keep and part.config._attn_implementation != NAME:
             raise RingConfigError(
                 f"{type(part).__name__} inside {type(model).__name__}: expected it to take"
                 f" attn_implementation='{NAME}', but it keeps {part.config._attn_implementation!r} and would"

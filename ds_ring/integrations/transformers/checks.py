@@ -86,4 +86,7 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
     for key in _FOREIGN_ARGUMENTS:
         if kwargs.get(key) is not None:
-            raise RingPatternError(f"{name}: expected no {key}, got one; ring attention does not compute it")
+            raise RingPatternError(
+                f"{name}: expected no {key}, got one, which is not computed here; sinks (s_aux) and softcap"
+                ' are computed with "attention": "ring" in the section, without backend="ds_ring"'
+            )

@@ -40,7 +40,8 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise RingConfigError(
             f"{name} cannot run on a ring: it is an encoder-decoder, {_TWO_SEQUENCES}; use a model of one"
-            " sequence such as Llama, Qwen or BERT, or call ds_ring.RingAttention in a model of your own"
+            " sequence such as Llama, Qwen or BERT, or call ds_ring.ring_attention in a model of your own:"
+            ' queries="replicated" for cross attention to a long sequence'
         )
     if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))

@@ -2,8 +2,8 @@
 
 Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
 (rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), temperature by position
-(temperature.py), pooling heads (heads.py), and what the JSON's "long_sequence" asks for (tiled_head.py,
-tiled_layers.py, offloaded_checkpoints.py). A model that has none of these is left alone.
+(temperature.py), images (images.py), pooling heads (heads.py), and what the JSON's "long_sequence" asks for
+(tiled_head.py, tiled_layers.py, offloaded_checkpoints.py). A model that has none of these is left alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.heads import pool_over_ranks, pools_the_last_token
+from ds_ring.integrations.transformers.images import give_features, towers
 from ds_ring.integrations.transformers.loss_guard import LossGuard
 from ds_ring.integrations.transformers.numbering import check_numbers_once, numbering_of
 from ds_ring.integrations.transformers.offloaded_checkpoints import offload_checkpoints
@@ -46,9 +47,11 @@ def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list
     handles = [
         *offload_checkpoints(model, session),
         *tiles,
-        *check_numbers_once(model, session.mesh),
+        # towers number patches of their own
+        *([] if towers(model) else check_numbers_once(model, session.mesh)),
         *give_length(model, session.batches),
         *tune_by_position(model),
+        *give_features(model, session),
     ]
     session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
     handles.append(_count_all_routers(model, guard, session))

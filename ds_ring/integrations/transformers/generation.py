@@ -28,6 +28,7 @@ from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.ring_cache import CachedSharding, RingCache
 from ds_ring.runtime.agreement import agree
@@ -156,12 +157,15 @@ class Generation:
         groups = self._groups(tokens)
         layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
-        self.sharding = BatchSharding(session.config, layout, mesh, session.patterns, groups, longest)
+        images = images_of_prompt(given, session.needs.images, layout, mesh)
+        self.sharding = BatchSharding(
+            session.config, layout, mesh, session.patterns, groups, longest, images=images
+        )
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank
         local = {
-            key: shard_sequence(value, layout, mesh=mesh, dim=1) if _has_tokens(value, tokens) else value
+            key: shard_sequence(value, layout, mesh=mesh, dim=1) if _has_tokens(key, value, tokens) else value
             for key, value in given.items()
         }
         if "logits_to_keep" in self._signature.parameters:
@@ -278,8 +282,8 @@ def _tokens_of(given: dict[str, Any]) -> int:
     raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
 
 
-def _has_tokens(value: object, tokens: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens
+def _has_tokens(key: str, value: object, tokens: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens and key not in OF_IMAGES
 
 
 def _note_padding(cache: RingCache, mask_BT: Tensor | None, tokens: int) -> None:

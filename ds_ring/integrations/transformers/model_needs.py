@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +16,15 @@ from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.masks.pattern import Pattern
 
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
+
+
+class ImageNeeds(NamedTuple):
+    """Say how a model's batches have images."""
+
+    token: int  # id of the tokens that stand for a feature of an image each
+    tensors: frozenset[str]  # that are not by token, and go whole to every rank
+    # numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one position each
+    number_axes: Callable[[Batch], Tensor] | None
 
 
 @dataclass
@@ -27,3 +37,4 @@ class ModelNeeds:
     layers: tuple[Pattern, ...] = ()
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
+    images: ImageNeeds | None = None  # of a model that reads images

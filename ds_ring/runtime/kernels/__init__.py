@@ -21,10 +21,11 @@ def get_kernel(
     name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
     scores: Scores | None = None,
 ) -> Kernel:  # fmt: skip
-    """Return the kernel of a name for a kind of device; "auto" takes the fast one and logs once which.
+    """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
     Args:
-        name: "auto", or of a row of `KERNELS`.
+        name: of a row of `KERNELS`, or "auto": the device's fast one, where scores are changed and that one
+            cannot do it the reference.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
             those of FlexAttention.
@@ -40,8 +41,7 @@ def get_kernel(
                 f'kernel "auto" has no fast kernel for {device_type} tensors in this version; set'
                 ' "kernel": "reference" to run the plain one there, knowing that it is slow'
             )
-        name = FAST_KERNELS[device_type]
-        _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
+        name = _chosen(device_type, scores)
     if name not in KERNELS:
         raise RingConfigError(
             f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got another name"
@@ -71,3 +71,18 @@ def get_kernel(
         raise RingConfigError(
             f"kernel_options {dict(options)} for kernel {name!r}: {error}; remove what it does not take"
         ) from None
+
+
+def _chosen(device_type: str, scores: Scores | None) -> str:
+    """Return the kernel that "auto" stands for, and log it."""
+    name = FAST_KERNELS[device_type]
+    if scores is None or KERNELS[name].takes_scores:
+        _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
+        return name
+    able = next(one for one, row in KERNELS.items() if row.takes_scores and row.device is None)
+    _log.warning(
+        "ds_ring: kernel %r for %s tensors, since the kernel %r cannot change scores (%s): it is slow, and"
+        " holds the scores of one tile at a time, as large as this rank's tokens squared",
+        able, device_type, name, scores.mod,
+    )  # fmt: skip
+    return able

@@ -182,6 +182,9 @@ def test_options_are_checked() -> None:
         get_kernel("flex", "cpu")
     FlexKernel(bwd_BLOCK_M1=64, num_warps=4)
     assert get_kernel("auto", "cpu").name == "cpu" and get_kernel("auto", "cuda").name == "flex"
+    scores = Scores(ScoreMod(Softcap(2.0)), range(4))
+    assert get_kernel("auto", "cpu", scores=scores).name == "reference"
+    assert get_kernel("auto", "cuda", scores=scores).name == "flex"
 
 
 def cap_and_slope(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -246,11 +246,6 @@ WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
         RingConfigError,
         "no dropout inside attention, got 0.1",
     ),
-    "a soft cap": (
-        lambda: transformers.Gemma2Config(**GROUPED, head_dim=8),
-        RingPatternError,
-        "expected no softcap",
-    ),
 }
 
 

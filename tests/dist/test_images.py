@@ -1,0 +1,220 @@
+"""Vision-language models whose language part is on a ring: loss and every gradient, the towers' too, as on one process.
+
+Images lie across the borders of shards, and samples have different numbers of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.harness import RankPool
+from tests.dist.test_family_needs import GROUPED, Result, check, gradients_of
+
+Pool = Callable[[int], RankPool]
+
+TOKENS, IMAGE, FEATURES = 45, 60, 4  # of each image
+TEXT: dict[str, Any] = GROUPED | {"pad_token_id": 1, "attention_dropout": 0.0}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+SQUARES = torch.full((3, 2), 8)  # heights and widths in pixels
+GRIDS = torch.tensor([[1, 4, 4]] * 3)  # in patches
+
+# The class's name without "Config", its configuration, and what its images come with.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
+    "llava": (
+        "Llava",
+        {
+            "vision_config": VISION | {"model_type": "clip_vision_model", "image_size": 4},
+            "text_config": TEXT | {"model_type": "llama"},
+            "image_token_index": IMAGE,
+        },
+        {"pixel_values": torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(5))},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "vision_config": VISION | {"model_type": "pixtral", "image_size": 8, "head_dim": 8},
+            "text_config": TEXT | {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
+            "image_token_index": IMAGE,
+        },
+        {
+            "pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5)),
+            "image_sizes": SQUARES,
+        },
+    ),
+    "internvl": (
+        "InternVL",
+        {
+            "vision_config": VISION | {"image_size": 8},
+            "text_config": TEXT | {"model_type": "qwen2"},
+            "image_token_id": IMAGE,
+        },
+        {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))},
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {
+            "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 32},
+            "text_config": TEXT | {"rope_parameters": MROPE},
+            "image_token_id": IMAGE,
+        },
+        {
+            "pixel_values": torch.randn(48, 12, generator=torch.Generator().manual_seed(5)),
+            "image_grid_thw": GRIDS,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {
+            "vision_config": QWEN_VISION
+            | {"out_hidden_size": 32, "window_size": 4, "fullatt_block_indexes": [1]},
+            "text_config": TEXT | {"rope_parameters": MROPE},
+            "image_token_id": IMAGE,
+        },
+        {
+            "pixel_values": torch.randn(48, 12, generator=torch.Generator().manual_seed(5)),
+            "image_grid_thw": GRIDS,
+        },
+    ),
+}
+
+
+def build(name: str) -> Any:
+    import transformers
+
+    kind, values, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    """Two samples, the first with two images; padding on the right of the second."""
+    ids = torch.randint(2, IMAGE, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    for row, start in ((0, 3), (0, 20), (1, 9)):
+        ids[row, start : start + FEATURES] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[1, 38:] = 0
+    labels = ids.masked_fill((ids == IMAGE) | (mask == 0), -100)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask} | MODELS[name][2]
+    return batch | ({"mm_token_type_ids": (ids == IMAGE).int()} if "qwen" in name else {})
+
+
+def alone(name: str) -> Result:
+    model = build(name)
+    loss = model(**batch_of(name), use_cache=False).loss
+    loss.backward()
+    return Result([loss.item()], gradients_of(model))
+
+
+def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Result:
+    from ds_ring.config.patterns import pattern_from_config
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.runtime.mesh import RingMesh
+
+    config = RingConfig(ring_size=world_size // ulysses_size, ulysses_size=ulysses_size, layout=layout)
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+    model = build(name)
+    attach(model, session)
+    loss = model(**session.shard_batch(batch_of(name))).loss
+    loss.backward()
+    gradients = gradients_of(model)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return Result([session.mean_loss(loss).item()], gradients)
+
+
+CASES = [
+    ("llava", "zigzag", 3, 1),
+    ("mistral3", "striped", 2, 1),
+    ("internvl", "contiguous", 2, 2),
+    ("qwen2_vl", "zigzag", 2, 1),
+    ("qwen2_5_vl", "zigzag", 3, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "world_size", "ulysses_size"), CASES)
+def test_images_are_exact(
+    rank_pool: Pool, name: str, layout: str, world_size: int, ulysses_size: int
+) -> None:
+    expected = alone(name)
+    assert any("vis" in parameter for parameter in expected.gradients)
+    for got in rank_pool(world_size).run(on_a_ring, name, layout, ulysses_size):
+        check(got, expected)
+
+
+def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:
+    """Two steps at ZeRO 3, the first compared with one process; a generation; then what is refused."""
+    start_deepspeed()
+    import ds_ring
+
+    model, plain, batch = build("llava"), build("llava").eval(), batch_of("llava")
+    config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    losses = []
+    for given in (batch, {key: x for key, x in batch.items() if key != "pixel_values"}):
+        if given is not batch:
+            given["input_ids"] = given["input_ids"].masked_fill(given["input_ids"] == IMAGE, 5)
+        loss = engine(**engine.ring.shard_batch(given)).loss
+        engine.backward(loss)
+        engine.step()
+        losses += [float(engine.ring.mean_loss(loss)), float(plain(**given).loss)]
+    engine.eval()
+    prompt = {key: batch[key][:1] for key in ("input_ids", "attention_mask")}
+    prompt["pixel_values"] = batch["pixel_values"][:2]
+    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    texts = [one.generate(**prompt, **asked) for one in (engine.module, plain)]
+    with engine.ring.off():
+        texts.append(engine.module.generate(**prompt, **asked))
+    same = all(torch.equal(text, texts[0]) for text in texts)
+    faults: list[tuple[type[RingError], dict[str, Tensor]]] = [
+        (RingShapeError, {"pixel_values": batch["pixel_values"][:2]}),
+        (RingConfigError, {"pixel_values_videos": batch["pixel_values"][None]}),
+    ]
+    heard = []
+    for error, changes in faults:
+        videos = {key: x for key, x in changes.items() if "videos" in key}
+        local = engine.ring.shard_batch(batch | {k: x for k, x in changes.items() if k not in videos})
+        with pytest.raises(error) as raised:
+            engine(**local, **videos)
+        heard.append(str(raised.value))
+    return losses, same, heard
+
+
+def test_training_generation_and_refusals(rank_pool: Pool) -> None:
+    for losses, same, heard in rank_pool(2).run(trained):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert losses[2] == pytest.approx(losses[3], rel=1e-5)
+        assert same
+        assert "for each of 8 features of its images, got 12" in heard[0]
+        assert "got pixel_values_videos" in heard[1]
