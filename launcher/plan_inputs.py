@@ -130,7 +130,7 @@ def _setting(
         dtype=dtype,
         hardware=hardware,
         batch=1 if batch is None else int(batch),
-        recompute_attention=bool(config.recompute_attention),  # a part of it: as if it were all
+        recompute_attention=float(config.recompute_attention),
         may_add_options=options.fit,
         overlap=config.overlap,
         prune=config.prune,

@@ -44,7 +44,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "dtype": setting.dtype,
         "zero_stage": setting.zero.stage,
         "activation_checkpointing": setting.checkpointing,
-        "recompute_attention": setting.recompute_attention,
+        "recompute_attention": float(setting.recompute_attention),
         "tiled_loss_tokens": setting.loss_tokens,
         "tiled_mlp_tokens": setting.mlp_tokens,
         "offload_checkpoints": setting.offload_checkpoints,

@@ -64,7 +64,7 @@ def cluster_plan(job: LongRun, hardware: str) -> int:
     """`ds-ring plan` for a Llama of 8 billion parameters with this pattern, a device for each rank."""
     dilated = {"segment_lengths": job.pattern.segment_lengths, "dilation_rates": job.pattern.dilation_rates}
     sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", hardware]
-    return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--pattern", json.dumps(dilated)])
+    return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--fit", "--pattern", json.dumps(dilated)])
 
 
 def sample(job: LongRun, wanted: list[int]) -> int:

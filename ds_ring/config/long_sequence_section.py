@@ -54,8 +54,9 @@ class LongSequenceConfig(Section):
     )
     tiled_mlp: Annotated[Tile, PlainValidator(_tile), _TILE] = Field(
         default=False,
-        description="compute each layer's MLP one tile of tokens after the other, and again in the backward"
-        " pass; true: tiles of 64 MiB of the widest float32 activation on the CPU and 512 MiB on CUDA",
+        description="compute each layer's MLP, and the norms around it, one tile of tokens after the other,"
+        " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"
+        " and 512 MiB on CUDA",
     )
     offload_checkpoints: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
         default=False,

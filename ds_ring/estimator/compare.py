@@ -150,7 +150,7 @@ def _torch_step(setting: Setting) -> TrainingStep:
 
 def _step(setting: Setting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:
     """Return a step with checkpointing and attention computed again, as all of them train long sequences."""
-    again = replace(setting, checkpointing=True, recompute_attention=True)
+    again = replace(setting, checkpointing=True, recompute_attention=1.0)
     return replace(training_step(again, 1, ring), tokens=tokens)
 
 

@@ -82,7 +82,7 @@ def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingSte
     inside = setting.batch * slots
     tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
     return TrainingStep(
-        model, setting.zero, tokens, ring, setting.checkpointing, not setting.recompute_attention,
+        model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
         setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
     )  # fmt: skip
 
@@ -106,8 +106,10 @@ def estimate(
         attention = layer_passes(setting, progress)
     step = training_step(setting, attention.layout.local_tokens, attention.memory)
     total = attention.total
-    # Checkpointing runs the forward pass, its transfers included, once more only where it is told to.
-    again = total.forward_s if setting.checkpointing and setting.recompute_attention else 0.0
+    # Checkpointing runs the forward pass, its transfers included, once more only where it is told to. The
+    # first part of the rows takes that part of the time, not its square, on the zigzag rank that has the
+    # middle of the sequence.
+    again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
     # an MLP are repeated, but not twice under checkpointing (runtime/tiled_call.py, "checkpointed regions").

@@ -58,7 +58,7 @@ class TrainingStep:
     tokens: LocalTokens  # how many here
     ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
     checkpointing: bool = False  # a layer keeps its input and is computed again
-    keeps_attention: bool = False  # but for attention's output and lse, which are kept then
+    keeps_attention: float = 0.0  # but for this part of attention's output and lse, which is kept then
     # loss_tokens, mlp_tokens: that are there at once (a loss and MLPs in tiles); None for all
     loss_tokens: int | None = None
     mlp_tokens: int | None = None
@@ -68,8 +68,10 @@ class TrainingStep:
     @property
     def norm_bytes(self) -> int:
         """Return what a norm saves: its input in float32 (itself, where that is its dtype), x / rms, its
-        output.
+        output; in tiles, beside an MLP in tiles, its input and output.
         """
+        if self._mlp_tile is not None:
+            return 2 * self.layer_input_bytes
         return self.tokens.outside * self.model.hidden * (FLOAT + 2 * self.zero.element_bytes)
 
     @property
@@ -83,6 +85,10 @@ class TrainingStep:
     def _results_bytes(self) -> int:
         here = self.tokens
         return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return int(self._results_bytes * self.keeps_attention)
 
     @property
     def _query_bytes(self) -> int:
@@ -110,7 +116,7 @@ class TrainingStep:
     @property
     def checkpoint_bytes(self) -> int:
         """Return what a layer keeps for the backward pass under checkpointing."""
-        return self.layer_input_bytes + (self._results_bytes if self.keeps_attention else 0)
+        return self.layer_input_bytes + self._kept_bytes
 
     @property
     def logits(self) -> int:
@@ -121,7 +127,7 @@ class TrainingStep:
     def saved(self, layers: int, attention: bool) -> int:
         """Return what whole layers keep for the backward pass, of attention or of the rest."""
         if self.checkpointing:
-            kept = self._results_bytes if self.keeps_attention else 0
+            kept = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
                 # A layer's come back when they are asked for, the next layer's meanwhile (host_memory.py).
@@ -209,7 +215,8 @@ class TrainingStep:
             saved, attention = self.saved(left, False), self.saved(left, True)
             if self.checkpointing:  # computed again
                 saved += 2 * self.norm_bytes + self.mlp_bytes
-                attention += self.attention_bytes - (self._results_bytes if self.keeps_attention else 0)
+                # What is kept is the tensor itself where it is all, and a copy where it is a part.
+                attention += self.attention_bytes - (self._kept_bytes if self.keeps_attention == 1 else 0)
             mlp = self._mlp(made, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
             inside = self._attention(made + self.model.mlp_parameters, saved, attention)

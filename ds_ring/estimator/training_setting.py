@@ -34,7 +34,7 @@ class Setting:
     hardware: Hardware  # of all devices
     batch: int = 1  # sequences of one ring
     checkpointing: bool = False  # layers are computed again in the backward pass
-    recompute_attention: bool = False  # as in the JSON: attention as well
+    recompute_attention: float = 0.0  # as in the JSON: this part of attention as well
     # loss_tokens, mlp_tokens: that are there at once, of logits and inside an MLP; None for all
     loss_tokens: int | None = None
     mlp_tokens: int | None = None

@@ -55,6 +55,9 @@ def add(commands: Commands) -> None:
     how.add_argument("--layout", help=", ".join(LAYOUTS))
     how.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again")
     how.add_argument("--recompute-attention", action="store_true", help="under checkpointing, attention too")
+    how.add_argument(
+        "--recompute-half-of-attention", action="store_true", help="the sequence's first half of it"
+    )
     for part in ("loss", "MLP"):
         says = f"{part} in tiles of N tokens; without N as true in the JSON"
         how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)

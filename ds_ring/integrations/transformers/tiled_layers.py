@@ -1,8 +1,9 @@
-"""Compute the MLPs of a transformers model in tiles of tokens.
+"""Compute the MLPs and the norms of a transformers model in tiles of tokens.
 
-Owns which modules are taken (MLPs of one input, and the experts of a mixture, that treat tokens one by one)
-and how their forward is replaced. How tiles are run, forward and backward, is runtime/tiled_call.py's. A
-whole mixture of experts is not taken: its router's results are read for the load balancing loss.
+Owns which modules are taken (MLPs of one input, the experts of a mixture, and the norms of the residual
+stream, that treat tokens one by one) and how their forward is replaced. How tiles are run, forward and
+backward, is runtime/tiled_call.py's. A whole mixture of experts is not taken: its router's results are read
+for the load balancing loss.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ def tile_layers(model: PreTrainedModel, session: RingSession) -> None:
             )
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
         return
+    widest = max(map(_widest, found))
+    for module in _norms(model, set(found)):
+        module.forward = _TiledModule(module, asked, session, widest).forward
     for module in found:
-        module.forward = _TiledModule(module, asked, session).forward
+        module.forward = _TiledModule(module, asked, session, _widest(module)).forward
         # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
         set_z3_leaf_module(module, True)
 
@@ -65,6 +69,22 @@ def _token_by_token(model: nn.Module) -> Iterator[nn.Module]:
             continue
         inside.update(module.modules())
         yield module
+
+
+def _norms(model: PreTrainedModel, tiled: set[nn.Module]) -> Iterator[nn.Module]:
+    """Find the norms of the residual stream: a norm of q or k has the width of a head, and is left."""
+    inside = {part for module in tiled for part in module.modules()}
+    width = model.config.get_text_config().hidden_size
+    for module in model.modules():
+        shapes = [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+        if (
+            type(module).__name__.endswith("Norm")
+            and module not in inside
+            and shapes
+            and all(shape == (width,) for shape in shapes)
+            and len(_required(module)) == 1
+        ):
+            yield module
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -101,10 +121,10 @@ def _draws_random_numbers(module: nn.Module) -> bool:
 class _TiledModule:
     """Run one module tile by tile."""
 
-    def __init__(self, module: nn.Module, asked: Tile, session: RingSession) -> None:
+    def __init__(self, module: nn.Module, asked: Tile, session: RingSession, width: int) -> None:
         self._module, self._asked, self._session = module, asked, session
         self._plain = module.forward
-        self._width = _widest(module)
+        self._width = width  # of the widest row inside: elements
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
