@@ -208,7 +208,7 @@ def simulate_in_python(place: Place, text: str) -> None:
 
 def plan(place: Place, text: str) -> None:
     output = place.bash(text)
-    assert output.count("longest sequence on these devices") == 2, output
+    assert output.count("longest sequence on these devices") == 3, output
 
 
 def simulate(place: Place, text: str) -> None:

@@ -331,7 +331,7 @@ CALLS: dict[str, Call] = {
                 (None, torch.full(Q.shape[1:2], -1e30)),
             ),
             "return_lse": Argument((None, 1, "x", Hostile()), (False,)),
-            "score_mod": Argument((1, "x", Hostile(), Causal, ds_ring.Softcap(5.0)), (None,)),
+            "score_mod": Argument((1, "x", Hostile(), Causal), (None,)),
         },
     ),
     "ring_attention, replicated queries": Call(
