@@ -20,7 +20,7 @@ from ds_ring.estimator.training_setting import Setting
 _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
 
-class Option(NamedTuple):
+class MemoryOption(NamedTuple):
     """Describe an option.
 
     Attributes:
@@ -61,7 +61,7 @@ def _has_host(setting: Setting) -> bool:
 
 
 OPTIONS = (
-    Option(
+    MemoryOption(
         "--tiled-loss",
         (("ring_attention", "long_sequence", "tiled_loss"), True),
         lambda s: s.loss_tokens is not None,
@@ -69,7 +69,7 @@ OPTIONS = (
         lambda s: True,
         tiled_loss,
     ),
-    Option(
+    MemoryOption(
         "--tiled-mlp",
         (("ring_attention", "long_sequence", "tiled_mlp"), True),
         lambda s: s.mlp_tokens is not None,
@@ -77,7 +77,7 @@ OPTIONS = (
         lambda s: True,
         tiled_mlp,
     ),
-    Option(
+    MemoryOption(
         "--activation-checkpointing",
         None,  # the model's, or the trainer's
         lambda s: s.checkpointing,
@@ -85,7 +85,7 @@ OPTIONS = (
         lambda s: True,
         lambda s: replace(s, checkpointing=True),
     ),
-    Option(
+    MemoryOption(
         "--offload-checkpoints",
         (("ring_attention", "long_sequence", "offload_checkpoints"), True),
         lambda s: s.offload_checkpoints,
@@ -93,7 +93,7 @@ OPTIONS = (
         _has_host,
         lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
     ),
-    Option(
+    MemoryOption(
         "--recompute-half-of-attention",
         (("ring_attention", "recompute_attention"), 0.5),
         lambda s: s.recompute_attention == 0.5,
@@ -101,7 +101,7 @@ OPTIONS = (
         lambda s: s.checkpointing and s.recompute_attention == 0,
         lambda s: replace(s, recompute_attention=0.5),
     ),
-    Option(
+    MemoryOption(
         "--recompute-attention",
         (("ring_attention", "recompute_attention"), True),
         lambda s: s.recompute_attention == 1,
@@ -109,7 +109,7 @@ OPTIONS = (
         lambda s: s.checkpointing and s.recompute_attention == 0,
         lambda s: replace(s, recompute_attention=1.0),
     ),
-    Option(
+    MemoryOption(
         "--offload-optimizer",
         (("zero_optimization", "offload_optimizer"), {"device": "cpu", "pin_memory": True}),
         lambda s: s.zero.offload_optimizer,
@@ -117,7 +117,7 @@ OPTIONS = (
         lambda s: s.zero.stage > 0 and _has_host(s),
         lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
     ),
-    Option(
+    MemoryOption(
         "--offload-param",
         (("zero_optimization", "offload_param"), {"device": "cpu", "pin_memory": True}),
         lambda s: s.zero.offload_parameters,
@@ -127,7 +127,7 @@ OPTIONS = (
     ),
 )
 
-OptionSet = tuple[Option, ...]
+OptionSet = tuple[MemoryOption, ...]
 
 
 def option_sets(setting: Setting) -> Iterator[tuple[OptionSet, Setting]]:

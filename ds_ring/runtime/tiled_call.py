@@ -28,7 +28,7 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(eq=False)
-class _Call:
+class _TiledCall:
     """Hold what both passes need to know of a call, beside its tensors."""
 
     function: Function
@@ -76,7 +76,7 @@ def tiled_call(
     if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
         flat = list(_Save.apply(*flat))
         saved, kept = next(x.grad_fn for x in flat if x.grad_fn is not None), ()
-    call = _Call(of_rows, tile, len(flat), saved, kept, autocast)
+    call = _TiledCall(of_rows, tile, len(flat), saved, kept, autocast)
     out: Tensor = _Tiled.apply(call, *flat, *parameters)
     return out.reshape(*leading, out.shape[-1])
 
@@ -100,7 +100,7 @@ class _Tiled(torch.autograd.Function):
     """Run the tiles: without a graph forward, each with a graph of its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _TiledCall, *tensors: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, tensors[call.inputs :]
         inputs = tensors[: call.inputs]
         first = call.run([x[: call.tile] for x in inputs])

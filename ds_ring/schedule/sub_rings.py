@@ -59,7 +59,7 @@ class Times(Protocol):
         """Return the seconds of one sample of so many tokens on so many ranks."""
 
 
-class Batch(NamedTuple):
+class BatchLengths(NamedTuple):
     """Describe what is divided.
 
     Attributes:
@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     padded: bool
 
 
-def divide(batch: Batch, ring_size: int, times: Times) -> Division:
+def divide(batch: BatchLengths, ring_size: int, times: Times) -> Division:
     """Return the division of a ring's ranks that should be done first; the whole ring, where none is faster.
 
     Raises:
@@ -112,7 +112,7 @@ def _seconds(division: Division) -> float:
 class _Costs:
     """Keep what `times` says, so that a length is asked for once."""
 
-    def __init__(self, batch: Batch, times: Times) -> None:
+    def __init__(self, batch: BatchLengths, times: Times) -> None:
         self._batch, self._times = batch, times
         self._samples: dict[int, list[float]] = {}
 
@@ -127,7 +127,7 @@ class _Costs:
         return self._times.fixed(ranks)
 
 
-def _filled(batch: Batch, sizes: tuple[int, ...], costs: _Costs) -> Division | None:
+def _filled(batch: BatchLengths, sizes: tuple[int, ...], costs: _Costs) -> Division | None:
     """Give samples to rings of these sizes, the longest first; None where one fits none of them."""
     places = _places(sizes)
     if places is None:

@@ -26,7 +26,7 @@ from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.sub_rings import make_sub_rings
-from ds_ring.schedule.sub_rings import Batch as Lengths
+from ds_ring.schedule.sub_rings import BatchLengths as Lengths
 from ds_ring.schedule.sub_rings import SubRing, Times, divide
 
 Sample = Mapping[str, Any]

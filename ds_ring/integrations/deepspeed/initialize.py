@@ -90,8 +90,7 @@ def initialize(
         fault = error  # raised below, on all ranks together
     device = _init_distributed(distributed_port, dist_init_required)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
-    compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
-    agree_on_config(ring_config, compared, fault, watch)
+    agree_on_config(ring_config, deepspeed_config | {"optimizer=": type(optimizer).__name__}, fault, watch)
     assert model is not None and ring_config is not None  # else there was a fault
     trains = has_optimizer(deepspeed_config, optimizer)
     session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
@@ -104,10 +103,7 @@ def initialize(
         dist_init_required=dist_init_required, collate_fn=collate_fn,
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )  # fmt: skip
-    _give_session(engine, session)
-    if shape is not None:
-        dtype = next(engine.module.parameters()).dtype
-        culprits_named(session.dynamic.start, session.mesh)(shape, session, dtype)
+    _give_session(engine, session, shape)
     teach_compile(engine, session, attached)
     _wrap_methods(engine, session, first_batch, trains)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
@@ -245,8 +241,11 @@ def _init_distributed(distributed_port: int, dist_init_required: bool | None) ->
     return torch.device(get_accelerator().device_name(local_rank))
 
 
-def _give_session(engine: DeepSpeedEngine, session: RingSession) -> None:
-    """Give the engine `engine.ring`, and make each forward find out where its batch lies."""
+def _give_session(engine: DeepSpeedEngine, session: RingSession, shape: Any) -> None:
+    """Give the engine `engine.ring`, and make each forward find out where its batch lies.
+
+    Collective where the ring is dynamic: `shape` is the model's then, and None elsewhere.
+    """
     # A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
     engine.ring = session
 
@@ -258,6 +257,9 @@ def _give_session(engine: DeepSpeedEngine, session: RingSession) -> None:
     engine.register_forward_pre_hook(find_sharding, with_kwargs=True)
     use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
     engine.forward = use.wrap(engine.forward)
+    if shape is not None:
+        dtype = next(engine.module.parameters()).dtype
+        culprits_named(session.dynamic.start, session.mesh)(shape, session, dtype)
 
 
 def _training_loader(

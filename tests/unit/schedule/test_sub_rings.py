@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.sub_rings import Batch, Division, divide, shares
+from ds_ring.schedule.sub_rings import BatchLengths, Division, divide, shares
 
 RINGS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=24).map(tuple)
@@ -44,7 +44,7 @@ def seconds(lengths: tuple[int, ...], division: Division, machine: Machine, padd
 @given(lengths=LENGTHS, ring_size=RINGS, most=st.integers(1, 20_000), padded=st.booleans())
 def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most: int, padded: bool) -> None:
     machine = Machine()
-    found = divide(Batch(lengths, most, padded), ring_size, machine)
+    found = divide(BatchLengths(lengths, most, padded), ring_size, machine)
     assert sorted(sample for ring in found.rings for sample in ring.samples) == list(range(len(lengths)))
     ranks = [rank for ring in found.rings for rank in range(ring.first, ring.first + ring.ranks)]
     assert ranks == list(range(ring_size)), "disjoint blocks, in order"
@@ -59,7 +59,9 @@ def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most:
     if len(found.rings) > 1:
         assert max(shares(lengths, found, padded)) <= most
         assert found.seconds < 0.99 * seconds(lengths, whole, machine, padded)
-    assert found == divide(Batch(lengths, most, padded), ring_size, Machine()), "the same on another rank"
+    assert found == divide(BatchLengths(lengths, most, padded), ring_size, Machine()), (
+        "the same on another rank"
+    )
 
 
 def best_of_all(lengths: tuple[int, ...], ring_size: int, machine: Machine) -> float:
@@ -83,31 +85,31 @@ def best_of_all(lengths: tuple[int, ...], ring_size: int, machine: Machine) -> f
 def test_close_to_the_best_there_is(lengths: tuple[int, ...], ring_size: int) -> None:
     """LPT is within a third of the best on equal machines; here the sizes are chosen as well."""
     machine = Machine()
-    found = divide(Batch(lengths, 10**9, False), ring_size, machine)
+    found = divide(BatchLengths(lengths, 10**9, False), ring_size, machine)
     assert found.seconds <= 4 / 3 * best_of_all(lengths, ring_size, machine)
 
 
 def test_one_long_sample_among_short_ones() -> None:
     """It gets a ring of its own, of half the ranks; the others go one to a rank."""
-    found = divide(Batch((5000, 3400, 3300), 4000, False), 4, Machine(hop=100.0, token=1.0))
+    found = divide(BatchLengths((5000, 3400, 3300), 4000, False), 4, Machine(hop=100.0, token=1.0))
     assert [(ring.ranks, ring.samples) for ring in found.rings] == [(2, (0,)), (1, (1,)), (1, (2,))]
 
 
 def test_a_long_sample_keeps_the_whole_ring() -> None:
-    assert divide(Batch((9000,), 3000, False), 4, Machine()).rings[0].ranks == 4
+    assert divide(BatchLengths((9000,), 3000, False), 4, Machine()).rings[0].ranks == 4
 
 
 def test_even_samples_go_to_single_ranks() -> None:
-    found = divide(Batch((1000,) * 8, 2000, True), 4, Machine())
+    found = divide(BatchLengths((1000,) * 8, 2000, True), 4, Machine())
     assert [ring.samples for ring in found.rings] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_nothing_is_divided_where_nothing_is_gained() -> None:
-    found = divide(Batch((1000, 1000), 2000, False), 2, Machine(hop=0.0, token=0.0))
+    found = divide(BatchLengths((1000, 1000), 2000, False), 2, Machine(hop=0.0, token=0.0))
     assert [ring.ranks for ring in found.rings] == [2]
 
 
 @pytest.mark.parametrize("lengths", [(), (5, 0)])
 def test_samples_without_tokens_are_refused(lengths: tuple[int, ...]) -> None:
     with pytest.raises(RingConfigError, match="at least one token each"):
-        divide(Batch(lengths, 10, False), 2, Machine())
+        divide(BatchLengths(lengths, 10, False), 2, Machine())
