@@ -52,6 +52,8 @@ IMPORTERS = {
     "runtime.kernels.flex_calls": {"runtime.block_mask"},
     "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
     "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
+    "runtime.tiled_call": {"runtime.merge"},  # the accumulators' dtype
+    "runtime.tiled_loss": {"runtime.merge"},  # the same
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},
     "runtime.one_ring": {"runtime.exchange"},  # connects the ranks

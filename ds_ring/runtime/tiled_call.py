@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_ring.runtime.merge import accumulator_dtype
+
 Function = Callable[..., Tensor]
 
 
@@ -121,7 +123,7 @@ class _Tiled(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         parameters = [x for x, want in zip(ctx.parameters, wanted[call.inputs :], strict=True) if want]
         found = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
-        sums = [torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in parameters]
+        sums = [torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in parameters]
         for start in range(0, inputs[0].shape[0], call.tile):
             rows = slice(start, start + call.tile)
             leaves = [x[rows].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=False)]
@@ -145,7 +147,3 @@ def _put(found: list[Tensor | None], rows: slice, parts: Sequence[Tensor | None]
             whole[rows].zero_()
         else:
             whole[rows] = part
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32

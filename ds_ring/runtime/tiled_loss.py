@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from ds_ring.errors import RingConfigError
+from ds_ring.runtime.merge import accumulator_dtype
 
 IGNORE = -100  # the label of a token without one
 
@@ -72,7 +73,7 @@ class _TiledLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
         wanted = tuple(grads and want for want in ctx.needs_input_grad[:3])
         sums = _Sums(hidden_NH, weight_VH, bias_V, wanted)
-        total = torch.zeros((), dtype=_wide(dtype), device=hidden_NH.device)
+        total = torch.zeros((), dtype=accumulator_dtype(dtype), device=hidden_NH.device)
         with torch.autocast(device, enabled=False):
             matrix_VH = weight_VH.to(dtype)
             offset_V = None if bias_V is None else bias_V.to(dtype)
@@ -139,7 +140,7 @@ def _of_tile(
     leaf = logits_nV.detach().requires_grad_(wants_gradient)
     with torch.set_grad_enabled(wants_gradient):
         changed = leaf if change is None else change(leaf)
-        wide = changed.to(_wide(changed.dtype))
+        wide = changed.to(accumulator_dtype(changed.dtype))
         loss = cross_entropy(wide, labels_n, ignore_index=IGNORE, reduction="sum")
     if not wants_gradient:
         return loss, None
@@ -148,9 +149,5 @@ def _of_tile(
     return loss.detach(), gradient_nV
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=_wide(like.dtype), device=like.device)
+    return torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)

@@ -59,8 +59,8 @@ def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[Re
         model.activation_checkpointing_enable({"use_reentrant": False})
     memory = session.mesh.host_memory
     memory.enabled = True
-    # A layer's input alone where attention is run again: more would stand on the device for nothing.
-    memory.ahead = 1 if session.config.recompute_attention else LAYER_TENSORS
+    # A layer's input alone where all of attention is run again: more would stand on the device for nothing.
+    memory.ahead = 1 if session.config.recompute_attention is True else LAYER_TENSORS
 
     def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours
         for module in model.modules():

@@ -76,7 +76,7 @@ def _norms(model: PreTrainedModel, tiled: set[nn.Module]) -> Iterator[nn.Module]
     inside = {part for module in tiled for part in module.modules()}
     width = model.config.get_text_config().hidden_size
     for module in model.modules():
-        shapes = [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+        shapes = _shapes(module)
         if (
             type(module).__name__.endswith("Norm")
             and module not in inside
@@ -154,11 +154,15 @@ class _TiledModule:
 
 def _widest(module: nn.Module) -> int:
     """Return the elements of the widest row that a token has in a module."""
-    # ds_shape: at ZeRO 3 a parameter that is not gathered has no shape of its own.
-    shapes = [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+    shapes = _shapes(module)
     if type(module).__name__.endswith(_EXPERTS):
         shapes = [shape[1:] for shape in shapes]
     return max(max(shape) for shape in shapes if shape)
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    # ds_shape: at ZeRO 3 a parameter that is not gathered has no shape of its own.
+    return [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
 
 
 @functools.cache
