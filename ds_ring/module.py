@@ -200,6 +200,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         block_size=config.block_size,
         kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
         chunk_bytes=config.chunk_bytes,
+        offload=config.long_sequence.offload_attention,
     )
 
 

@@ -148,6 +148,7 @@ def _with_options(setting: Setting, options: argparse.Namespace, config: RingCon
         if tile is not False:
             setting = turn_on(setting, None if tile in (True, "auto") else tile)
     offloads = long.offload_checkpoints is True or (long.offload_checkpoints == "auto" and gpu)
+    setting = replace(setting, offload_attention=long.offload_attention)
     for option in OPTIONS:
         name = option.flag.removeprefix("--").replace("-", "_")
         wanted = (offloads and name == "offload_checkpoints") or (

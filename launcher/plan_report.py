@@ -48,6 +48,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "tiled_loss_tokens": setting.loss_tokens,
         "tiled_mlp_tokens": setting.mlp_tokens,
         "offload_checkpoints": setting.offload_checkpoints,
+        "offload_attention": setting.offload_attention,
         "offload_optimizer": setting.zero.offload_optimizer,
         "offload_param": setting.zero.offload_parameters,
         "deepspeed_json": json_of(setting),

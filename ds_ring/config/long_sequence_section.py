@@ -64,9 +64,16 @@ class LongSequenceConfig(Section):
         ' host; "auto": where the device is not the CPU',
     )
 
+    offload_attention: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+        default=False,
+        description="keep what attention's gradient needs (q, k, v, out, lse) in pinned memory of the host,"
+        " and bring it back in the backward pass a group of heads at a time, the next while one is computed;"
+        ' "auto": where the device is not the CPU, for shards of 131,072 tokens and more',
+    )
+
     @property
     def any(self) -> bool:
-        """Return whether a part is on, or may be."""
+        """Return whether a part of a model is on, or may be; `offload_attention` is attention's own."""
         return any(
             value is not False for value in (self.tiled_loss, self.tiled_mlp, self.offload_checkpoints)
         )

@@ -12,8 +12,12 @@ from ds_ring.estimator.cost import PassCost
 from ds_ring.estimator.layer_passes import LayerPass, LayerPasses, Progress, layer_passes
 from ds_ring.estimator.model_memory import LocalTokens, Moment, TrainingStep
 from ds_ring.estimator.pass_memory import PassMemory
-from ds_ring.estimator.training_setting import Setting
+from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
+from ds_ring.schedule.head_chunks import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 from ds_ring.schedule.layout import Layout
+
+# of heads from the host: one computed, one that is not done with, and the next one on its way
+CHUNKS_HERE = 3
 
 
 class Estimate(NamedTuple):
@@ -84,7 +88,21 @@ def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingSte
     return TrainingStep(
         model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
         setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
+        heads_here(setting, slots),
     )  # fmt: skip
+
+
+def heads_here(setting: Setting, slots: int) -> float | None:
+    """Return the part of attention's heads that are on the device while some are computed; None for all."""
+    kind, model = setting.hardware.kind, setting.model
+    # On the CPU both are one memory: nothing is gained, and what is copied replaces what it was copied from.
+    if setting.host_is_device or not heads_on_host(setting.offload_attention, kind, slots):
+        return None
+    kv_heads = model.kv_heads // setting.ulysses_size
+    head_bytes = setting.batch * slots * model.head_dim * ELEMENT_BYTES[setting.dtype]
+    least = setting.chunk_bytes or chunk_bytes_on(kind, setting.ring_size)
+    chunk = head_chunks(slice(0, kv_heads), head_bytes, least)[0]
+    return min(1.0, CHUNKS_HERE * count_heads(chunk) / kv_heads)
 
 
 def estimate(
@@ -137,17 +155,19 @@ def estimate(
 
 
 # [Note: traffic with the host]
-# Checkpoints go there and come back: a layer's input each, and attention's results where they are kept. An
-# optimizer on the host gets the gradients of the device's partition and returns parameters; it reads and
-# writes its float32 states (28 bytes a parameter: the copy, two moments, the gradient read; all but the
-# gradient written) at the rate of the host's memory, which all devices of a node share. Parameters on the
-# host come as often as stage 3 gathers them. All of it counts as if nothing were hidden behind compute.
+# Checkpoints go there and come back: a layer's input each, and attention's results where they are kept; so
+# do attention's tensors between its passes. An optimizer on the host gets the gradients of the device's
+# partition and returns parameters; it reads and writes its float32 states (28 bytes a parameter: the copy,
+# two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
+# devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
+# if nothing were hidden behind compute.
 def host_traffic(setting: Setting, step: TrainingStep) -> tuple[int, float]:
     """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
     zero, model, hardware = setting.zero, setting.model, setting.hardware
     moved, adam_s = 0, 0.0
     if setting.checkpointing and setting.offload_checkpoints:
         moved += 2 * model.layers * step.checkpoint_bytes
+    moved += 2 * model.layers * step.offloaded_bytes
     share = zero.share(model.parameters)
     if zero.offload_optimizer:
         moved += 2 * zero.element_bytes * share

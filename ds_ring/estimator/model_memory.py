@@ -64,6 +64,9 @@ class TrainingStep:
     mlp_tokens: int | None = None
     offload_checkpoints: bool = False  # what layers keep for the backward pass lies on the host
     host_is_device: bool = False  # as on the CPU: what is offloaded stays where it is
+    # heads_here: of attention on the host, the part that is on the device while heads are computed; None
+    # where all of it stays on the device
+    heads_here: float | None = None
 
     @property
     def norm_bytes(self) -> int:
@@ -80,6 +83,16 @@ class TrainingStep:
         here, element = self.tokens, self.zero.element_bytes
         inside = here.inside * (here.heads + 2 * here.kv_heads) * self.model.head_dim * element
         return inside + self._results_bytes + self._query_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return what of a layer's attention lies on the host: q, k, v, out and lse."""
+        return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
+
+    @property
+    def _attention_here(self) -> int:
+        """Return what a layer's attention keeps on the device between its passes."""
+        return self.attention_bytes - self.offloaded_bytes
 
     @property
     def _results_bytes(self) -> int:
@@ -134,7 +147,7 @@ class TrainingStep:
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
             return layers * kept if attention else inputs
-        return layers * (self.attention_bytes if attention else 2 * self.norm_bytes + self.mlp_bytes)
+        return layers * (self._attention_here if attention else 2 * self.norm_bytes + self.mlp_bytes)
 
     def moments(self) -> list[Moment]:
         """Return every moment that can be the highest, in the order of a step."""
@@ -154,9 +167,11 @@ class TrainingStep:
     def _moment(self, name: str, components: Components, layers: int = 0) -> Moment:
         """Return a moment at which so many layers wait for their backward pass."""
         offloaded = self.checkpointing and self.offload_checkpoints
+        waiting = min(layers, 1) if self.checkpointing else layers  # checkpointed layers do so one by one
         host = {
             "states on the host": self.zero.host(self.model),
             "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
+            "attention on the host": waiting * self.offloaded_bytes,
         }
         if self.host_is_device:
             return Moment(name, components | host, {})
@@ -216,7 +231,8 @@ class TrainingStep:
             if self.checkpointing:  # computed again
                 saved += 2 * self.norm_bytes + self.mlp_bytes
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
-                attention += self.attention_bytes - (self._kept_bytes if self.keeps_attention == 1 else 0)
+                same = self.keeps_attention == 1 and self.heads_here is None
+                attention += self._attention_here - (self._kept_bytes if same else 0)
             mlp = self._mlp(made, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
             inside = self._attention(made + self.model.mlp_parameters, saved, attention)
@@ -240,9 +256,10 @@ class TrainingStep:
         here, element = self.tokens, self.zero.element_bytes
         saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
         gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
+        heads = int(self.offloaded_bytes * (self.heads_here or 0.0))
         return (
             self._states(made)
-            | {"activations": saved, "attention": attention + gradients - self._query_bytes}
+            | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
         )
 

@@ -94,6 +94,14 @@ OPTIONS = (
         lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
     ),
     MemoryOption(
+        "--offload-attention",
+        (("ring_attention", "long_sequence", "offload_attention"), True),
+        lambda s: s.offload_attention is True,
+        _HOST,
+        _has_host,
+        lambda s: replace(s, offload_attention=True),
+    ),
+    MemoryOption(
         "--recompute-half-of-attention",
         (("ring_attention", "recompute_attention"), 0.5),
         lambda s: s.recompute_attention == 0.5,

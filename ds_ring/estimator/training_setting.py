@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ds_ring.config.hardware import Hardware
 from ds_ring.estimator.model_shape import ModelShape
@@ -39,6 +40,7 @@ class Setting:
     loss_tokens: int | None = None
     mlp_tokens: int | None = None
     offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
+    offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer lie on the host
     may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
     # overlap, prune, chunk_bytes: as in the JSON
     overlap: bool = True

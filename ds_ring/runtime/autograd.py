@@ -4,7 +4,7 @@ Owns the registration with torch.library and nothing else: for torch.compile the
 opaque node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a
 ring traced as functional collectives silently loses O(T/P), since the partitioner saves every rotated
 shard.
-Saved for backward: local q, k, v, out, lse. Nothing else.
+Saved for backward: local q, k, v, out, lse, or their copies on the host. Nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.contexts import context_of, first_queries
 from ds_ring.runtime.gather_pass import GatherPass
+from ds_ring.runtime.host_heads import saved_on_host, stand_ins
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.replicated import ReplicatedPass
@@ -46,6 +47,7 @@ def _pass_of(
         context.mesh.buffers,
         context.check_finite if options.check_finite else None,
         trace=context.mesh.trace,
+        host=context.mesh.host_memory if options.offload_on(q.device.type, q.shape[2]) else None,
     )
 
 
@@ -101,7 +103,8 @@ def ring_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
     with context_of(handle).mesh.in_call():
-        made = _pass_of(q, k, v, handle, grad_out)
+        here = (q, k, v) if q.device == grad_out.device else stand_ins((q, k, v), grad_out.device)
+        made = _pass_of(here[0], here[1], here[2], handle, grad_out)
         with _guarded(made):
             return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
@@ -120,16 +123,20 @@ def _setup(
     q, k, v, handle, sinks = inputs
     out, lse = output
     # No hop's K/V: they go round again in the backward pass, which keeps memory at O(T / P).
-    ctx.save_for_backward(q, k, v, out, lse, sinks)
     ctx.handle = handle
-    ctx.context = context_of(handle)  # alive until the backward pass
+    ctx.context = context = context_of(handle)  # alive until the backward pass
+    saved = (q, k, v, out, lse)
+    if context.options.offload_on(q.device.type, q.shape[2]):
+        saved = saved_on_host(saved, context.mesh.host_memory)
+    ctx.save_for_backward(*saved, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
-        grad_out = torch.zeros_like(out)
+        device = out.device if grad_lse is None else grad_lse.device
+        grad_out = torch.zeros_like(out, device=device)
     grads = ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle, grad_lse)
     return (*grads, None, _sinks_gradient(sinks, ctx.context.heads_here(q), grad_out, out, lse, grad_lse))
 
@@ -143,7 +150,8 @@ def _sinks_gradient(
     """
     if sinks_H is None:
         return None
-    delta = (out.to(lse.dtype) * grad_out).sum(-1)
+    delta = _row_sums(out, grad_out, lse.dtype)
+    lse = lse.to(delta.device)
     if grad_lse is not None:
         delta = delta - grad_lse
     # A row that sees nothing, not even a sink, has lse -inf: clamped, no NaN is formed.
@@ -151,6 +159,14 @@ def _sinks_gradient(
     grad = torch.zeros_like(sinks_H)
     grad[heads] = -(weights * delta).sum((0, 2)).to(grad.dtype)
     return grad
+
+
+def _row_sums(out: Tensor, grad_out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of out x grad_out over head_dim, [B, H, S]; by the head where out is on the host."""
+    if out.device == grad_out.device:
+        return (out.to(dtype) * grad_out).sum(-1)
+    heads = zip(out.unbind(1), grad_out.unbind(1), strict=True)
+    return torch.stack([(o.to(g.device, dtype) * g).sum(-1) for o, g in heads], dim=1)
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup)

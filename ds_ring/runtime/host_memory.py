@@ -63,21 +63,10 @@ class HostMemory:
 
     def put(self, tensor: Tensor) -> Ticket:
         """Copy a tensor to the host; it may be freed at once, and must not be written to before `get`."""
-        tensor = tensor.detach()
-        on_cpu = tensor.device.type == "cpu"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
-        ticket = Ticket(self._count, host, tensor.device)
+        host, copied = self.start_out(tensor)
+        ticket = Ticket(self._count, host, tensor.device, copied)
         self._tickets[self._count] = ticket
         self._count += 1
-        if on_cpu:
-            host.copy_(tensor)
-            return ticket
-        out, _ = self._streams_of(tensor.device)
-        out.wait_stream(torch.accelerator.current_stream(tensor.device))
-        with out:
-            host.copy_(tensor, non_blocking=True)
-            ticket.copied = out.record_event()
-        tensor.record_stream(out)  # its memory is not used again before the copy is done
         return ticket
 
     def get(self, ticket: Ticket) -> Tensor:
@@ -98,17 +87,55 @@ class HostMemory:
         """Start the copy to the device, unless it was."""
         if ticket.back is not None:
             return
-        _, stream = self._streams_of(ticket.device)
-        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
-        ticket.back = torch.empty(ticket.host.shape, dtype=ticket.host.dtype, device=ticket.device)
-        stream.wait_stream(torch.accelerator.current_stream(ticket.device))
-        stream.wait_event(ticket.copied)
+        ticket.back, ticket.ready = self.start_back(ticket.host, ticket.device)
+
+    def start_out(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Start the copy of a tensor to the host; return it and the event after which it is whole.
+
+        The tensor may be freed at once. The copy is contiguous, on the CPU it is made at once (event None).
+        """
+        tensor = tensor.detach()
+        on_cpu = tensor.device.type == "cpu"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
+        if on_cpu:
+            return host.copy_(tensor), None
+        stream, _ = self._streams_of(tensor.device)
+        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with stream:
-            ticket.back.copy_(ticket.host, non_blocking=True)
-            ticket.ready = stream.record_event()
-        ticket.back.record_stream(stream)
+            _copy(host, tensor)
+            copied = stream.record_event()
+        tensor.record_stream(stream)  # its memory is not used again before the copy is done
+        return host, copied
+
+    def start_back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Start the copy of `start_out`'s result, or of a part of it, to a device; return it and its event.
+
+        It follows every copy to the host that was started before. On the CPU it is the tensor itself.
+        """
+        if device.type == "cpu":
+            return host, None
+        out, stream = self._streams_of(device)
+        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
+        back = torch.empty(host.shape, dtype=host.dtype, device=device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        stream.wait_stream(out)
+        with stream:
+            _copy(back, host)
+            ready = stream.record_event()
+        back.record_stream(stream)
+        return back, ready
 
     def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device), torch.Stream(device))
         return self._streams[device]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy without waiting; a tensor that is not contiguous by head, each of which is one piece or small."""
+    if target.dim() < 3 or (source.is_contiguous() and target.is_contiguous()):
+        target.copy_(source, non_blocking=True)
+        return
+    for target_of_sample, source_of_sample in zip(target.unbind(0), source.unbind(0), strict=True):
+        for to, of in zip(target_of_sample.unbind(0), source_of_sample.unbind(0), strict=True):
+            to.copy_(of, non_blocking=True)

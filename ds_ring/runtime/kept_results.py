@@ -121,6 +121,12 @@ def _on_host(results: Results, memory: HostMemory) -> Callable[[], Results | Non
     return lambda: (memory.get(out), memory.get(lse))
 
 
+def runs_again() -> bool:
+    """Return whether this is the first run of a checkpointed region, whose saved tensors are not used."""
+    region, again = _region()
+    return region is not None and not again
+
+
 # [Note: regions]
 # One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
 # (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`

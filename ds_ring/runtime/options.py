@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.score_mod import ScoreMod
-from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.schedule.head_chunks import chunk_bytes_on, heads_on_host
 
 TRANSPORTS = ("ring", "all_gather")
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
@@ -34,6 +34,7 @@ class Options:
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
+        offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
     """
 
     scale: float | None = None
@@ -48,6 +49,7 @@ class Options:
     block_size: int = 128
     recompute: float = 0.0
     score_mod: ScoreMod | None = None
+    offload: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
@@ -60,6 +62,13 @@ class Options:
             )
         for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)
+        if self.offload != "auto":
+            true_or_false(self.offload, "offload", RingConfigError)
+        if self.offload is True and self.transport == "all_gather":
+            raise RingConfigError(
+                'offload_attention: expected transport "ring", which sends heads in groups, got "all_gather",'
+                ' which takes all of them at once; set one of the two to its default ("ring", false)'
+            )
         if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
             raise RingConfigError(
                 f"recompute: expected a part of the sequence from 0 to 1, got {shown(self.recompute)}"
@@ -80,6 +89,10 @@ class Options:
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
         """Return the smallest K or V message worth a head chunk of its own, bytes."""
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
+
+    def offload_on(self, device_type: str, local_tokens: int) -> bool:
+        """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
+        return self.transport == "ring" and heads_on_host(self.offload, device_type, local_tokens)
 
 
 def _is_number(value: object) -> bool:

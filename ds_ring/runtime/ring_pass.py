@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.host_heads import HeadStream
+from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import empty_results, merge_
 from ds_ring.runtime.messages import InFlight, Message, Transport
@@ -43,6 +45,7 @@ class RingPass:
         on_gradients_final: called with the K/V heads of a chunk and the own shard's dK and dV, with what
             other ranks have returned and before they are rounded; None if nobody wants to look.
         trace: notes what happened when; None for no trace, which costs nothing.
+        host: where the backward pass finds q, k, v, out and lse; None: on the device.
     """
 
     plan: RankPlan
@@ -55,6 +58,7 @@ class RingPass:
     check: Callable[..., None] | None = None
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     trace: Trace | None = None
+    host: HostMemory | None = None
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,27 +98,30 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        dq, dk, dv = (grad_out.new_zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+        schedule = self._schedule(k, v, backward=True)
+        saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
 
         def begin(chunk: HeadChunk) -> _Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
+            q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
-            queries = _Queries(grad_out[:, heads], q[:, heads], out[:, heads], lse[:, heads], of_lse)
+            queries = _Queries(grad_out[:, heads], q_here, out_here, lse_here, of_lse)
             totals = _Totals(lse.dtype, (dq[:, heads], dk[:, kv], dv[:, kv]), self.trace)
             # What other ranks found for the own keys is added to the own shard's dK and dV.
             home = Pair(*totals.accumulators[1:])
-            buffers = RingBuffers(chunk, self.buffers, Pair(k[:, kv], v[:, kv]), home)
+            buffers = RingBuffers(chunk, self.buffers, Pair(k_here, v_here), home)
             return _BackwardChunk(self, buffers, queries, totals)
 
-        self._run(self._schedule(k, v, backward=True), begin)
+        self._run(schedule, begin)
         return dq, dk, dv
 
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:
             self.trace.phase = "backward" if backward else "forward"
         # Bytes of one head in the smaller message; 0 on a ring of one, where chunks gain nothing, unless sums
-        # stand in float32 beside the results.
-        chunked = self.exchange is not None or k.element_size() < FLOAT
+        # stand in float32 beside the results, or heads come from the host.
+        chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
         head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if chunked else 0
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)

@@ -1,14 +1,18 @@
 """Which heads go round the ring together. Index arithmetic, no tensors.
 
-Owns the size of a head chunk on each kind of device; why there are any: `lowering.py`, [Note: head chunks].
+Owns the size of a head chunk on each kind of device (why there are any: `lowering.py`, [Note: head chunks])
+and from which length on heads wait on the host for the backward pass.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 MANY_CHUNKS = 16  # from so many on, one of them is small beside the shard
 CHUNK_BYTES_CPU = 1 << 20  # in rings of up to two
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # few heads would not fill the device
+LONG_SHARD = 131_072  # tokens, from which on copies to the host and back take less than the pass
 
 
 def chunk_bytes_on(device_type: str, ring_size: int) -> int:
@@ -24,6 +28,17 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     if device_type != "cpu":
         return CHUNK_BYTES_GPU
     return max(2 * CHUNK_BYTES_CPU // max(ring_size, 2), LEAST_BYTES_CPU)
+
+
+def heads_on_host(asked: bool | Literal["auto"], device_type: str, local_tokens: int) -> bool:
+    """Return whether attention's tensors are kept on the host between both passes.
+
+    Args:
+        asked: "auto" for shards of `LONG_SHARD` tokens and more, except on the CPU.
+        device_type: "cpu", whose memory is the host's, or anything else.
+        local_tokens: slots of a shard.
+    """
+    return device_type != "cpu" and local_tokens >= LONG_SHARD if asked == "auto" else asked
 
 
 def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:

@@ -34,7 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tiled_loss": {"tiled_loss": 7},
     "tiled_mlp": {"tiled_mlp": 5},
     "offload_checkpoints": {"offload_checkpoints": True},
-    "all": {"tiled_loss": 7, "tiled_mlp": 5, "offload_checkpoints": True},
+    "offload_attention": {"offload_attention": True},
+    "all": {"tiled_loss": 7, "tiled_mlp": 5, "offload_checkpoints": True, "offload_attention": True},
 }
 
 

@@ -19,6 +19,8 @@ CELLS = [
     ("llama", 3, "offload_checkpoints", False),
     ("qwen3", 1, "all", False),
     ("qwen3", 3, "all", False),
+    ("qwen3", 0, "offload_attention", False),
+    ("gemma3_text", 1, "offload_attention", True),
     ("gemma3_text", 3, "tiled_loss", True),
     ("gemma3_text", 2, "all", False),
     ("mixtral", 3, "all", False),

@@ -53,7 +53,12 @@ DESIGN_EXAMPLE: Json = {
         "prune": True,
         "chunk_bytes": None,
         "recompute_attention": False,
-        "long_sequence": {"tiled_loss": False, "tiled_mlp": False, "offload_checkpoints": False},
+        "long_sequence": {
+            "tiled_loss": False,
+            "tiled_mlp": False,
+            "offload_checkpoints": False,
+            "offload_attention": False,
+        },
         "min_sequence_length": 0,
         "dynamic_ring": False,
         "heartbeat_timeout_seconds": 10,
@@ -125,7 +130,12 @@ def test_every_key_can_be_set() -> None:
         "prune": False,
         "chunk_bytes": 1 << 22,
         "recompute_attention": True,
-        "long_sequence": {"tiled_loss": 4096, "tiled_mlp": "auto", "offload_checkpoints": True},
+        "long_sequence": {
+            "tiled_loss": 4096,
+            "tiled_mlp": "auto",
+            "offload_checkpoints": True,
+            "offload_attention": "auto",
+        },
         "min_sequence_length": 4096,
         "dynamic_ring": False,
         "heartbeat_timeout_seconds": 2.5,
@@ -142,15 +152,15 @@ def test_every_key_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("value", "parts"),
     [
-        ("off", (False, False, False)),
-        ("auto", ("auto", "auto", "auto")),
-        ({"tiled_loss": True, "offload_checkpoints": "auto"}, (True, False, "auto")),
-        ({"tiled_mlp": 512}, (False, 512, False)),
+        ("off", (False, False, False, False)),
+        ("auto", ("auto", "auto", "auto", "auto")),
+        ({"tiled_loss": True, "offload_checkpoints": "auto"}, (True, False, "auto", False)),
+        ({"tiled_mlp": 512, "offload_attention": True}, (False, 512, False, True)),
     ],
 )
 def test_parts_of_a_long_sequence(value: Any, parts: tuple[Any, ...]) -> None:
     got = RingConfig.from_deepspeed(section(long_sequence=value)).long_sequence
-    assert (got.tiled_loss, got.tiled_mlp, got.offload_checkpoints) == parts
+    assert (got.tiled_loss, got.tiled_mlp, got.offload_checkpoints, got.offload_attention) == parts
     assert [type(part) for part in (got.tiled_loss, got.tiled_mlp)] == [type(part) for part in parts[:2]]
     assert got.any == (value != "off")
 
@@ -734,7 +744,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "ee55ddb50db2fd49"
+    assert RingConfig(ring_size=4).fingerprint() == "eef2e039673901b6"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Keep attention's tensors on the host between its two passes, and bring back the heads that are computed.
+
+What autograd saves of a pass (q, k, v, out, lse) is as large as the gradients that the backward pass makes
+beside it. On the host it leaves room for half as many tokens again, and since the backward pass takes a few
+heads at a time, those of the next chunk come while one is computed (fully pipelined offloading: Yao et al.
+2024, "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer", section 4).
+Owns what is saved instead of the tensors, and when heads come back. The CUDA path has not run on a GPU here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.host_memory import HostMemory
+from ds_ring.runtime.kept_results import runs_again
+from ds_ring.runtime.trace import is_fake
+from ds_ring.schedule.steps import HeadChunk
+
+log = logging.getLogger(__name__)
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
+    """Return what stands on the host for q, k, v, out and lse of a pass, whose copies are started.
+
+    In the first run of a checkpointed region nothing is copied: what is saved there is made again.
+    """
+    if is_fake(saved[0]):
+        _say_that_graphs_keep_tensors()
+        return saved
+    if runs_again():
+        # Checkpointing compares shape, dtype and device with those of the second run.
+        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in saved)  # type: ignore[return-value]
+    return tuple(memory.start_out(x)[0] for x in saved)  # type: ignore[return-value]
+
+
+@cache
+def _say_that_graphs_keep_tensors() -> None:
+    log.warning(
+        "long_sequence.offload_attention: a compiled graph keeps what it saves on the device; only attention"
+        " outside of compiled graphs is kept on the host"
+    )
+
+
+def stand_ins(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors with shape and dtype of those given, on a device where they take no memory."""
+    return [torch.zeros((), dtype=x.dtype, device=device).expand(x.shape) for x in tensors]
+
+
+class HeadStream:
+    """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
+
+    Args:
+        saved: q, k, v, out, lse; [B, H, S, ...], K and V [B, G, S, ...].
+        chunks: in the order in which they are asked for.
+        device: where they are computed.
+        memory: whose streams copy.
+    """
+
+    def __init__(
+        self, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device, memory: HostMemory | None
+    ) -> None:
+        self._saved, self._chunks, self._device = saved, chunks, device
+        self._memory = memory if saved[0].device != device else None
+        self._started: dict[int, list[tuple[Tensor, Any]]] = {}
+        self._next = 0
+
+    def of(self, chunk: HeadChunk) -> Saved:
+        """Return q, k, v, out and lse of the next chunk's heads; start to bring those of the one after it."""
+        if self._memory is None:
+            return self._heads(chunk)
+        number, self._next = self._next, self._next + 1
+        for index in range(number, min(number + 2, len(self._chunks))):
+            if index not in self._started:
+                heads = self._heads(self._chunks[index])
+                self._started[index] = [self._memory.start_back(x, self._device) for x in heads]
+        here = self._started.pop(number)
+        for _, ready in here:
+            torch.accelerator.current_stream(self._device).wait_event(ready)
+        return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
+
+    def _heads(self, chunk: HeadChunk) -> Saved:
+        q, k, v, out, lse = self._saved
+        heads, kv = chunk.query_heads, chunk.kv_heads
+        return q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads]

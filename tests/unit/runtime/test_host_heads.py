@@ -1,0 +1,97 @@
+"""Attention's tensors on the host between its passes: what is freed, what is right, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import ds_ring
+from ds_ring.errors import RingConfigError
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.options import Options
+from ds_ring.schedule.head_chunks import LONG_SHARD, heads_on_host
+from tests.reference import dense_attention
+
+B, H, G, S, D = 2, 4, 2, 24, 8
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[ds_ring.RingMesh]:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    made = ds_ring.RingMesh.from_world(ring_size=1)
+    yield made
+    made.close()
+    torch.distributed.destroy_process_group()
+
+
+def attend(mesh: ds_ring.RingMesh, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    context = context_for(ds_ring.Causal(), "contiguous", mesh, Options(**options))  # type: ignore[arg-type]
+    out, _ = ring_attention_op(q, k, v, context.handle)
+    return out
+
+
+def leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(B, n, S, D, dtype=torch.float64, generator=generator).requires_grad_() for n in (H, G, G)
+    ]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_on_the_device_is_held_between_the_passes(mesh: ds_ring.RingMesh, offload: bool) -> None:
+    inputs = [leaf * 1 for leaf in leaves()]
+    held = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+    out = attend(mesh, *inputs, offload=offload)
+    held.append(StorageWeakRef(out.untyped_storage()))
+    loss = out.sum()
+    del inputs, out
+    assert [ref.expired() for ref in held] == [offload] * 4
+    loss.backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_are_exact(mesh: ds_ring.RingMesh, checkpointed: bool) -> None:
+    given = leaves()
+    weights = torch.randn(B, H, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def layer(*qkv: Tensor) -> Tensor:
+        return attend(mesh, *(x * 1 for x in qkv), offload=True, chunk_bytes=1)
+
+    out = checkpoint(layer, *given, use_reentrant=False) if checkpointed else layer(*given)
+    (out * weights).sum().backward()
+    want = dense_attention(*given, weights, ds_ring.Causal())
+    for leaf, right in zip(given, (want.dq, want.dk, want.dv), strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, right, rtol=0, atol=1e-12)
+
+
+def test_the_first_run_of_a_checkpointed_region_copies_nothing(
+    mesh: ds_ring.RingMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[torch.Size] = []
+    monkeypatch.setattr(
+        mesh.host_memory, "start_out", lambda x: (copied.append(x.shape), (x.detach().clone(), None))[1]
+    )
+    out = checkpoint(lambda *x: attend(mesh, *x, offload=True), *leaves(), use_reentrant=False)
+    assert copied == []
+    out.sum().backward()
+    assert len(copied) == 5  # q, k, v, out, lse, in the second run
+
+
+def test_auto_is_for_long_shards_beside_the_cpu() -> None:
+    asked = [(kind, tokens) for kind in ("cpu", "cuda") for tokens in (LONG_SHARD - 1, LONG_SHARD)]
+    assert [heads_on_host("auto", *one) for one in asked] == [False, False, False, True]
+    assert heads_on_host(True, "cpu", 1) and not heads_on_host(False, "cuda", LONG_SHARD)
+
+
+def test_all_gather_takes_all_heads_at_once() -> None:
+    with pytest.raises(RingConfigError, match=r'expected transport "ring".*got "all_gather"'):
+        Options(transport="all_gather", offload=True)
+    assert not Options(transport="all_gather", offload="auto").offload_on("cuda", LONG_SHARD)
