@@ -47,9 +47,12 @@ class KernelRow(NamedTuple):
 
     Attributes:
         home: the class.
-        device: kind of device whose fast kernel it is, and the only one that it runs on; None: slow, on any.
+        device: kind of device whose fast kernel it is, and the only one that it runs on; None: runs on
+            any, fast on none or on some.
         takes_blocks: whether it takes `block_size` of the JSON.
         takes_scores: whether it can change scores pair by pair (`score_mod`).
+        refuses: function of what is asked of a kernel (`Asked`) that returns the error for what it cannot do,
+            or None; None: it can do all.
         workspace: function of `schedule/workspace.py` for what it allocates; None: nobody has worked it out.
     """
 
@@ -58,6 +61,7 @@ class KernelRow(NamedTuple):
     takes_blocks: bool = False
     workspace: str | None = None
     takes_scores: bool = False
+    refuses: str | None = None
 
 
 KERNELS = {
@@ -67,6 +71,9 @@ KERNELS = {
     ),
     "flex": KernelRow(
         "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
+    ),
+    "flash": KernelRow(
+        "ds_ring.runtime.kernels.flash.FlashKernel", refuses="ds_ring.runtime.kernels.flash.refused"
     ),
 }
 

@@ -109,7 +109,8 @@ class RingConfig(Section):
     )
     kernel_options: Options = Field(
         default={},
-        description="handed to the kernel: FlexAttention's kernel_options, or block and triangle of cpu",
+        description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
+        "implementation of flash",
     )
     transport: Transport = Field(
         default="ring",

@@ -27,7 +27,7 @@ from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
-from ds_ring.runtime.kernels import Kernel, get_kernel
+from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
@@ -122,7 +122,9 @@ class RingContext:
         if options.score_mod is not None:
             here = self.heads_here(q)
             scores = Scores(options.score_mod, range(here.start, here.stop))
-        return get_kernel(options.kernel, q.device.type, options.kernel_options, options.block_size, scores)
+        asked = Asked(q.device.type, q.dtype, q.shape[-1], self.pattern)
+        row = (options.kernel, q.device.type, options.kernel_options, options.block_size)
+        return get_kernel(*row, scores, asked)
 
     def agree(
         self,

@@ -9,9 +9,9 @@ from typing import Any
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load
-from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.kernels.interface import Asked, Kernel
 
-__all__ = ["Kernel", "get_kernel"]
+__all__ = ["Asked", "Kernel", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 @lru_cache(maxsize=16)
 def get_kernel(
     name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
-    scores: Scores | None = None,
+    scores: Scores | None = None, asked: Asked | None = None,
 ) -> Kernel:  # fmt: skip
     """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
@@ -28,12 +28,15 @@ def get_kernel(
             cannot do it the reference.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
-            those of FlexAttention.
+            those of FlexAttention, "flash" implementation.
         block_size: of the JSON; side of a block of "flex", in slots.
         scores: how scores are changed; None for not.
+        asked: what it will be given; None where nobody knows yet.
 
     Raises:
-        RingConfigError: unknown name or option, or a kernel that does not run on that device.
+        RingConfigError: unknown name or option, a kernel that does not run on that device, or one that cannot
+            do what is asked.
+        RingShapeError: a dtype or a head dimension that it does not take.
     """
     if name == "auto":
         if device_type not in FAST_KERNELS:
@@ -51,6 +54,9 @@ def get_kernel(
         raise RingConfigError(
             f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
         )
+    refusal = load(row.refuses)(asked) if row.refuses is not None and asked is not None else None
+    if refusal is not None:
+        raise refusal
     # a key of its own in the JSON
     sizes: dict[str, Any] = {}
     if row.takes_blocks and block_size is not None:

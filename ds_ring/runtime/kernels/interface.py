@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.key_multiplicity import Weights
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Kind, Tiles
 
 
@@ -193,6 +194,22 @@ class PartialGrads(NamedTuple):
     dq_BHSD: Tensor
     dk_BGSD: Tensor
     dv_BGSD: Tensor
+
+
+class Asked(NamedTuple):
+    """Hold what is asked of a kernel beside its tiles, before any are computed.
+
+    Attributes:
+        device_type: of the tensors, "cpu" or "cuda".
+        dtype: of queries, keys and values.
+        head_dim: D of queries and keys.
+        pattern: what is attended.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    pattern: Pattern
 
 
 class Kernel(Protocol):

@@ -209,7 +209,7 @@ def test_low_precision_results_are_partial_sums_in_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "options", "said"),
     [
-        ("flesh", "cpu", (), "expected one of auto, cpu, flex, reference"),
+        ("flesh", "cpu", (), "expected one of auto, cpu, flash, flex, reference"),
         ("cpu", "cuda", (), "got cuda tensors"),
         ("cpu", "cpu", (("blok", 3),), "blok"),
         (

@@ -1,0 +1,207 @@
+"""Attend by FlashAttention's operators: tiles as few calls with windows, forward and backward.
+
+Owns the kernel. Which calls is flash_calls.py's, what carries one out flash_executors.py's. No table, no
+permutation and no compilation: a call is a view. What is no window (a mask function, changed scores) is
+refused; kernel "flex" takes it. On the CPU the same calls are carried out by aten's operator for it, so that
+tests and CI execute the list; as a kernel for the CPU "cpu" is faster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
+from ds_ring.runtime.kernels.flash_executors import INFINITY, Cudnn, Executor, Flash
+from ds_ring.runtime.kernels.flash_on_cpu import OnCpu
+from ds_ring.runtime.kernels.interface import Asked, PartialGrads, PartialOut
+
+WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
+IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
+_MASKED = (
+    'kernel "flash": expected a pattern whose tiles are windows, got a mask function (MaskMod), which is'
+    ' evaluated pair by pair; set "kernel": "flex", or "auto", which takes it on CUDA ("cpu" on the CPU)'
+)
+_log = logging.getLogger(__name__)
+
+
+class FlashKernel:
+    """Call FlashAttention over windows.
+
+    Args:
+        implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
+            rest by FlashAttention 2; "FA3" and "FA4" are activated behind torch's operators, for the whole
+            process, where their packages are installed.
+    """
+
+    name = "flash"
+
+    def __init__(self, implementation: str = "FA2") -> None:
+        if implementation not in IMPLEMENTATIONS:
+            raise RingConfigError(
+                f'kernel_options of kernel "flash": implementation: expected one of'
+                f' {", ".join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out for "FA2"'
+            )
+        self._implementation = implementation
+        self._on_cpu: tuple[Executor, ...] = (OnCpu(),)
+        self._on_cuda: tuple[Executor, ...] = (Flash(),)
+        if implementation == "cuDNN":
+            self._on_cuda = (Cudnn(), Flash())
+        self._kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        executors, width = self._executors(q, tiles), v.shape[-1]
+        most = _checked_width(q, max(q.shape[-1], width))
+        q, k, v = (_usable(x, most) for x in (q, k, v))
+        q, scale, _ = positive_scale(q, scale)
+        group = q.shape[1] // k.shape[1]
+        for call in flash_calls(tiles):
+            heads = call.heads(group)
+            out, lse = _first(executors, call).forward(call, q[:, heads], k, v, scale)
+            # the same number added to every score of a call moves its lse and leaves its out as it is
+            lse = lse + call.bias if call.bias else lse
+            yield PartialOut(heads, call.q_rows, out[..., :width], lse)
+            del out, lse  # or they would live on while the next ones are computed
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        executors, widths = self._executors(q, tiles), (q.shape[-1], k.shape[-1], v.shape[-1])
+        more = 0 if grad_lse is None else 1
+        most = _checked_width(q, max(q.shape[-1], v.shape[-1] + more), bool(more))
+        grad_out, out, lse = self._once_a_pass(grad_out, out, lse, grad_lse, most)
+        if more:
+            v = pad(v, (0, 1), value=1.0)
+        q, k, v = (_usable(x, most) for x in (q, k, v))
+        q, scale, sign = positive_scale(q, scale)
+        group = q.shape[1] // k.shape[1]
+        for call in flash_calls(tiles):
+            heads, sums = call.heads(group), lse
+            if call.bias:  # exp(score + bias - lse) without a bias tensor
+                sums = lse - call.bias
+            parts = (grad_out[:, heads], q[:, heads], k, v, out[:, heads], sums[:, heads])
+            found = _first(executors, call).backward(call, *parts, scale)
+            dq, dk, dv = (x[..., :width] for x, width in zip(found, widths, strict=True))
+            yield PartialGrads(heads, call.q_rows, call.k_rows, dq if sign == 1 else dq * sign, dk, dv)
+            del found, dq, dk, dv
+
+    def of_heads(self, heads: slice) -> FlashKernel:
+        """Return a kernel of its own: what it keeps for a pass is of these heads."""
+        found = FlashKernel(self._implementation)
+        found._on_cpu, found._on_cuda = self._on_cpu, self._on_cuda
+        return found
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return sum(call.pairs for call in flash_calls(tiles))
+
+    def _executors(self, q: Tensor, tiles: Tiles) -> tuple[Executor, ...]:
+        if (tiles.kind == Kind.PARTIAL).any():
+            raise RingConfigError(_MASKED)
+        if q.device.type == "cpu":
+            return self._on_cpu
+        if self._implementation in ("FA3", "FA4"):
+            _activate(self._implementation)
+        return self._on_cuda
+
+    def _once_a_pass(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what every hop of a backward pass reads of the queries, as the operators want it.
+
+        They copy a gradient and an output whose tokens do not stand before their heads, so that is done once.
+        """
+        given = (grad_out, out, lse) if grad_lse is None else (grad_out, out, lse, grad_lse)
+        kept, made_of_it = self._kept or ((), ())
+        if len(given) == len(kept) and all(a is b for a, b in zip(given, kept, strict=True)):
+            return made_of_it  # type: ignore[return-value]
+        if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
+            grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
+        grad_out, made = _usable(grad_out, width), _usable(out, width)
+        if out.device.type != "cpu":
+            grad_out, made = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, made))
+        sums = lse.masked_fill(lse == -INFINITY, INFINITY)
+        self._kept = (given, (grad_out, made, sums))
+        return grad_out, made, sums
+
+
+def refused(asked: Asked) -> RingError | None:
+    """Return the error for what this kernel cannot do; None where it can."""
+    if asked.pattern.masks:
+        return RingConfigError(_MASKED)
+    if asked.device_type == "cpu":
+        return None
+    if asked.dtype not in (torch.bfloat16, torch.float16):
+        return RingShapeError(
+            f'kernel "flash": expected bfloat16 or float16 on {asked.device_type}, got {asked.dtype}; cast,'
+            ' or set "kernel": "flex"'
+        )
+    if asked.head_dim > WIDEST:
+        return _too_wide(str(asked.head_dim))
+    return None
+
+
+def _too_wide(got: str) -> RingShapeError:
+    return RingShapeError(
+        f'kernel "flash": expected a head_dim of at most {WIDEST}, got {got}; set "kernel": "flex"'
+    )
+
+
+def _checked_width(q: Tensor, width: int, of_lse: bool = False) -> int:
+    """Return the head dimension that the operators compute with."""
+    if q.device.type == "cpu":
+        return width
+    if width > WIDEST:
+        raise _too_wide(f"{width} with the gradient of the log-sum-exp" if of_lse else str(width))
+    return -(-width // 8) * 8
+
+
+def _usable(x: Tensor, width: int) -> Tensor:
+    """Return x with a dense last dimension, zeros behind it, and on the CPU no lower dtype than float32."""
+    if x.device.type == "cpu" and x.dtype not in (torch.float32, torch.float64):
+        x = x.float()
+    if x.shape[-1] != width:  # of what one hop computes, never of what travels or is kept
+        return pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """Return queries with the same scores at a scale above 0, and the factor of their gradient.
+
+    The operators take the maximum of the products before they scale it.
+    """
+    if scale > 0:
+        return q, scale, 1
+    return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
+
+
+def _first(executors: tuple[Executor, ...], call: FlashCall) -> Executor:
+    return next(executor for executor in executors if executor.takes(call))
+
+
+def _activate(implementation: str) -> None:
+    """Put FlashAttention 3 or 4 behind torch's operators, once.
+
+    Raises:
+        RingConfigError: its package is not installed, or does not fit this torch.
+    """
+    from torch.nn import attention
+
+    if attention.current_flash_attention_impl() == implementation:
+        return
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except Exception as error:
+        package = {"FA3": "flash_attn_interface", "FA4": "flash-attn-4"}[implementation]
+        raise RingConfigError(
+            f'kernel "flash": implementation {implementation} expected {package} beside torch'
+            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or leave"
+            ' "implementation" out'
+        ) from error
+    _log.info("ds_ring: %s is behind torch's attention operators in this process", implementation)
