@@ -3,7 +3,7 @@
 A Llama with tied embeddings (5 layers of 384, vocabulary 32,000: 20 million parameters) makes DeepSpeed steps
 with a sliding window. The peak is the running sum of the profiler's allocation events; what is alive at that
 moment is listed by the size of its tensors, and the largest tensor that ever existed is compared with tokens
-x vocabulary and tokens x intermediate.
+x vocabulary and tokens x intermediate. The plan's peak stands beside it, with its components.
 
 Example:
     python tools/bench_long.py --tokens 131072               # what fits here: every set with tiled_loss
@@ -27,14 +27,23 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ring import SlidingWindow
+from ds_ring.config.long_sequence_section import tile_tokens
+from ds_ring.estimator.estimate import estimate
+from ds_ring.estimator.model_memory import Moment
 from ds_ring.estimator.model_shape import ModelShape
+from ds_ring.estimator.training_setting import Setting
+from ds_ring.estimator.zero_memory import Zero
 from ds_ring.tables import console, print_table
+from ds_ring_launcher.hardware_file import read_hardware
 from ds_ring_launcher.local_ranks import run_ranks
 
 MIB = 1 << 20
-SHAPE = ModelShape(layers=5, hidden=384, heads=6, kv_heads=3, head_dim=64, intermediate=1024, vocab=32_000)
+SHAPE = ModelShape(
+    layers=5, hidden=384, heads=6, kv_heads=3, head_dim=64, intermediate=1024, vocab=32_000, tied=True
+)
 SETS = ["tiled_loss", "tiled_loss tiled_mlp", "tiled_loss offload_checkpoints", "all"]
-NAMES = ("tiled_loss", "tiled_mlp", "offload_checkpoints")
+NAMES = ("tiled_loss", "tiled_mlp", "offload_checkpoints", "offload_attention")
 
 
 class Run(NamedTuple):
@@ -154,6 +163,20 @@ def time_rank(runs: list[Run], rounds: int) -> list[list[float]]:
     return seconds
 
 
+def planned(run: Run) -> Moment:
+    """Return what the plan says of the moment of the most memory."""
+    parts = () if run.parts == "off" else NAMES if run.parts in ("all", "auto") else run.parts.split()
+    zero = Zero(run.stage, run.ranks, 4, SHAPE.largest_parameter, run.stage == 3, fused_adam=False)
+    setting = Setting(
+        run.tokens, run.ranks, 1, SHAPE, SlidingWindow(run.window), "contiguous", zero, "float32",
+        read_hardware("cpu"), checkpointing=run.checkpointing or "offload_checkpoints" in parts,
+        loss_tokens=tile_tokens(True, SHAPE.vocab) if "tiled_loss" in parts else None,
+        mlp_tokens=tile_tokens(True, SHAPE.intermediate) if "tiled_mlp" in parts else None,
+        offload_checkpoints="offload_checkpoints" in parts, offload_attention="offload_attention" in parts,
+    )  # fmt: skip
+    return estimate(setting).peak
+
+
 def meaning(size: int, run: Run) -> str:
     """Say what has so many bytes, as far as the sizes of the model tell."""
     local = run.tokens // run.ranks
@@ -172,10 +195,13 @@ def report(run: Run, found: Found, as_json: bool) -> None:
     """Print the peak of a run and what was alive then."""
     local = run.tokens // run.ranks
     limit = 4 * local * SHAPE.intermediate
+    plan = planned(run)
     row = {
         "options": run.parts,
         "tokens": run.tokens,
         "peak_mib": round(found.peak / MIB, 1),
+        "planned_mib": round(plan.total / MIB, 1),
+        "planned_over_measured": round(plan.total / found.peak, 3),
         "largest_tensor_mib": round(found.largest / MIB, 1),
         "tokens_x_vocabulary_mib": round(4 * local * SHAPE.vocab / MIB, 1),
         "tokens_x_intermediate_mib": round(limit / MIB, 1),
@@ -192,6 +218,8 @@ def report(run: Run, found: Found, as_json: bool) -> None:
     rest = sum(size * number for size, number in by_bytes[8:])
     table.add_row("all others", "", "", f"{rest / MIB:.1f}")
     print_table(table)
+    parts = ", ".join(f"{name} {size / MIB:.1f}" for name, size in plan.components.items() if size)
+    console().print(f"planned, {plan.name}: {parts}", markup=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
