@@ -43,7 +43,7 @@ def ring_attention(
     scale: float | None = None, kernel: str = "auto", transport: str = "ring", overlap: bool = True,
     prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
-    score_mod: ScoreFunction | None = None,
+    score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
@@ -72,6 +72,8 @@ def ring_attention(
             and the head's number in the model; batch counts this call's rows. A value that ranks compare, as
             `MaskMod` is; what it captures gets no gradient. Kernel "auto" is "flex" on CUDA, on the CPU the
             slow "reference".
+        gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
+            rank's part of them once.
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
@@ -85,6 +87,7 @@ def ring_attention(
     """
     why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
     settings = (constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
+    settings = (*settings, gradient_payload)
     handle = handle_of(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
         return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
@@ -201,6 +204,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
         chunk_bytes=config.chunk_bytes,
         offload=config.long_sequence.offload_attention,
+        gradient_payload=config.gradient_payload,
     )
 
 

@@ -135,6 +135,7 @@ def _setting(
         overlap=config.overlap,
         prune=config.prune,
         chunk_bytes=config.chunk_bytes,
+        gradient_payload=config.gradient_payload,
     )
     return _with_options(setting, options, config)
 

@@ -18,8 +18,8 @@ from ds_ring.masks.slot_ranges import count_slots
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.schedule.head_chunks import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
-from ds_ring.schedule.steps import Payload, Schedule, Send
-from ds_ring.schedule.workspace import FLOAT, TRIANGLE
+from ds_ring.schedule.steps import Schedule, Send
+from ds_ring.schedule.workspace import TRIANGLE
 
 EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that does not hide
 
@@ -90,8 +90,8 @@ def executed_pairs(tiles: Tiles) -> int:
 def bytes_sent(parts: list[Part], shape: PassShape) -> tuple[int, int]:
     """Return the bytes that one rank sends, forward and backward.
 
-    K and V of every token that the plan sends go once forward; backward they go again, and a float32 dK and
-    dV is sent for each that was received.
+    K and V of every token that the plan sends go once forward; backward they go again, and dK and dV, float32
+    or as `gradient_payload` says, are sent for each that was received.
     """
     classes = _classes(parts)
     forward, backward = (_sent(shape.schedule(classes, backward), shape) for backward in (False, True))
@@ -99,13 +99,13 @@ def bytes_sent(parts: list[Part], shape: PassShape) -> tuple[int, int]:
 
 
 def _sent(schedule: Schedule, shape: PassShape) -> int:
-    sizes = {Payload.KEYS: shape.element_bytes, Payload.GRADIENTS: FLOAT}
     slots: dict[int, int] = {}  # by chunk's steps: slots that are sent, times bytes of an element
     # Chunks that are read alike share one object of steps: looked at once, counted for each.
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
-            slots[id(chunk.steps)] = sum(count_slots(post.slots) * sizes[post.payload] for post in posted)
+            sizes = (count_slots(post.slots) * shape.bytes_of(post.payload) for post in posted)
+            slots[id(chunk.steps)] = sum(sizes)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     # K and V, or dK and dV.
     return shape.batch * shape.pair_dim * heads
@@ -134,7 +134,7 @@ def pass_cost(
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-        work = {key: work_of(one, shape.group, executed_pairs) for key, one in steps.items()}
+        work = {key: work_of(one, shape, executed_pairs) for key, one in steps.items()}
         lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
         # The same in both directions; the last turn's figures stay.

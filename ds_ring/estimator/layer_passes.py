@@ -76,9 +76,15 @@ def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
     )  # fmt: skip
     heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
     return [
-        (build_plan(one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune), layers)
+        (
+            build_plan(
+                one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
+                gradient_payload=setting.gradient_payload,
+            ),
+            layers,
+        )
         for one, layers in mix
-    ]
+    ]  # fmt: skip
 
 
 def pass_shape(setting: Setting, layout: Layout) -> PassShape:

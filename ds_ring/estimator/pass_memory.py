@@ -27,7 +27,7 @@ from ds_ring.schedule.steps import (
     Send,
     Step,
 )
-from ds_ring.schedule.workspace import FLOAT, HopShape, workspace_bytes
+from ds_ring.schedule.workspace import FLOAT, ROUNDED, HopShape, workspace_bytes
 
 CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what these meet
 
@@ -68,6 +68,10 @@ class PassShape:
     def pair_dim(self) -> int:
         """Return D + E: the elements of a token's K and V of one head, which travel together."""
         return self.head_dim + self.value_dim
+
+    def bytes_of(self, payload: Payload) -> int:
+        """Return the bytes of an element of what a buffer holds."""
+        return {Payload.KEYS: self.element_bytes, Payload.GRADIENTS: FLOAT, Payload.ROUNDED: ROUNDED}[payload]
 
     @property
     def head_bytes(self) -> int:
@@ -175,7 +179,7 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            if not self._lies_side_by_side(chunk, step):
+            if step.payload is Payload.ROUNDED or not self._lies_side_by_side(chunk, step):
                 self._take(index, chunk, step.packed)
         elif isinstance(step, Compute):
             if step.gradients is not None:
@@ -189,7 +193,7 @@ class _Meter:
     def _take(self, index: int, chunk: HeadChunk, buffer: int) -> None:
         if (index, buffer) not in self.sizes:
             payload, slots = chunk.steps.buffers[buffer]
-            element = FLOAT if payload is Payload.GRADIENTS else self.shape.element_bytes
+            element = self.shape.bytes_of(payload)
             # K and V, or dK and dV.
             size = slots * self._rows(chunk.kv_heads) * self.shape.pair_dim * element
             self.sizes[index, buffer] = size

@@ -19,8 +19,7 @@ import numpy as np
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_chunks import count_heads
-from ds_ring.schedule.steps import ChunkSteps, Payload, Recv, Schedule
-from ds_ring.schedule.workspace import FLOAT
+from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 2 and 5 products
 
@@ -37,6 +36,7 @@ class Rates(NamedTuple):
         post_s: of posting a batch that has messages; nothing hides it.
         bytes_per_s: of the slowest link of the ring.
         latency_s: of the link.
+        node_bytes_per_s: of links inside a node, where messages over them are counted apart.
     """
 
     flops_per_s: float
@@ -45,6 +45,7 @@ class Rates(NamedTuple):
     post_s: float
     bytes_per_s: float
     latency_s: float = 0.0
+    node_bytes_per_s: float | None = None
 
 
 class TimeLine(NamedTuple):
@@ -83,26 +84,34 @@ def by_head(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
         yield tiles.rows(np.logical_not(single)), group
 
 
-def work_of(steps: ChunkSteps, group: int, executed: Callable[[Tiles], int]) -> Work:
+def work_of(
+    steps: ChunkSteps,
+    shape: PassShape,
+    executed: Callable[[Tiles], int],
+    is_inside: Callable[[int], bool] = lambda peer: False,
+) -> Work:
     """Return the work of one K/V head and its query heads by batch; the last batch of a chunk has none.
 
     Args:
         steps: of a head chunk.
-        group: query heads that share a K/V head.
+        shape: of the tensors; only the query heads that share a K/V head, and bytes of elements, are read.
         executed: pairs that the kernel multiplies for a table of tiles.
+        is_inside: whether a ring rank is of the same node, where links inside nodes have their own rate.
 
     Returns:
-        [rounds - 1, 5]: pairs attended, pairs multiplied, tiles, tokens of K/V and of dK/dV that arrive.
+        [rounds - 1, 5]: pairs attended, pairs multiplied, tiles, and for each element of a head bytes that
+        arrive by the slowest link and by links inside the node.
     """
     work = np.zeros((len(steps.rounds) - 1, 5))
     for row, steps_now in zip(work, steps.rounds, strict=False):
         for step in steps_now.computed:
-            for tiles, heads in by_head(step.tiles, group) if len(step.tiles) else ():
+            for tiles, heads in by_head(step.tiles, shape.group) if len(step.tiles) else ():
                 # Pairs count for every query head; a tile is one call for all heads that it is for.
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
-                row[3 if post.payload is Payload.KEYS else 4] += steps.buffers[post.buffer].slots
+                size = steps.buffers[post.buffer].slots * shape.bytes_of(post.payload)
+                row[4 if is_inside(post.peer) else 3] += size
     return work
 
 
@@ -124,13 +133,17 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
     )
     for start, chunk in zip(starts, schedule.chunks, strict=True):
         mine = work[id(chunk.steps)]
-        _, executed, tiles, keys, gradients = mine.T
+        _, executed, tiles, far, near = mine.T
         rows = shape.batch * count_heads(chunk.kv_heads)
         calls = np.minimum(tiles, 1) if rates.one_call else tiles
-        # Bytes received; dK and dV are float32 whatever the inputs are.
-        size = rows * shape.pair_dim * (keys * shape.element_bytes + gradients * FLOAT)
+        seconds = [
+            rows * shape.pair_dim * sizes / rate
+            for sizes, rate in ((far, rates.bytes_per_s), (near, rates.node_bytes_per_s or rates.bytes_per_s))
+        ]
+        size = far + near
         kernel = executed * rows * flops / rates.flops_per_s + calls * rates.tile_s
-        transfer = size / rates.bytes_per_s + np.where(size > 0, rates.latency_s, 0.0)
+        # both kinds of link are at work at once
+        transfer = np.maximum(*seconds) + np.where(size > 0, rates.latency_s, 0.0)
         part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
         line[:, start : start + len(mine)] += part
     return TimeLine(*line)

@@ -42,10 +42,11 @@ class Setting:
     offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
     offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer lie on the host
     may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
-    # overlap, prune, chunk_bytes: as in the JSON
+    # overlap, prune, chunk_bytes, gradient_payload: as in the JSON
     overlap: bool = True
     prune: bool = True
     chunk_bytes: int | None = None
+    gradient_payload: str = "float32"
 
     @property
     def mix(self) -> Mix:

@@ -75,6 +75,15 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     return np.stack([start[keep], end[keep]], axis=1)
 
 
+def take_slots(ranges: SlotRanges, first: int, end: int) -> SlotRanges:
+    """Return the slots of a set from the `first` one of them up to, but not with, the one of number `end`."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    offset = np.cumsum(lengths) - lengths
+    start = ranges[:, 0] + np.clip(first - offset, 0, lengths)
+    stop = ranges[:, 0] + np.clip(end - offset, 0, lengths)
+    return np.stack([start, stop], axis=1)[stop > start]
+
+
 def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
     """Return where slots lie once the ranges `within` are packed one after the other."""
     lengths = within[:, 1] - within[:, 0]

@@ -196,7 +196,12 @@ class RingContext:
         self.agree(operation, q, k, refused, {} if refused is not None else _more_fields(v, sinks))
         _note_forward_pass(grad_out)
         plan = build_plan(
-            self._pattern_here, layout, query_heads=q.shape[1], kv_heads=k.shape[1], prune=options.prune
+            self._pattern_here,
+            layout,
+            query_heads=q.shape[1],
+            kv_heads=k.shape[1],
+            prune=options.prune,
+            gradient_payload=options.gradient_payload,
         )
         return plan, kernel, self._scale(q)
 

@@ -10,6 +10,7 @@ from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.score_mod import ScoreMod
 from ds_ring.schedule.head_chunks import chunk_bytes_on, heads_on_host
+from ds_ring.schedule.plan import GRADIENT_PAYLOADS
 
 TRANSPORTS = ("ring", "all_gather")
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
@@ -17,7 +18,7 @@ LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 @dataclass(frozen=True)
 class Options:
-    """Describe how a pass is carried out; none of the options changes its result.
+    """Describe how a pass is carried out; none of the options changes its result, but for two named below.
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
@@ -27,10 +28,12 @@ class Options:
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
+        gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
+            part of them once; they are added in the accumulators' dtype either way.
         kernel_options: for the kernel, as sorted pairs.
         recompute: part of the sequence, its first tokens, whose attention is computed again where a
             checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
-        score_mod: changes scores pair by pair; the one option that changes the result.
+        score_mod: changes scores pair by pair.
         block_size: side of a block of the flex kernel, slots.
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
@@ -44,6 +47,7 @@ class Options:
     prune: bool = True
     hop_timeout_s: float = 60.0
     check_finite: bool = False
+    gradient_payload: str = "float32"
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
     block_size: int = 128
@@ -59,6 +63,16 @@ class Options:
         if not isinstance(self.kernel, str):
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
+            )
+        if not isinstance(self.gradient_payload, str) or self.gradient_payload not in GRADIENT_PAYLOADS:
+            raise RingConfigError(
+                f"gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
+                f" {shown(self.gradient_payload)}"
+            )
+        if self.transport == "all_gather" and self.gradient_payload != "float32":
+            raise RingConfigError(
+                f'gradient_payload: expected "float32" beside transport "all_gather", which sums without'
+                f' hops, got {shown(self.gradient_payload)}; use transport "ring"'
             )
         for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)

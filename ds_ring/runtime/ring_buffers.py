@@ -50,9 +50,9 @@ class RingBuffers:
         """Return the two messages of a step, with what the schedule and the agreement say of them."""
         pair = self._pack(step) if isinstance(step, Send) else self._take(step.buffer)
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        slots, agreed = count_slots(step.slots), self._like(step.payload)
-        parts = zip(pair, step.payload.value, agreed, strict=True)
-        return [Message(tensor, step.peer, name, slots, like.dtype, tokens) for tensor, name, like in parts]
+        slots, dtype = count_slots(step.slots), self._dtype(step.payload)
+        parts = zip(pair, step.payload.names, strict=True)
+        return [Message(tensor, step.peer, name, slots, dtype, tokens) for tensor, name in parts]
 
     def zeros(self, buffer: int) -> Pair:
         """Return accumulators for a hop: fresh ones, or those of the own shard as they are."""
@@ -79,29 +79,34 @@ class RingBuffers:
 
     def _take(self, buffer: int) -> Pair:
         payload, slots = self.chunk.steps.buffers[buffer]
-        self._pairs[buffer] = Pair(*(self.pool.take(x, slots, x.dtype) for x in self._like(payload)))
+        # The own shard has the heads, and the two dimensions, of all pairs.
+        dtype = self._dtype(payload)
+        self._pairs[buffer] = Pair(*(self.pool.take(x, slots, dtype) for x in self._pairs[SHARD]))
         return self._pairs[buffer]
 
-    def _like(self, payload: Payload) -> Pair:
-        """Return tensors that have the dtype and the heads of a payload."""
-        # K and V travel in the dtype of the inputs, dK and dV in that of the accumulators.
-        return self._pairs[SHARD if payload is Payload.KEYS else RESULTS]
+    def _dtype(self, payload: Payload) -> torch.dtype:
+        """Return the dtype of a payload: K and V have that of the inputs, dK and dV the accumulators'."""
+        if payload is Payload.ROUNDED:
+            return torch.bfloat16
+        return self._pairs[SHARD if payload is Payload.KEYS else RESULTS].first.dtype
 
     def _pack(self, step: Send) -> Pair:
-        """Return what is sent, without a copy where it lies side by side already."""
+        """Return what is sent, without a copy where it lies side by side in the dtype of the payload."""
         return Pair(*(self._packed_part(tensor, step) for tensor in self._pairs[step.buffer]))
 
     def _packed_part(self, tensor: Tensor, step: Send) -> Tensor:
         # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
-        ranges = step.part
-        if len(ranges) == 1:
+        ranges, dtype = step.part, self._dtype(step.payload)
+        if len(ranges) == 1 and tensor.dtype == dtype:
             (start, end) = ranges[0].tolist()
             if (part := tensor[:, :, start:end]).is_contiguous():
                 return part
-        packed = self.pool.take(tensor, count_slots(ranges), tensor.dtype)
+        packed = self.pool.take(tensor, count_slots(ranges), dtype)
         self._packed.setdefault(step.packed, []).append(packed)
         if len(ranges) > FEW_RANGES:
             index = torch.from_numpy(expand_ranges(ranges)).to(tensor.device)
+            if tensor.dtype != dtype:
+                return packed.copy_(torch.index_select(tensor, 2, index))
             return torch.index_select(tensor, 2, index, out=packed)
         offset = 0
         for start, end in ranges.tolist():
@@ -114,7 +119,7 @@ def _put(tensor: Tensor, ranges: SlotRanges, part: Tensor, add: bool) -> None:
     """Add packed slots to what is where they belong, or write them there."""
     if len(ranges) > FEW_RANGES:
         index = torch.from_numpy(expand_ranges(ranges)).to(tensor.device)
-        (tensor.index_add_ if add else tensor.index_copy_)(2, index, part)
+        (tensor.index_add_ if add else tensor.index_copy_)(2, index, part.to(tensor.dtype))
         return
     offset = 0
     for start, end in ranges.tolist():

@@ -9,6 +9,8 @@ In the backward pass keys and values travel as in the forward one, and float32 a
 follow one hop behind them: what this rank adds to a shard at hop s can only be sent on once it is computed,
 in the batch posted before hop s + 1; the sum over the ranks before it arrives while hop s is computed. Where
 a token is handed on no further its accumulator returns to its owner directly. No hop's K/V is ever kept.
+(With two levels, `directions.py`, those that go to the next node are kept for as many batches as a node has
+ranks; which sums are handed on at all: `head_class.py`, [Note: where gradients are added].)
 
 [Note: head chunks]
 A chunk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
@@ -30,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots
+from ds_ring.schedule.directions import part_of
 from ds_ring.schedule.head_chunks import MANY_CHUNKS, head_chunks, query_heads_of
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan
 from ds_ring.schedule.steps import (
@@ -126,18 +129,22 @@ class _Direction:
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, slots there
         self.returns: list[tuple[int, SlotRanges]] = []  # gradients of own slots that are on their way
         self.partial: tuple[int, SlotRanges] | None = None  # gradients of the present keys, likewise
+        self.across = SHARD  # the buffer of the keys that go to the next node
+        self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys on their way from another node
+        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients return, and buffers of these
         self.leaving: list[int] = []  # buffers that are being sent: free once the batch is over
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.
 
-        The order (keys handed on, keys sent directly, gradients to the next rank, gradients returned) is
-        the same on both sides of every connection.
+        The order (keys handed on, to the next node, sent directly, gradients to the next rank, gradients
+        returned) is the same on both sides of every connection.
         """
         here, coming = self.plan.at(hop), self.plan.at(hop + 1)
         steps: list[Send | Recv] = []
         if here is not None and len(here.forward):
             steps.append(self._send(self.keys, here, here.goes_to, here.forward))
+        steps += self._post_across(hop)
         own = self.plan.at(0)
         for direct in self.plan.direct_sends:
             # in the batch before the hop at which it is read
@@ -145,12 +152,34 @@ class _Direction:
                 steps.append(self._send(SHARD, own, direct.receiver, direct.slots))
         if coming is not None:
             # at hop 1 the neighbour is the origin, and everything is relayed
-            for sender, slots in ((coming.came_from, coming.relayed), (coming.origin, coming.from_origin)):
-                if len(slots):
-                    buffer = self._new(Payload.KEYS, slots)
-                    self.parts.append((buffer, coming.in_payload(slots)))
-                    steps.append(Recv(Payload.KEYS, buffer, sender, coming.origin, slots))
+            if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
+                steps.append(self._receive(hop, coming, coming.came_from, coming.relayed, self.parts))
+            if len(coming.from_origin):
+                steps.append(self._receive(hop, coming, coming.origin, coming.from_origin, self.parts))
         return steps + self._post_gradients(hop) if self.backward else steps
+
+    def _post_across(self, hop: int) -> list[Send | Recv]:
+        """Return a batch's part of the keys that go to the next node, and of those that come from one."""
+        direction = self.plan.direction
+        if not (inner := direction.ranks_per_node):
+            return []
+        first = hop - hop % inner
+        leaving, coming = self.plan.at(first), self.plan.at(first + inner)
+        steps: list[Send | Recv] = []
+        if leaving is not None and len(part := part_of(leaving.across, hop % inner, inner)):
+            steps.append(self._send(self.across, leaving, leaving.across_to, part))
+        if coming is not None and len(part := part_of(coming.relayed, hop % inner, inner)):
+            steps.append(self._receive(hop, coming, coming.came_from, part, self.crossing))
+        return steps
+
+    def _receive(
+        self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
+    ) -> Recv:
+        """Return the step that receives some keys of a hop in a batch; its buffer is added to `parts`."""
+        buffer = self._new(Payload.KEYS, slots)
+        self.came[buffer] = batch
+        parts.append((buffer, coming.in_payload(slots)))
+        return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
         """Return the messages of what the hop before found, and of what belongs to this hop's keys."""
@@ -158,24 +187,35 @@ class _Direction:
         steps: list[Send | Recv] = []
         # the own shard's gradients stay in RESULTS
         leaving = done if done is not None and done.hop > 0 else None
-        if leaving is not None and len(leaving.forward):
+        if leaving is not None and len(leaving.sums_on):
             found = self.gradients[leaving.hop]
-            steps.append(self._send(found, leaving, leaving.goes_to, leaving.forward))
-        # at hop 1 the keys come from their owner, who sends no sum: its own part is in its RESULTS
-        if here is not None and here.hop > 1 and len(here.relayed):
-            buffer = self._new(Payload.GRADIENTS, here.relayed)
-            self.partial = buffer, here.in_payload(here.relayed)
-            steps.append(Recv(Payload.GRADIENTS, buffer, here.came_from, here.origin, here.relayed))
+            steps.append(self._send(found, leaving, leaving.goes_to, leaving.sums_on))
+        if here is not None and len(here.sums_in):
+            buffer = self._new(Payload.GRADIENTS, here.sums_in)
+            self.partial = buffer, here.in_payload(here.sums_in)
+            steps.append(Recv(Payload.GRADIENTS, buffer, here.came_from, here.origin, here.sums_in))
         if leaving is not None:
-            found = self.gradients.pop(leaving.hop)
-            if len(leaving.ends_here):
-                steps.append(self._send(found, leaving, leaving.origin, leaving.ends_here))
-            self.leaving.append(found)
+            self.returning.append((leaving, self.gradients.pop(leaving.hop)))
+        return steps + self._post_returns(hop, Payload.ROUNDED if self.plan.rounded else Payload.GRADIENTS)
+
+    def _post_returns(self, hop: int, payload: Payload) -> list[Send | Recv]:
+        """Return the messages of gradients that return to their owners, and to this rank."""
+        steps: list[Send | Recv] = []
+        returning, self.returning = self.returning, []
+        for one, found in returning:
+            number, parts = hop - 1 - one.hop, self.plan.direction.batches(one.hop)
+            if len(part := part_of(one.ends_here, number, parts)):
+                steps.append(self._send(found, one, one.origin, part, payload))
+            if number + 1 < parts and len(one.ends_here):
+                self.returning.append((one, found))
+            else:
+                self.leaving.append(found)
         for back in self.plan.gradient_returns:
-            if back.hop == hop - 1:
-                buffer = self._new(Payload.GRADIENTS, back.slots)
-                self.returns.append((buffer, back.slots))
-                steps.append(Recv(Payload.GRADIENTS, buffer, back.sender, self._ring_rank, back.slots))
+            number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
+            if 0 <= number < parts and len(part := part_of(back.slots, number, parts)):
+                buffer = self._new(payload, part)
+                self.returns.append((buffer, part))
+                steps.append(Recv(payload, buffer, back.sender, self._ring_rank, part))
         return steps
 
     def compute(self, hop: int) -> list[Compute]:
@@ -195,9 +235,14 @@ class _Direction:
     def arrive(self, hop: int) -> list[Accumulate | Free]:
         """Return what is done once the batch posted before a hop is over."""
         steps: list[Accumulate | Free] = []
+        if self.plan.direction.crosses(hop + 1):
+            # the last part went to the next node, and the last one of the next keys came from another
+            steps += self._leave_node()
         if self.parts:
             # the present keys were computed and sent in the batch that is over
-            steps += [*self.let_go(), *self._join(hop)]
+            steps += [*self._drop_keys(), *self._join()]
+            if self.plan.direction.crosses(hop + 1):
+                self.across = self.keys
         if self.partial is not None:
             buffer, part = self.partial
             self.came[self.gradients[hop]] = hop
@@ -208,28 +253,39 @@ class _Direction:
         self.partial, self.returns, self.leaving = None, [], []
         return steps
 
-    def _join(self, hop: int) -> list[Accumulate | Free]:
-        """Make the next keys of their parts: what the neighbour handed on and what the origin sent."""
+    def _leave_node(self) -> list[Free]:
+        """Return what frees the keys that went to the next node; those that came are the next keys' parts."""
+        self.parts, self.crossing = self.crossing + self.parts, []
+        gone, self.across = self.across, SHARD
+        return [] if gone in (SHARD, self.keys) else [Free(gone)]
+
+    def _join(self) -> list[Accumulate | Free]:
+        """Make the next keys of their parts: what was handed on and what the origin sent."""
         parts, self.parts = self.parts, []
         # one message brought everything: its buffer is the payload, nothing is copied
         if len(parts) == 1:
             self.keys = parts[0][0]
-            self.came[self.keys] = hop
             return []
         self.keys = len(self.buffers)
         self.buffers.append(Buffer(Payload.KEYS, sum(self.buffers[buffer].slots for buffer, _ in parts)))
-        self.came[self.keys] = hop
-        joined = ((Accumulate(self.keys, buffer, part, hop), Free(buffer)) for buffer, part in parts)
+        self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
+        joined = ((Accumulate(self.keys, one, part, self.came[one]), Free(one)) for one, part in parts)
         return [step for pair in joined for step in pair]
 
-    def let_go(self) -> list[Free]:
-        """Return what frees the present keys; the own shard is the caller's."""
-        return [] if self.keys == SHARD else [Free(self.keys)]
+    def _drop_keys(self) -> list[Free]:
+        """Return what frees the present keys; not the own shard, nor what still goes to the next node."""
+        return [] if self.keys in (SHARD, self.across) else [Free(self.keys)]
 
-    def _send(self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges) -> Send:
+    def let_go(self) -> list[Free]:
+        """Return what frees the keys that are still here when the pass is over."""
+        return [Free(keys) for keys in sorted({self.keys, self.across} - {SHARD})]
+
+    def _send(
+        self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
+    ) -> Send:
         """Return the step that sends some slots of a hop's shard; at hop 0 they lie in place."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
-        payload = self.buffers[buffer].payload
+        payload = payload or self.buffers[buffer].payload
         # numbered in any case, used where the slots do not lie side by side in memory
         packed = self._new(payload, slots)
         self.leaving.append(packed)

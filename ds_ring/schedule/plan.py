@@ -25,6 +25,7 @@ from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan
 
+GRADIENT_PAYLOADS = ("float32", "bfloat16")
 SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the directions
 
 
@@ -166,6 +167,7 @@ def build_plan(
     kv_heads: int = 1,
     prune: bool = True,
     directions: tuple[Direction, ...] | None = None,
+    gradient_payload: str = "float32",
 ) -> Plan:
     """Plan a ring pass.
 
@@ -175,6 +177,8 @@ def build_plan(
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only what the receiver reads.
         directions: directions of travel; None takes those that cross the fewest links.
+        gradient_payload: in which dtype dK and dV return, "float32" or "bfloat16"; they are added in the
+            accumulators' either way.
 
     Raises:
         RingLayoutError: H is not a multiple of G.
@@ -199,7 +203,13 @@ def build_plan(
         raise RingLayoutError(
             f"build_plan: directions: expected a tuple of Direction or None, got {shown(directions)}"
         )
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions)
+    if not isinstance(gradient_payload, str) or gradient_payload not in GRADIENT_PAYLOADS:
+        raise RingLayoutError(
+            f"build_plan: gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
+            f" {shown(gradient_payload)}"
+        )
+    rounded = gradient_payload == "bfloat16"
+    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded)
 
 
 @lru_cache(maxsize=64)
@@ -210,6 +220,7 @@ def _built(
     kv_heads: int,
     prune: bool,
     directions: tuple[Direction, ...] | None,
+    rounded: bool,
 ) -> Plan:
     if query_heads % kv_heads:
         raise RingLayoutError(
@@ -221,5 +232,5 @@ def _built(
     ]
     # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
     directions = directions or (choose_directions(bound[0][1]) if prune else one_way(layout.ring_size))
-    classes = tuple(HeadClass(reads, heads, directions, prune) for heads, reads in bound)
+    classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ds_ring.masks.slot_ranges import SlotRanges, count_slots, locate_ranges, subtract_slots
+from ds_ring.masks.slot_ranges import SlotRanges, count_slots, locate_ranges, no_slots, subtract_slots
 from ds_ring.masks.tiles import Tiles
-
-
-class Direction(NamedTuple):
-    """Say which way shards travel: from rank o to o + sign, for at most `limit` hops."""
-
-    sign: int
-    limit: int
+from ds_ring.schedule.directions import Direction as Direction
 
 
 @dataclass(frozen=True)
@@ -29,11 +23,14 @@ class HopPlan:
     Attributes:
         hop: s; at hop 0 the rank works on its own shard, in place.
         origin: ring rank whose keys and values these are.
-        came_from, goes_to: ring neighbours on the shard's way.
+        came_from, goes_to: ranks before and after this one on the shard's way; `goes_to` in the same node.
         held: slots of the origin's shard that are here, packed in ascending order (hop 0: in place).
         relayed: the subset that `came_from` hands on; the rest comes from `origin` itself.
-        forward: the subset that `goes_to` reads as well and gets from here; of what remains the dK/dV
-            return from here.
+        forward: the subset that `goes_to` reads as well and gets from here.
+        across, across_to: with two levels, the subset that the next node gets from here, and the rank there.
+        sums_in: the subset of whose dK/dV `came_from` hands on a sum.
+        sums_on: the subset of whose dK/dV `goes_to` gets a sum from here; those of the rest return to
+            `origin` from here.
         tiles: what this rank computes with it; key slots index the packed payload. May be empty.
     """
 
@@ -45,6 +42,10 @@ class HopPlan:
     relayed: SlotRanges
     forward: SlotRanges
     tiles: Tiles
+    across: SlotRanges = field(default_factory=no_slots)
+    across_to: int = 0
+    sums_in: SlotRanges = field(default_factory=no_slots)
+    sums_on: SlotRanges = field(default_factory=no_slots)
 
     @property
     def from_origin(self) -> SlotRanges:
@@ -53,8 +54,8 @@ class HopPlan:
 
     @property
     def ends_here(self) -> SlotRanges:
-        """Return the slots of the origin's shard that are not handed on."""
-        return subtract_slots(self.held, self.forward)
+        """Return the slots of the origin's shard whose gradients return to it from here."""
+        return subtract_slots(self.held, self.sums_on)
 
     def in_payload(self, part: SlotRanges) -> SlotRanges:
         """Return a part of `held` as ranges of the packed payload."""
@@ -86,7 +87,8 @@ class GradientReturn:
     """Hold own slots whose dK/dV a rank returns that does not hand them on.
 
     Attributes:
-        hop: the hop at which they were computed; the message is in the batch after it.
+        hop: the hop at which they were computed; the message is in the batch after it, or from that one on
+            in parts (`Direction.batches`).
         sender: ring rank that sends.
         slots: own slots concerned.
     """
@@ -104,11 +106,15 @@ class DirectionPlan:
         hops: by hop, without gaps; a hop at which nothing is held is None. Hop 0 is the own shard.
         direct_sends: by ascending hop, from hop 2 on.
         gradient_returns: by ascending hop.
+        direction: which way shards travel.
+        rounded: gradients are rounded to bfloat16 where they return to their owner.
     """
 
     hops: tuple[HopPlan | None, ...]
     direct_sends: tuple[DirectSend, ...]
     gradient_returns: tuple[GradientReturn, ...]
+    direction: Direction = Direction(1, 0)
+    rounded: bool = False
 
     def at(self, hop: int) -> HopPlan | None:
         """Return what is done at a hop, None for nothing."""
@@ -118,21 +124,33 @@ class DirectionPlan:
     def forward_batches(self) -> int:
         """Return the batches of the forward pass in which this rank computes, receives or sends."""
         # what is read at hop s is sent in batch s - 1, the s-th
-        return max(len(self.hops), self.direct_sends[-1].hop if self.direct_sends else 0)
+        last = self.direct_sends[-1].hop if self.direct_sends else 0
+        crossing = (hop.hop for hop in self.hops if hop is not None and len(hop.across))
+        return max(len(self.hops), last, *(hop + self.direction.ranks_per_node for hop in crossing))
 
     @property
     def tokens_sent(self) -> int:
         """Return the tokens that leave in a forward pass, per K/V head."""
-        handed_on = sum(count_slots(hop_plan.forward) for hop_plan in self.hops if hop_plan is not None)
+        held = [hop_plan for hop_plan in self.hops if hop_plan is not None]
+        handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.across))
         return handed_on + sum(count_slots(direct_send.slots) for direct_send in self.direct_sends)
+
+    @property
+    def _returning(self) -> list[HopPlan]:
+        """Return the hops whose gradients, or some of them, return to their owner from here."""
+        return [one for one in self.hops[1:] if one is not None and len(one.ends_here)]
 
     @cached_property
     def backward_batches(self) -> int:
         """Return the batches of the backward pass: gradients return after the last hop."""
-        # gradients of hop s are sent in batch s + 1
-        last_home = self.gradient_returns[-1].hop + 1 if self.gradient_returns else 0
+        # gradients of hop s are sent from batch s + 1 on
+        returned = (back.hop + self.direction.batches(back.hop) for back in self.gradient_returns)
+        # of its own shard, and of the last hop's to the owner
+        last_home = max(returned, default=0)
+        sent = (one.hop + self.direction.batches(one.hop) for one in self._returning)
+        last_home = max(last_home, *sent, 0)
         last_send = len(self.hops) if len(self.hops) > 1 else 0
-        return max(last_home, last_send) + 1
+        return max(last_home, last_send, self.forward_batches - 1) + 1
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,14 @@ from ds_ring.masks.tiles import Tiles
 class Payload(Enum):
     """Name the two tensors that travel together; the first one is sent first."""
 
-    KEYS = ("K", "V")  # in the dtype of the inputs
-    GRADIENTS = ("dK", "dV")  # in the accumulators' dtype
+    KEYS = "keys"  # in the dtype of the inputs
+    GRADIENTS = "gradients"  # in the accumulators' dtype
+    ROUNDED = "rounded gradients"  # in bfloat16, while they travel
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Return the names of both tensors."""
+        return ("K", "V") if self is Payload.KEYS else ("dK", "dV")
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
@@ -58,13 +64,14 @@ class Send:
     """Send a part of a buffer: two messages to one rank.
 
     Attributes:
-        payload: which two tensors.
+        payload: which two tensors; ROUNDED of a buffer of GRADIENTS rounds what is packed.
         buffer: where it lies; must not be written or freed before the batch is over.
         part: slots of the buffer.
         peer: ring rank that receives.
         origin: ring rank in whose shard the tokens lie.
         slots: their slots in that shard, as many as `part` has.
-        packed: buffer for a copy of the part, used where its slots do not lie side by side in memory.
+        packed: buffer for a copy of the part, used where its slots do not lie side by side in memory, or
+            where it is rounded.
         needs: batch of the chunk whose messages must have arrived; -1 for none.
     """
 
@@ -161,7 +168,7 @@ class Free:
 
 def _tokens(step: Send | Recv) -> str:
     """Return payload, number of tokens and owner of what a message carries."""
-    return f"{'/'.join(step.payload.value)} of {step.origin} ({count_slots(step.slots)})"
+    return f"{'/'.join(step.payload.names)} of {step.origin} ({count_slots(step.slots)})"
 
 
 Step: TypeAlias = Send | Recv | Compute | Accumulate | Free

@@ -110,7 +110,10 @@ class SymbolicRank:
         part = self._part(source, step.part)
         if not np.array_equal(part.tokens, tokens_of(step.origin, step.slots)):
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
-        if step.payload is not self._chunk(index).steps.buffers[step.buffer].payload:
+        kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
+        # rounded is the copy alone
+        same = step.payload.names == kinds[0].names and kinds[0] is not Payload.ROUNDED
+        if step.payload is not kinds[1] or not same:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
         # reads are allowed until the batch is over, changes are not: see `_live`
         source.leaving = self.batch

@@ -21,7 +21,8 @@ TRIANGLE = 128  # side of the smallest triangle
 ATEN_BACKWARD_BYTES = 1 << 20
 ATEN_FORWARD_BYTES = 5 << 17
 ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # queries of a call from which on a block has so many
-FLOAT = 4
+FLOAT = 4  # bytes of an element
+ROUNDED = 2  # of gradients that travel in bfloat16
 
 
 class HopShape(NamedTuple):

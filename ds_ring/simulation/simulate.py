@@ -91,6 +91,7 @@ def simulate(
     kernel_options: Mapping[str, Any] | None = None,
     chunk_bytes: int | None = None,
     prune: bool = True,
+    gradient_payload: str = "float32",
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
     trace: bool = False,
@@ -108,7 +109,8 @@ def simulate(
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
-        prune, ranks: send only what is read; ring ranks to simulate, None for all.
+        prune, gradient_payload: as in the JSON; "bfloat16" rounds each rank's part of dK and dV once.
+        ranks: ring ranks to simulate, None for all.
         measure_memory, trace: count tensor memory (slower); keep what every rank did when.
         threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
         progress: a bar on stderr once two seconds have passed.
@@ -119,7 +121,7 @@ def simulate(
     """
     source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    options = _options(scale, kernel, kernel_options, chunk_bytes)
+    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload)
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
     for name, flag in flags.items():
         true_or_false(flag, name, RingConfigError)
@@ -127,7 +129,14 @@ def simulate(
     backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
-        build_plan(pattern, layout, query_heads=sizes.query_heads, kv_heads=sizes.kv_heads, prune=prune),
+        build_plan(
+            pattern,
+            layout,
+            query_heads=sizes.query_heads,
+            kv_heads=sizes.kv_heads,
+            prune=prune,
+            gradient_payload=options.gradient_payload,
+        ),
         get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
         options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
         options.chunk_bytes_on("cpu", layout.ring_size),
@@ -250,7 +259,11 @@ def _source_of(
 
 
 def _options(
-    scale: float | None, kernel: str, kernel_options: Mapping[str, Any] | None, chunk_bytes: int | None
+    scale: float | None,
+    kernel: str,
+    kernel_options: Mapping[str, Any] | None,
+    chunk_bytes: int | None,
+    gradient_payload: str,
 ) -> Options:
     """Return the options of a real call, checked."""
     if chunk_bytes is not None:
@@ -261,7 +274,13 @@ def _options(
             f"kernel_options: expected a dict of options by name, got {shown(kernel_options)}"
         )
     pairs = tuple(sorted(given.items()))
-    return Options(scale=scale, kernel=kernel, kernel_options=pairs, chunk_bytes=chunk_bytes)
+    return Options(
+        scale=scale,
+        kernel=kernel,
+        kernel_options=pairs,
+        chunk_bytes=chunk_bytes,
+        gradient_payload=gradient_payload,
+    )
 
 
 def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:

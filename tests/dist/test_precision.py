@@ -78,6 +78,38 @@ def test_the_error_does_not_grow_with_the_ring(rank_pool: Pool, name: str, dtype
             assert error < rounding, (size, tensor, by_size)
 
 
+def passed_in(
+    rank: int, world_size: int, payload: str, dtype: torch.dtype
+) -> tuple[list[Tensor], int, int]:
+    """dq, dk, dv of causal attention, whole; bytes that this rank sent forward and backward."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
+    q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ring_attention(
+        *leaves, pattern=Causal(), layout=layout, mesh=mesh, gradient_payload=payload
+    )
+    counters = next(iter(mesh.contexts.values())).exchange.counters
+    forward = counters.bytes_sent
+    out.backward(grad)
+    backward = counters.bytes_sent - forward
+    found = [gather_sequence(x.grad, layout, mesh=mesh, dim=2) for x in leaves if x.grad is not None]
+    return found, forward, backward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_travel_in_bfloat16(rank_pool: Pool, size: int) -> None:
+    """Half their bytes, within the error of rounding each rank's part once; dQ keeps its bits."""
+    by_payload = [
+        rank_pool(size).run(passed_in, payload, torch.float32) for payload in ("float32", "bfloat16")
+    ]
+    for exact, rounded in zip(*(ranks[0][0] for ranks in by_payload), strict=True):
+        gap = float((exact - rounded).norm() / exact.norm())
+        assert gap < 2**-9 and (gap > 0) == (exact.shape[1] == SHAPE.kv_heads), gap
+    (keys, wide), (same, narrow) = ([sum(one[i] for one in ranks) for i in (1, 2)] for ranks in by_payload)
+    assert keys == same and wide == 2 * keys and 2 * narrow == 3 * keys  # float32 K and V, too
+
+
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:
     """In three more passes, with overlap and without."""
     first = passed(rank, world_size, name, dtype, whole=False)

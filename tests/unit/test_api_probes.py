@@ -213,6 +213,7 @@ CALLS: dict[str, Call] = {
             "query_heads": counted(4, 3, 1 << 40),
             "kv_heads": counted(2, 3, 1 << 40),
             "prune": Argument(NO_FLAG, (True,)),
+            "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "directions": Argument((3, "up", [1], Hostile()), (None,)),
         },
     ),
@@ -324,6 +325,7 @@ CALLS: dict[str, Call] = {
             "prune": Argument(NO_FLAG, (True, False)),
             "hop_timeout_s": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
             "check_finite": Argument(NO_FLAG, (True, False)),
+            "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "queries": Argument(NO_NAME, ("sharded",)),
             "q_positions": Argument(([0], 3, "x", Hostile()), (None,)),
             "sinks": Argument(
@@ -445,6 +447,7 @@ CALLS: dict[str, Call] = {
             ),
             "threads": Argument((0, -1, True, "1", 2.0, 10**9, Hostile()), (1, None)),
             "prune": Argument(NO_FLAG, (True, False)),
+            "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "trace": Argument(NO_FLAG, (True, False)),
         },
     ),

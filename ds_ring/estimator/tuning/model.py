@@ -103,7 +103,7 @@ class Model:
                 return _executed_pairs(tiles, choice, request, backward)
 
             steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-            work = {key: work_of(one, plan.group, executed) for key, one in steps.items()}
+            work = {key: work_of(one, shape, executed) for key, one in steps.items()}
             flops = rate.backward_flops if backward else rate.forward_flops
             tile_s = rate.backward_tile_s if backward else rate.forward_tile_s
             rates = Rates(flops, tile_s, False, measured.hop_overhead_s, bytes_per_s)

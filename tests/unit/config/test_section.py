@@ -51,6 +51,7 @@ DESIGN_EXAMPLE: Json = {
         "transport": "ring",
         "overlap": True,
         "prune": True,
+        "gradient_payload": "float32",
         "chunk_bytes": None,
         "recompute_attention": False,
         "long_sequence": {
@@ -128,6 +129,7 @@ def test_every_key_can_be_set() -> None:
         "transport": "ring",
         "overlap": False,
         "prune": False,
+        "gradient_payload": "bfloat16",
         "chunk_bytes": 1 << 22,
         "recompute_attention": True,
         "long_sequence": {
