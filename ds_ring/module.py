@@ -86,8 +86,8 @@ def ring_attention(
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
     why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
-    settings = (constant(scale), kernel, transport, overlap, prune, hop_timeout_s, check_finite)
-    settings = (*settings, gradient_payload)
+    flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload)
+    settings = (constant(scale), kernel, transport, *flags)
     handle = handle_of(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
     if isinstance(queries, str) and queries == "replicated":
         return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)

@@ -15,6 +15,8 @@ from ds_ring.masks.slot_ranges import SlotRanges, count_slots, locate_ranges, no
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.directions import Direction as Direction
 
+ALONE = Direction(1, 0)  # of a ring of one
+
 
 @dataclass(frozen=True)
 class HopPlan:
@@ -113,7 +115,7 @@ class DirectionPlan:
     hops: tuple[HopPlan | None, ...]
     direct_sends: tuple[DirectSend, ...]
     gradient_returns: tuple[GradientReturn, ...]
-    direction: Direction = Direction(1, 0)
+    direction: Direction = ALONE
     rounded: bool = False
 
     def at(self, hop: int) -> HopPlan | None:
