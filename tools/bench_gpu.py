@@ -1,0 +1,178 @@
+"""Settle the GPU path on one GPU: correctness, rates of kernels, a virtual ring, the longest sequence.
+
+One command on a machine with a GPU runs tests/gpu (every pattern, dtype and head dimension against float64),
+times each kernel on each kind of tile, runs the hops of virtual rings of 1 to 16 ranks at 131,072 tokens
+against one pass of FlashAttention over all of it, measures the merge, the host's time of a hop and memory,
+and finds the longest sequence of a model's layers (tools/longest.py). The tables go to --output as Markdown
+and JSON, with hardware, versions and commit. Contestants take turns in every round; medians are reported.
+
+It has not run on a GPU yet: of this file, too, only the part that runs on CPU tensors is tested.
+
+Example:
+    python tools/bench_gpu.py --output tools/results
+    python tools/bench_gpu.py --device cpu --tokens 1024 --ring-sizes 1 2 --heads 2 --kv-heads 1 \\
+        --kernels cpu flash --dtype float32 --skip tests longest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_rates import Shape, host_seconds, kernel_rates, merge_rate, ring_row
+from rich.table import Table
+from tqdm import tqdm
+
+from ds_ring.tables import console, print_table
+
+HERE = Path(__file__).resolve().parent
+PARTS = ("tests", "rates", "ring", "merge", "host", "longest")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Row = dict[str, Any]
+
+
+def where(device: str) -> Row:
+    """Return hardware, versions and commit."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    row: Row = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": platform.processor() or platform.machine(),
+    }
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        row |= {
+            "device": found.name,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return row
+
+
+def run_tests() -> list[Row]:
+    """Run tests/gpu; one row with what pytest counts."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/gpu", "--tb=short"]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    failed = [line for line in lines if line.startswith("FAILED")]
+    rows = [{"tests/gpu": lines[-1] if lines else "nothing printed", "exit status": done.returncode}]
+    return [*rows, *({"tests/gpu": line, "exit status": done.returncode} for line in failed)]
+
+
+def run_longest(options: argparse.Namespace) -> list[Row]:
+    """Find the longest sequence with real training steps; one row for each length that was tried."""
+    shape = "--layers 4 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256"
+    if options.device == "cpu":
+        shape = "--layers 1 --hidden 64 --heads 2 --kv-heads 1 --intermediate 128 --vocab 512"
+    command = [
+        sys.executable, str(HERE / "longest.py"), "--device", options.device, "--ranks", "1", "--json",
+        "--start", str(options.longest_start), *shape.split(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return rows or [{"failed": done.stderr.strip()[-400:]}]
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Row]]:
+    """Run the parts that were not skipped; rows by part."""
+    shape = Shape(options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], options.device)
+    found: dict[str, list[Row]] = {}
+    if "tests" not in options.skip:
+        found["Correctness"] = run_tests()
+    if "rates" not in options.skip:
+        found["Kernels by kind of tile"] = kernel_rates(shape, options.tokens, options.rounds)
+    if "ring" not in options.skip:
+        sizes = tqdm(options.ring_sizes, desc="virtual rings", disable=not sys.stderr.isatty())
+        found["A virtual ring against one device"] = [
+            ring_row(shape, options.tokens, size, kernel, options.rounds)
+            for size in sizes
+            for kernel in options.kernels
+        ]
+    if "merge" not in options.skip:
+        found["Merge"] = [merge_rate(shape, options.tokens, options.rounds)]
+    if "host" not in options.skip:
+        found["Host time of a hop"] = [host_seconds(shape, kernel) for kernel in options.kernels]
+    if "longest" not in options.skip:
+        found["The longest sequence of one device"] = run_longest(options)
+    return found
+
+
+def as_table(title: str, rows: Sequence[Row]) -> Table:
+    """Return rows as a table; their columns are the keys of all of them."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    return table
+
+
+def as_markdown(header: Row, found: dict[str, list[Row]]) -> str:
+    """Return everything as one Markdown text."""
+    lines = [f"# {header['device']}, {header['date']}", ""]
+    lines += [f"- {key}: {value}" for key, value in header.items()]
+    for title, rows in found.items():
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, header: Row, found: dict[str, list[Row]]) -> list[Path]:
+    """Write Markdown and JSON, named by device and date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{header['device']}-{header['date']}".lower().replace(" ", "-").replace("/", "-")
+    paths = [folder / f"{name}.md", folder / f"{name}.json"]
+    paths[0].write_text(as_markdown(header, found))
+    paths[1].write_text(json.dumps({"where": header, "rows": found}, indent=1) + "\n")
+    return paths
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables, and write them where --output says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--kernels", nargs="+", default=["flash", "flex"])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--longest-start", type=int, default=65_536, help="first length that is tried, tokens"
+    )
+    parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
+    parser.add_argument("--output", type=Path, help="folder for the Markdown and JSON files")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
+    header, found = where(options.device), measure(options)
+    console().print("  ".join(f"{key} {value}" for key, value in header.items()), markup=False)
+    for title, rows in found.items():
+        print_table(as_table(title, rows))
+    if options.output is not None:
+        for path in write(options.output, header, found):
+            print(path)
+    wrong = any(row.get("exit status") for row in found.get("Correctness", []))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

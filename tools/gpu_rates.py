@@ -1,0 +1,265 @@
+"""Time kernels, hops of virtual rings and merges on one device. Owns the clock and what is timed.
+
+FLOPs are those of attended pairs: 4 D forward and 10 D backward for each pair and query head, whatever a
+kernel really multiplies, so that waste shows as a lower rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
+from ds_ring.errors import RingError
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.masks.tiles import Tiles
+from ds_ring.registry import KERNELS
+from ds_ring.runtime.kernels import Kernel, get_kernel
+from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.schedule.head_chunks import query_heads_of
+from ds_ring.schedule.rank_plan import HeadClassPlan
+
+BASE = "torch SDPA"
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """Describe tensors of one sample: query heads H, K/V heads G, head_dim D, dtype and kind of device."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+
+    def tensor(self, heads: int, tokens: int) -> Tensor:
+        """Return random values [1, heads, tokens, D]."""
+        return torch.randn(1, heads, tokens, self.head_dim, device=self.device, dtype=self.dtype)
+
+    def flops(self, pairs: int, backward: bool) -> float:
+        """Return the floating-point operations of so many pairs per head."""
+        return (10.0 if backward else 4.0) * self.head_dim * self.heads * pairs
+
+
+def tile_kinds(tokens: int) -> dict[str, Pattern]:
+    """Return the patterns whose tiles are of one kind each, for a sequence of so many tokens."""
+    segments = [max(tokens >> shift, 2) for shift in (6, 4, 2, 0)]
+    ids = np.repeat(np.arange(8), -(-tokens // 8))[:tokens]
+    return {
+        "full": Full(),
+        "causal": Causal(),
+        "window": SlidingWindow(max(tokens // 32, 1)),
+        "documents": Documents(ids) & Causal(),
+        "LongNet": Dilated(tuple(segments), (1, 4, 16, 64), causal=True),
+    }
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of some work, begun and ended with an idle device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def medians(works: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each work: they take turns, after one round to warm up."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            spent = seconds(work, device)
+            if turn:
+                taken[name].append(spent)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+class Hop(NamedTuple):
+    """Describe one hop of a rank: its heads, the keys that are there, and what is computed."""
+
+    heads: slice
+    k: Tensor
+    v: Tensor
+    tiles: Tiles
+
+
+class Rank(NamedTuple):
+    """Hold the inputs of a rank's passes: queries and their results, [1, H, S, D], and its hops."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    hops: list[Hop]
+
+    @property
+    def pairs(self) -> int:
+        """Return the attended pairs of all hops, per query head."""
+        counts = (int(one.tiles.pairs.sum()) * self.q[:, one.heads].shape[1] for one in self.hops)
+        return sum(counts) // self.q.shape[1]
+
+
+def rank_of(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int) -> Rank:
+    """Return a rank with random tensors; `lse` is such that nothing overflows."""
+    group = shape.heads // shape.kv_heads
+    q, grad, out = (shape.tensor(shape.heads, local_tokens) for _ in range(3))
+    lse = q.new_full(q.shape[:-1], 20.0, dtype=accumulator_dtype(q.dtype))
+    hops = []
+    for head_class in classes:
+        kv = head_class.kv_heads
+        for hop in head_class.hops:
+            slots = local_tokens if hop.hop == 0 else count_slots(hop.held)
+            if len(hop.tiles) and slots:
+                k, v = (shape.tensor(shape.kv_heads, slots)[:, kv] for _ in range(2))
+                hops.append(Hop(query_heads_of(kv, group), k, v, hop.tiles))
+    return Rank(grad, q, out, lse, hops)
+
+
+def attend(kernel: Kernel, rank: Rank) -> None:
+    """Compute the forward pass of a rank's hops and merge them."""
+    total, sums = empty_results(rank.q, rank.q, rank.lse.dtype)
+    for hop in rank.hops:
+        q, out, lse = (x[:, hop.heads] for x in (rank.q, total, sums))
+        for part in kernel.forward(q, hop.k, hop.v, hop.tiles, q.shape[-1] ** -0.5):
+            rows, heads = part.q_rows, part.heads
+            merge_(rows.of(out[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+
+
+def differentiate(kernel: Kernel, rank: Rank) -> None:
+    """Compute the backward pass of a rank's hops and add the gradients up, those of keys for each hop."""
+    total = torch.zeros_like(rank.q, dtype=rank.lse.dtype)
+    for hop in rank.hops:
+        grad, q, out, lse, dq = (x[:, hop.heads] for x in (rank.grad, rank.q, rank.out, rank.lse, total))
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (hop.k, hop.v))
+        for part in kernel.backward(grad, q, hop.k, hop.v, out, lse, hop.tiles, q.shape[-1] ** -0.5):
+            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+            part.k_rows.of(dk).add_(part.dk_BGSD)
+            part.k_rows.of(dv).add_(part.dv_BGSD)
+
+
+def both(kernel: Kernel, rank: Rank) -> None:
+    """Compute both passes of a rank's hops."""
+    attend(kernel, rank)
+    differentiate(kernel, rank)
+
+
+def contestants(shape: Shape) -> dict[str, Kernel]:
+    """Return the kernels that can run on the device, but the slow reference."""
+    able = (name for name, row in KERNELS.items() if row.device in (None, shape.device))
+    return {name: get_kernel(name, shape.device) for name in able if name != "reference"}
+
+
+def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
+    """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
+    rows = []
+    for kind, pattern in tile_kinds(tokens).items():
+        layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
+        plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
+        rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)
+        forward: dict[str, Callable[[], object]] = {}
+        backward: dict[str, Callable[[], object]] = {}
+        refused: dict[str, str] = {}
+        for name, kernel in contestants(shape).items():
+            try:
+                both(kernel, rank)
+            except RingError as error:
+                refused[name] = str(error)[:80]
+                continue
+            forward[name] = partial(attend, kernel, rank)
+            backward[name] = partial(differentiate, kernel, rank)
+        if kind in ("full", "causal"):
+            forward[BASE], backward[BASE] = sdpa(shape, tokens, kind == "causal")
+        times = [medians(works, shape.device, rounds) for works in (forward, backward)]
+        for name in forward:
+            rates = [shape.flops(rank.pairs, bool(i)) / one[name] / 1e12 for i, one in enumerate(times)]
+            rows.append(
+                {"tiles": kind, "kernel": name, "pairs": rank.pairs, "forward TFLOP/s": f"{rates[0]:.4g}",
+                 "backward TFLOP/s": f"{rates[1]:.4g}"}
+            )  # fmt: skip
+        rows += [{"tiles": kind, "kernel": name, "refused": why} for name, why in refused.items()]
+    return rows
+
+
+def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return the forward and the backward pass of torch's attention over a whole sequence."""
+    q = shape.tensor(shape.heads, tokens).requires_grad_()
+    k, v = (shape.tensor(shape.kv_heads, tokens).requires_grad_() for _ in range(2))
+    grouped = shape.heads != shape.kv_heads
+
+    def forward() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    out = forward()
+    grad = torch.randn_like(out)
+    return forward, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+
+def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> Row:
+    """Time the hops of a causal zigzag ring's slowest rank against one device's attention / ring size.
+
+    Ranks run one after the other on this device, without transfers: what is lost here is lost to smaller
+    tiles, merges and launches. Of larger rings the first, the middle and the last rank are looked at.
+    """
+    kernel, pattern = get_kernel(kernel_name, shape.device), Causal()
+    layout = make_layout("zigzag", tokens=tokens, ring_size=ring_size, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
+    works: dict[str, Callable[[], object]] = {}
+    for rank in sorted({0, ring_size // 2, ring_size - 1}):
+        hops = rank_of(shape, plan.rank(rank).classes, layout.local_tokens)
+        works[f"rank {rank}"] = partial(both, kernel, hops)
+    forward, backward = sdpa(shape, tokens, True)
+    works[BASE] = lambda: (forward(), backward())
+    if shape.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = medians(works, shape.device, rounds)
+    whole, slowest = times.pop(BASE), max(times.values())
+    row: Row = {"ring": ring_size, "kernel": kernel_name, "tokens a rank": layout.local_tokens}
+    row |= {"slowest rank s": f"{slowest:.5f}", "one device s": f"{whole:.5f}"}
+    row["efficiency"] = f"{whole / ring_size / slowest:.3f}"
+    if shape.device == "cuda":
+        row["peak GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}"
+    return row
+
+
+def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
+    """Time one merge of as many rows: bytes that it must move (part read, accumulator read and written)."""
+    part = shape.tensor(shape.heads, tokens)
+    out = torch.zeros_like(part, dtype=accumulator_dtype(part.dtype))
+    lse, part_lse = (out.new_zeros(out.shape[:-1]) for _ in range(2))
+    taken = medians({"merge": lambda: merge_(out, lse, part, part_lse)}, shape.device, rounds)["merge"]
+    least = part.nbytes + 2 * out.nbytes + 3 * lse.nbytes
+    return {
+        "tokens": tokens,
+        "seconds": f"{taken:.6f}",
+        "least bytes an element": least / part.numel(),
+        "GB/s": f"{least / taken / 1e9:.1f}",
+    }
+
+
+def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> Row:
+    """Measure processor time of issuing a hop's kernel and merge, where nothing waits for the device."""
+    kernel = get_kernel(kernel_name, shape.device)
+    layout = make_layout("zigzag", tokens=4 * tokens, ring_size=4, pattern=Causal())
+    plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
+    rank = rank_of(shape, plan.rank(1).classes, layout.local_tokens)
+    row: Row = {"kernel": kernel_name}
+    for name, work in (("forward", attend), ("backward", differentiate)):
+        work(kernel, rank)
+        begin = time.process_time()
+        for _ in range(times):
+            work(kernel, rank)
+        row[f"{name} microseconds"] = round((time.process_time() - begin) / times / len(rank.hops) * 1e6)
+        if shape.device == "cuda":
+            torch.cuda.synchronize()
+    return row
