@@ -19,6 +19,7 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.machine import skip_without  # noqa: E402
+from tests.sampling import left_out, rounds, seed_of_the_code  # noqa: E402
 
 # Two workers with a thread for every core each would spin against each other: tests took ten times as long.
 torch.set_num_threads(1)
@@ -28,6 +29,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that `needs` what this machine lacks, with the reason."""
     for marker in item.iter_markers("needs"):
         skip_without(*marker.args)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is `sampled` and not this commit's turn, unless tests were named."""
+    if config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    skipped = left_out(items, seed_of_the_code(), rounds())
+    if skipped:
+        config.hook.pytest_deselected(items=skipped)
+        gone = set(skipped)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)
