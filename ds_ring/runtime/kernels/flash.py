@@ -18,11 +18,10 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
-from ds_ring.runtime.kernels.flash_executors import INFINITY, Cudnn, Executor, Flash
+from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash
 from ds_ring.runtime.kernels.flash_on_cpu import OnCpu
 from ds_ring.runtime.kernels.interface import Asked, PartialGrads, PartialOut
 
-WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
 _MASKED = (
     'kernel "flash": expected a pattern whose tiles are windows, got a mask function (MaskMod), which is'
@@ -53,11 +52,12 @@ class FlashKernel:
         self._on_cuda: tuple[Executor, ...] = (Flash(),)
         if implementation == "cuDNN":
             self._on_cuda = (Cudnn(), Flash())
+        self._keeps = False
         self._kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         executors, width = self._executors(q, tiles), v.shape[-1]
-        most = _checked_width(q, max(q.shape[-1], width))
+        most = _checked_width(executors, max(q.shape[-1], width))
         q, k, v = (_usable(x, most) for x in (q, k, v))
         q, scale, _ = positive_scale(q, scale)
         group = q.shape[1] // k.shape[1]
@@ -75,8 +75,8 @@ class FlashKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         executors, widths = self._executors(q, tiles), (q.shape[-1], k.shape[-1], v.shape[-1])
         more = 0 if grad_lse is None else 1
-        most = _checked_width(q, max(q.shape[-1], v.shape[-1] + more), bool(more))
-        grad_out, out, lse = self._once_a_pass(grad_out, out, lse, grad_lse, most)
+        most = _checked_width(executors, max(q.shape[-1], v.shape[-1] + more), bool(more))
+        grad_out, out, lse = self._once_a_pass(executors, (grad_out, out, lse), grad_lse, most)
         if more:
             v = pad(v, (0, 1), value=1.0)
         q, k, v = (_usable(x, most) for x in (q, k, v))
@@ -93,9 +93,9 @@ class FlashKernel:
             del found, dq, dk, dv
 
     def of_heads(self, heads: slice) -> FlashKernel:
-        """Return a kernel of its own: what it keeps for a pass is of these heads."""
+        """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
         found = FlashKernel(self._implementation)
-        found._on_cpu, found._on_cuda = self._on_cpu, self._on_cuda
+        found._on_cpu, found._on_cuda, found._keeps = self._on_cpu, self._on_cuda, True
         return found
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
@@ -111,23 +111,26 @@ class FlashKernel:
         return self._on_cuda
 
     def _once_a_pass(
-        self, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, executors: tuple[Executor, ...], of_queries: tuple[Tensor, Tensor, Tensor],
+        grad_lse: Tensor | None, width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return what every hop of a backward pass reads of the queries, as the operators want it.
 
         They copy a gradient and an output whose tokens do not stand before their heads, so that is done once.
         """
-        given = (grad_out, out, lse) if grad_lse is None else (grad_out, out, lse, grad_lse)
+        given = of_queries if grad_lse is None else (*of_queries, grad_lse)
         kept, made_of_it = self._kept or ((), ())
         if len(given) == len(kept) and all(a is b for a, b in zip(given, kept, strict=True)):
             return made_of_it  # type: ignore[return-value]
+        grad_out, out, lse = of_queries
         if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
             grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
         grad_out, made = _usable(grad_out, width), _usable(out, width)
-        if out.device.type != "cpu":
+        if any(executor.tokens_first for executor in executors):
             grad_out, made = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, made))
         sums = lse.masked_fill(lse == -INFINITY, INFINITY)
-        self._kept = (given, (grad_out, made, sums))
+        if self._keeps:
+            self._kept = (given, (grad_out, made, sums))
         return grad_out, made, sums
 
 
@@ -153,13 +156,16 @@ def _too_wide(got: str) -> RingShapeError:
     )
 
 
-def _checked_width(q: Tensor, width: int, of_lse: bool = False) -> int:
-    """Return the head dimension that the operators compute with."""
-    if q.device.type == "cpu":
-        return width
-    if width > WIDEST:
+def _checked_width(executors: tuple[Executor, ...], width: int, of_lse: bool = False) -> int:
+    """Return the head dimension that the operators compute with.
+
+    Raises:
+        RingShapeError: there is no operator for it.
+    """
+    multiple = max(executor.multiple for executor in executors)
+    if any(executor.widest is not None and width > executor.widest for executor in executors):
         raise _too_wide(f"{width} with the gradient of the log-sum-exp" if of_lse else str(width))
-    return -(-width // 8) * 8
+    return -(-width // multiple) * multiple
 
 
 def _usable(x: Tensor, width: int) -> Tensor:

@@ -26,6 +26,7 @@ from ds_ring.runtime.kernels.flash_pieces import OPEN
 from ds_ring.runtime.kernels.interface import Rows
 
 INFINITY = float("inf")
+WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
 
 
 class Executor(Protocol):
@@ -34,9 +35,16 @@ class Executor(Protocol):
     q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
     `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
     the lse -inf.
+
+    Attributes:
+        multiple, widest: of what the head dimension must be a multiple, and its greatest value; None: any.
+        tokens_first: whether it copies a gradient or an output whose heads stand before its tokens.
     """
 
     name: str
+    multiple: int
+    widest: int | None
+    tokens_first: bool
 
     def takes(self, call: FlashCall) -> bool:
         """Return whether it can carry out this call."""
@@ -75,7 +83,7 @@ ATEN = Operators()
 class Flash:
     """Call aten's FlashAttention operators."""
 
-    name = "flash"
+    name, multiple, widest, tokens_first = "flash", 8, WIDEST, True
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
@@ -113,7 +121,7 @@ class Flash:
 class Cudnn:
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
-    name = "cudnn"
+    name, multiple, widest, tokens_first = "cudnn", 8, WIDEST, False
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators

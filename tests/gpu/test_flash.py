@@ -1,0 +1,68 @@
+"""Kernel "flash" on a GPU: every mask that is windows, 16-bit dtype, head dimension and implementation.
+
+Out, lse and every gradient are held against dense float64 on the same inputs, rounded to the dtype first;
+virtual ranks on one device. No GPU has run this yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ds_ring.runtime.kernels.flash import FlashKernel
+from tests.cases import LAYOUTS, PATTERNS, Shape, layout_for, tensors
+from tests.hops import ring_hops
+from tests.reference import dense_attention, relative_error
+
+LIMITS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+WINDOWS = [name for name in PATTERNS if "mask function" not in name]
+
+
+def hold(
+    name: str, layout_name: str, head_dim: int, dtype: torch.dtype, ring_size: int, implementation: str
+) -> None:
+    shape = Shape(2, 8, 2, 2000, head_dim)
+    pattern = PATTERNS[name](shape.tokens)
+    q, k, v, grad = (x.cuda() for x in tensors(shape, dtype))
+    layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=ring_size)
+    got = ring_hops(FlashKernel(implementation), q, k, v, grad, pattern, layout)
+    want = dense_attention(*(x.cpu() for x in (q, k, v, grad)), pattern)
+    sees = want.lse.isfinite()
+    assert torch.equal(got.lse.cpu().isfinite(), sees) and got.out.cpu()[~sees].eq(0).all()
+    assert relative_error(got.lse.cpu()[sees], want.lse[sees]) < LIMITS[dtype]
+    for part in ("out", "dq", "dk", "dv"):
+        error = relative_error(getattr(got, part).cpu(), getattr(want, part))
+        assert error < LIMITS[dtype], f"{part}: {error:.1e}"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_every_pattern_dtype_and_head_dimension(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    hold(name, "zigzag", head_dim, dtype, 4, "FA2")
+
+
+@pytest.mark.parametrize(("name", "layout_name"), list(itertools.product(WINDOWS, LAYOUTS)))
+def test_every_layout(name: str, layout_name: str) -> None:
+    hold(name, layout_name, 64, torch.bfloat16, 3, "FA2")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_cudnn(name: str, head_dim: int) -> None:
+    hold(name, "zigzag", head_dim, torch.bfloat16, 4, "cuDNN")
+
+
+@pytest.mark.parametrize("implementation", ["FA3", "FA4"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_other_implementations_where_their_packages_are(name: str, implementation: str) -> None:
+    from torch.nn import attention
+
+    pytest.importorskip({"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}[implementation])
+    try:
+        hold(name, "zigzag", 128, torch.bfloat16, 4, implementation)
+    finally:
+        attention.restore_flash_attention_impl()
