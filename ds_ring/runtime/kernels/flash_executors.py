@@ -83,7 +83,8 @@ ATEN = Operators()
 class Flash:
     """Call aten's FlashAttention operators."""
 
-    name, multiple, widest, tokens_first = "flash", 8, WIDEST, True
+    name, multiple, tokens_first = "flash", 8, True
+    widest: int | None = WIDEST
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
@@ -121,7 +122,8 @@ class Flash:
 class Cudnn:
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
-    name, multiple, widest, tokens_first = "cudnn", 8, WIDEST, False
+    name, multiple, tokens_first = "cudnn", 8, False
+    widest: int | None = WIDEST
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators

@@ -24,7 +24,8 @@ HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would retur
 class OnCpu:
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
-    name, multiple, widest, tokens_first = "cpu", 1, None, False
+    name, multiple, tokens_first = "cpu", 1, False
+    widest: int | None = None
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
