@@ -33,7 +33,7 @@ from ds_ring.estimator.estimate import estimate
 from ds_ring.estimator.model_memory import Moment
 from ds_ring.estimator.model_shape import ModelShape
 from ds_ring.estimator.training_setting import Setting
-from ds_ring.estimator.zero_memory import Zero
+from ds_ring.estimator.zero_memory import FLOAT, Zero
 from ds_ring.tables import console, print_table
 from ds_ring_launcher.hardware_file import read_hardware
 from ds_ring_launcher.local_ranks import run_ranks
@@ -174,7 +174,12 @@ def planned(run: Run) -> Moment:
         mlp_tokens=tile_tokens(True, SHAPE.intermediate) if "tiled_mlp" in parts else None,
         offload_checkpoints="offload_checkpoints" in parts, offload_attention="offload_attention" in parts,
     )  # fmt: skip
-    return estimate(setting).peak
+    peak = estimate(setting).peak
+    if run.steps > 1:
+        return peak
+    # Adam makes its two moments at the end of the first step.
+    states = peak.components["optimizer states"] - 2 * FLOAT * zero.share(SHAPE.parameters)
+    return peak._replace(components=peak.components | {"optimizer states": states})
 
 
 def meaning(size: int, run: Run) -> str:

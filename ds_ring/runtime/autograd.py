@@ -56,7 +56,7 @@ def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextMan
     return nullcontext() if made.exchange is None else made.exchange.guarded()
 
 
-@torch.library.custom_op("ds_ring::ring_attention", mutates_args=())
+@torch.library.custom_op("ds_ring::ring_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def ring_attention_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # An operator as well, so that the backward graph has one opaque node for the pass, too.
-@torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=())
+@torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
     grad_lse: Tensor | None = None,
@@ -196,7 +196,7 @@ def _replicated(
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
 
 
-@torch.library.custom_op("ds_ring::replicated_attention", mutates_args=())
+@torch.library.custom_op("ds_ring::replicated_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def replicated_attention_op(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,9 @@ def _(
     return fake_results(q, v)
 
 
-@torch.library.custom_op("ds_ring::replicated_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "ds_ring::replicated_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+)
 def replicated_attention_backward_op(
     grad_out: Tensor,
     q: Tensor,

@@ -70,7 +70,7 @@ def _of(which: Tensor) -> Placed:
 # with the layout of the batch that was traced. So the graph computes the handle in every run
 # (`place_attention` in graph_placement.py), as an int64 [1] on the CPU, and attention takes it as a tensor;
 # the backward pass gets the one that its forward pass had.
-@torch.library.custom_op("ds_ring::placed_attention", mutates_args=())
+@torch.library.custom_op("ds_ring::placed_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
     parts = _of(which).parts_of(q)
@@ -98,7 +98,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     return fake_results(q, v)
 
 
-@torch.library.custom_op("ds_ring::placed_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "ds_ring::placed_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+)
 def placed_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

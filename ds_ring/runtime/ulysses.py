@@ -8,6 +8,7 @@ first; the checks of q, k and v are made here, before they are taken apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ HEADS, TOKENS = 1, 2
 
 
 class Swap(NamedTuple):
-    """Describe one of the four all-to-alls of a step.
+    """Describe one of the four all-to-alls of a step; each takes all tensors of its place at once.
 
     Attributes:
         split_dim: the dimension that is split over the Ulysses ranks.
@@ -45,7 +46,7 @@ _SWAPS = {
 }
 
 
-@torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=())
+@torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
@@ -54,11 +55,47 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
         swap, mesh = _SWAPS[name], context.mesh
         # A sequence of one rank has none; its all-to-all hands the parts back.
         exchange = context.exchange or Exchange(mesh)
-        swapped = []
-        for x in tensors:
-            parts = x.chunk(mesh.ulysses_size, dim=swap.split_dim)
-            swapped.append(torch.cat(exchange.all_to_all(parts, mesh.ulysses_group), dim=swap.join_dim))
-        return swapped
+        by_rank = zip(*(x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors), strict=True)
+        packets = [_pack(parts) for parts in by_rank]
+        received = exchange.all_to_all(packets, mesh.ulysses_group)
+        del packets
+        shapes = [_part_shape(x, mesh.ulysses_size, swap) for x in tensors]
+        from_ranks = zip(*(_unpack(one, tensors, shapes) for one in received), strict=True)
+        return [torch.cat(parts, dim=swap.join_dim) for parts in from_ranks]
+
+
+# [Note: packets]
+# All tensors of a place go in one message to each rank: an all-to-all costs its latency once and not three
+# times. They may differ in dtype, so a packet is bytes, and wider elements stand first: each is aligned.
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+
+
+def _pack(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of some tensors as one; [Note: packets]."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
+
+
+def _part_shape(x: Tensor, size: int, swap: Swap) -> list[int]:
+    shape = list(x.shape)
+    shape[swap.split_dim] //= size
+    return shape
+
+
+def _unpack(packet: Tensor, like: Sequence[Tensor], shapes: Sequence[list[int]]) -> list[Tensor]:
+    """Return views of the tensors in a packet, with the dtypes of `like`."""
+    if len(like) == 1:
+        return [packet]
+    found: dict[int, Tensor] = {}
+    offset = 0
+    for index in _order(like):
+        size = math.prod(shapes[index]) * like[index].element_size()
+        part = packet[offset : offset + size].view(like[index].dtype)
+        found[index] = part.view(shapes[index])
+        offset += size
+    return [found[index] for index in range(len(like))]
 
 
 def _refusal(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:

@@ -18,7 +18,7 @@ from ds_ring.integrations.compile.graph_sharding import StaticSource, source_of
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 
 
-@torch.library.custom_op("ds_ring::greatest_position", mutates_args=())
+@torch.library.custom_op("ds_ring::greatest_position", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def greatest_position_op(local: Tensor, source: int) -> Tensor:
     """Return the greatest of all ranks' `local` [], an integer tensor. Collective over the sequence group.
 

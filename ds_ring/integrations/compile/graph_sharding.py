@@ -146,7 +146,7 @@ def source_of(source: int) -> RegisteredSource:
     return registered
 
 
-@torch.library.custom_op("ds_ring::place_attention", mutates_args=())
+@torch.library.custom_op("ds_ring::place_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def place_op(
     positions: Tensor,
     checked: bool,
@@ -243,7 +243,7 @@ def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarr
     return found
 
 
-@torch.library.custom_op("ds_ring::needs_backend", mutates_args=())
+@torch.library.custom_op("ds_ring::needs_backend", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def needs_backend_op(position_ids: Tensor) -> Tensor:
     """Mark the position ids of a model whose own attention would see local tokens only."""
     # The backend takes the mark away; wherever it runs, nobody has rewritten the attention.

@@ -50,7 +50,7 @@ def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
     return torch.stack(exchange.all_gather(local, found.sequence_group, found.sequence_size))
 
 
-@torch.library.custom_op("ds_ring::sequence_sum", mutates_args=())
+@torch.library.custom_op("ds_ring::sequence_sum", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
     """Return the sum of all ranks' `local`, the same bits on each of them. Collective over the sequence
     group.
@@ -78,7 +78,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 sequence_sum_op.register_autograd(_backward, setup_context=_keep_mesh)
 
 
-@torch.library.custom_op("ds_ring::sequence_max", mutates_args=())
+@torch.library.custom_op("ds_ring::sequence_max", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def sequence_max_op(local: Tensor, mesh: int) -> Tensor:
     """Return the elementwise maximum of all ranks' `local`; no gradient. Collective in the sequence."""
     return _of_all_ranks(local, mesh).amax(dim=0)
