@@ -96,7 +96,8 @@ EVALUATES_MASK_FUNCTIONS = {
 NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
-READS_THE_ENVIRONMENT = {"integrations.deepspeed.job_secret"}
+# How many ranks share a node: engines say it in the environment alone.
+READS_THE_ENVIRONMENT = {"integrations.deepspeed.job_secret", "integrations.deepspeed.node_size"}
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
 # Sockets and pipes have these two as well: they count where they are torch.distributed's.

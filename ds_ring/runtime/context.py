@@ -153,7 +153,8 @@ class RingContext:
         """Return what is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
         options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
         del options["hop_timeout_s"]
-        return {"pattern": str(self.pattern), "layout": str(self.layout), **options}
+        more = {"ranks per node": str(self.mesh.ranks_per_node)}
+        return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
 
     def _fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
         batch, heads, tokens, head_dim = q.shape
@@ -184,7 +185,7 @@ class RingContext:
             RingMismatchError: another rank's do not, or differ from this rank's.
         """
         refused: RingError | None = None
-        options = self.options
+        options, mesh = self.options, self.mesh
         try:
             layout, kernel = self.check(q, k, v)
             check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
@@ -202,6 +203,7 @@ class RingContext:
             kv_heads=k.shape[1],
             prune=options.prune,
             gradient_payload=options.gradient_payload,
+            ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
         )
         return plan, kernel, self._scale(q)
 

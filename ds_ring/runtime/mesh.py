@@ -40,6 +40,7 @@ class MeshOptions(TypedDict, total=False):
     heartbeat_timeout_s: float
     exit_after_fault_s: float | None
     secret: str | None
+    ranks_per_node: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +61,9 @@ class RingMesh:
         buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
         host_memory: where what checkpointed regions keep goes, if it is enabled.
         contexts: what `runtime/context.py` keeps for as long as this mesh lives.
-        traces: those that `runtime/trace.py` is making, the innermost last. Here and not in a variable of the
-            thread, since autograd runs the backward pass in a thread of its own.
+        traces: those that `runtime/trace.py` is making, innermost last; autograd's thread sees them, too.
         use: refuses calls on a closed mesh, in a forked child, and of two threads at once.
+        ranks_per_node: consecutive ranks of the world that share a node; None if that is not known.
     """
 
     grid: Grid
@@ -80,6 +81,7 @@ class RingMesh:
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
     traces: list[Trace] = field(default_factory=list, repr=False)
     use: MeshUse = field(default_factory=MeshUse, repr=False)
+    ranks_per_node: int | None = None
 
     @classmethod
     def single(cls) -> RingMesh:
@@ -97,6 +99,7 @@ class RingMesh:
         exit_after_fault_s: float | None = None,
         secret: str | None = None,
         watch: Watch | None = None,
+        ranks_per_node: int | None = None,
     ) -> RingMesh:
         """Cut the initialised world into data x ring x ulysses, ranks that are neighbours into one sequence.
 
@@ -113,6 +116,8 @@ class RingMesh:
             secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
                 characters; None lets rank 0 publish one in the store (see `rendezvous.py`).
             watch: a failure detector that this process has joined already; the mesh takes it over.
+            ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
+                rings over several nodes then travel on two levels where that sends less.
 
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
@@ -121,7 +126,8 @@ class RingMesh:
             RingPeerError: another rank failed meanwhile; names it.
         """
         grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
-        return cls._join(grid, timeout_s, heartbeat_timeout_s, exit_after_fault_s, secret, watch)
+        more = (exit_after_fault_s, secret, watch, ranks_per_node)
+        return cls._join(grid, timeout_s, heartbeat_timeout_s, *more)
 
     @classmethod
     def from_groups(
@@ -136,7 +142,7 @@ class RingMesh:
             sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
                 length. Within a group ranks stand in the order ring_rank * ulysses_size + ulysses_rank.
             ulysses_size: ranks that split heads by all-to-all.
-            options: `timeout_s`, `heartbeat_timeout_s`, `exit_after_fault_s`, `secret` of `from_world`.
+            options: the other arguments of `from_world`, but for `watch`.
 
         Raises:
             RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
@@ -181,8 +187,10 @@ class RingMesh:
         exit_after_fault_s: float | None = None,
         secret: str | None = None,
         watch: Watch | None = None,
+        ranks_per_node: int | None = None,
     ) -> RingMesh:
         """Join the failure detector and make the groups of a grid; see `from_world`."""
+        grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # or an error that says what it takes
         for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
             check_seconds(value, name)
         if exit_after_fault_s is not None:
@@ -194,7 +202,7 @@ class RingMesh:
             timeout = datetime.timedelta(seconds=timeout_s)
             what = "the making of the mesh's process groups"
             groups = call_guarded(lambda: make_groups(grid, timeout), watch, grid, what, 2, timeout_s)
-        mesh = cls(grid, dist.get_rank(), *groups, watch)
+        mesh = cls(grid, dist.get_rank(), *groups, watch, ranks_per_node=ranks_per_node)
         if watch is not None:
             weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
         return mesh
@@ -225,7 +233,6 @@ class RingMesh:
         """Return what passes on this mesh are noted in; None for nothing."""
         return self.traces[-1] if self.traces else None
 
-    # One property each, so that type checkers and readers see what a mesh has; the numbers are the grid's.
     @property
     def ring_size(self) -> int:
         return self.grid.ring_size

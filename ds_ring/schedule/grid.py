@@ -71,6 +71,29 @@ class Grid:
         if self.order == tuple(range(self.world_size)):
             object.__setattr__(self, "order", ())  # one form for one numbering
 
+    def ring_ranks_per_node(self, global_rank: int, ranks_per_node: int | None) -> int | None:
+        """Return how many neighbours on the ring of a rank share a node.
+
+        Args:
+            global_rank: whose ring.
+            ranks_per_node: consecutive ranks of the world that share a node; None if that is not known.
+
+        Returns:
+            a divisor of the ring size; None if not known, or if nodes have unequal parts of the ring.
+
+        Raises:
+            RingMeshError: the number is no positive integer.
+        """
+        if ranks_per_node is None:
+            return None
+        whole_number(ranks_per_node, "ranks_per_node", RingMeshError, MOST_RANKS)
+        data, _, ulysses = self.coordinates(global_rank)
+        ring = [self.global_rank(data, rank, ulysses) // ranks_per_node for rank in range(self.ring_size)]
+        inner = ring.count(ring[0])
+        first = ring[::inner]  # the node of each block of so many neighbours
+        even = ring == [node for node in first for _ in range(inner)] and len(set(first)) == len(first)
+        return inner if even else None
+
     @classmethod
     def of_groups(cls, world_size: int, sequences: Sequence[Sequence[int]], ulysses_size: int) -> Grid:
         """Return the grid whose sequences are the given groups of ranks; see `RingMesh.from_groups`.

@@ -22,7 +22,7 @@ fast, sums are handed on in float32 and only what returns to the owner is rounde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -166,6 +166,26 @@ class HeadClass:
                 relayed = count_slots(self.relayed(origin, direction, hop))
                 total += relayed + hop * (count_slots(self.held(origin, direction, hop)) - relayed)
         return total
+
+    def busiest_adapter(self, origins: Iterable[int], ranks_per_node: int) -> int:
+        """Return tokens that leave nodes through the network adapters of one place, the most of all places.
+
+        Args:
+            origins: whose shards count: all of a node, or of several.
+            ranks_per_node: R; each rank has an adapter, and all nodes are alike.
+        """
+        size, left = self.layout.ring_size, [0] * ranks_per_node
+        ways = ((one, way, hop) for one in origins for way in self.directions for hop in self._hops(one, way))
+        for origin, direction, hop in ways:
+            node = direction.reader(origin, hop, size) // ranks_per_node
+            before = direction.reader(origin, direction.before(hop), size)
+            if node == before // ranks_per_node == origin // ranks_per_node:
+                continue
+            relayed = count_slots(self.relayed(origin, direction, hop))
+            left[before % ranks_per_node] += relayed if before // ranks_per_node != node else 0
+            if origin // ranks_per_node != node:
+                left[origin % ranks_per_node] += count_slots(self.held(origin, direction, hop)) - relayed
+        return max(left)
 
     def tokens_needed(self, origin: int) -> int:
         """Return the least that must cross for one shard: the number of (token, other rank that reads it)."""

@@ -128,8 +128,16 @@ def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
     return (Direction(sign, size - 1),)
 
 
-def choose_directions(reads: ReadsOfShards) -> tuple[Direction, ...]:
+def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
+    """Let all shards travel inside nodes, and from node to node; `directions.py`, [Note: two levels]."""
+    return (Direction(sign, size - 1, ranks_per_node),)
+
+
+def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
     """Choose the directions whose tokens cross the fewest links; up on a tie, one rather than two.
+
+    Where nodes are known, those come first whose busiest network adapter sends least: two levels,
+    `directions.py`, unless little crosses (a window, say).
 
     What is sent is the same whichever way; [Note: relays and direct sends]. Two directions serve every reader
     from the nearer side, which is what a pattern that looks both ways needs.
@@ -140,9 +148,21 @@ def choose_directions(reads: ReadsOfShards) -> tuple[Direction, ...]:
     # size - 1 hops together, so every other rank is reached once
     both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
     origins = sampled_origins(size)
-    ways = (one_way(size), one_way(size, -1), both_ways)
-    # of equal sums `min` takes the first way
-    return min(ways, key=lambda way: sum(map(HeadClass(reads, slice(0, 1), way).links, origins)))
+    ways = [one_way(size), one_way(size, -1), both_ways]
+    of_nodes: list[int] = []
+    if ranks_per_node:
+        # all ranks of the first and of the middle node stand for those of all
+        firsts = {0, size // ranks_per_node // 2 * ranks_per_node}
+        of_nodes = [first + place for first in sorted(firsts) for place in range(ranks_per_node)]
+        ways += [two_levels(size, ranks_per_node), two_levels(size, ranks_per_node, -1)]
+
+    def cost(way: tuple[Direction, ...]) -> tuple[int, int]:
+        travel = HeadClass(reads, slice(0, 1), way)
+        crossing = travel.busiest_adapter(of_nodes, ranks_per_node) if ranks_per_node else 0
+        return crossing, sum(map(travel.links, origins))
+
+    # of equal costs `min` takes the first way
+    return min(ways, key=cost)
 
 
 def check_length(pattern: Pattern, layout: Layout) -> None:
@@ -168,6 +188,7 @@ def build_plan(
     prune: bool = True,
     directions: tuple[Direction, ...] | None = None,
     gradient_payload: str = "float32",
+    ranks_per_node: int | None = None,
 ) -> Plan:
     """Plan a ring pass.
 
@@ -179,6 +200,8 @@ def build_plan(
         directions: directions of travel; None takes those that cross the fewest links.
         gradient_payload: in which dtype dK and dV return, "float32" or "bfloat16"; they are added in the
             accumulators' either way.
+        ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size; None if that
+            is not known. With it a pattern that sends much between nodes travels on two levels.
 
     Raises:
         RingLayoutError: H is not a multiple of G.
@@ -208,8 +231,17 @@ def build_plan(
             f"build_plan: gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
             f" {shown(gradient_payload)}"
         )
+    size, nodes = layout.ring_size, 0
+    if ranks_per_node is not None:
+        nodes = whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
+    if nodes and size % nodes:
+        raise RingLayoutError(
+            f"build_plan: ranks_per_node: expected a divisor of the ring size {size}, got {nodes};"
+            " leave it out where nodes have unequal parts of the ring"
+        )
+    nodes = nodes if 1 < nodes < size else 0
     rounded = gradient_payload == "bfloat16"
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded)
+    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
 
 
 @lru_cache(maxsize=64)
@@ -221,6 +253,7 @@ def _built(
     prune: bool,
     directions: tuple[Direction, ...] | None,
     rounded: bool,
+    ranks_per_node: int,
 ) -> Plan:
     if query_heads % kv_heads:
         raise RingLayoutError(
@@ -231,6 +264,10 @@ def _built(
         (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)
     ]
     # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
-    directions = directions or (choose_directions(bound[0][1]) if prune else one_way(layout.ring_size))
+    if directions is None and prune:
+        directions = choose_directions(bound[0][1], ranks_per_node)
+    elif directions is None:
+        size = layout.ring_size
+        directions = two_levels(size, ranks_per_node) if ranks_per_node else one_way(size)
     classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -36,6 +36,7 @@ from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
+from ds_ring.integrations.deepspeed.node_size import ranks_per_node
 from ds_ring.integrations.deepspeed.ring_use import RingUse
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.teach_compile import teach_compile
@@ -154,6 +155,7 @@ def _session(
         heartbeat_timeout_s=config.heartbeat_timeout_seconds,
         exit_after_fault_s=config.hop_timeout_seconds,
         watch=watch,
+        ranks_per_node=ranks_per_node(),
     )
     return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
 

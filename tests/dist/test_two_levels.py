@@ -1,0 +1,66 @@
+"""Rings inside nodes and between them, on real gloo ranks: two nodes of two, against dense float64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_ring import RingMesh, build_plan
+from tests.cases import PATTERNS, Shape, layout_for, tensors
+from tests.dist.harness import RankPool
+from tests.dist.test_ring_attention import NAMES, run_ring
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=130)
+LAYOUTS = ("contiguous", "zigzag", "auto")
+
+
+def two_nodes(rank: int, world_size: int, dtype: torch.dtype, payload: str) -> dict[tuple[str, ...], float]:
+    """Relative errors of every pattern; and how many of the plans have two levels."""
+    mesh = RingMesh.from_world(world_size, ranks_per_node=2)
+    errors, levels = {}, 0
+    for number, (name, pattern_of) in enumerate(PATTERNS.items()):
+        pattern, layout_name = pattern_of(SHAPE.tokens), LAYOUTS[number % len(LAYOUTS)]
+        layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=world_size)
+        plan = build_plan(pattern, layout, query_heads=4, kv_heads=2, ranks_per_node=2)
+        levels += plan.classes[0].directions[0].ranks_per_node == 2
+        got, _ = run_ring(mesh, layout_name, name, SHAPE, dtype, gradient_payload=payload)
+        want = dense_attention(*tensors(SHAPE, dtype), pattern)
+        errors |= {(name, x): relative_error(got[x], getattr(want, x)) for x in NAMES}
+    assert levels > len(PATTERNS) // 3, levels
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "payload", "most"), [(torch.float32, "float32", 1e-5), (torch.float64, "bfloat16", 1e-2)]
+)
+def test_two_nodes_of_two_are_exact(rank_pool: Pool, dtype: torch.dtype, payload: str, most: float) -> None:
+    errors = rank_pool(4).run(two_nodes, dtype, payload, timeout_s=120)[0]
+    assert max(errors.values()) < most, errors
+    if payload != "float32":  # out and dQ do not travel, and keep float64
+        kept = [error for (_, name), error in errors.items() if name in ("out", "dq")]
+        assert max(kept) < 1e-12, errors
+
+
+def other_nodes(rank: int, world_size: int) -> str:
+    from ds_ring import Causal, ring_attention
+    from ds_ring.errors import RingMismatchError
+
+    mesh = RingMesh.from_world(world_size)
+    # as if a launcher had started other numbers of ranks on the nodes
+    mesh = replace(mesh, ranks_per_node=2 if rank else 1)
+    q = torch.zeros(1, 1, 4, 8)
+    try:
+        ring_attention(q, q, q, pattern=Causal(), layout="zigzag", mesh=mesh)
+    except RingMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_of_other_sizes_are_refused_on_all_ranks(rank_pool: Pool) -> None:
+    for text in rank_pool(2).run(other_nodes):
+        assert "ranks per node" in text, text

@@ -1,0 +1,118 @@
+"""Messages have both ends alike, in one ring and on two levels; what leaves a node by each adapter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
+from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.plan import Plan, one_way, two_levels
+from ds_ring.schedule.rank_plan import Direction
+from ds_ring.schedule.steps import Payload, Send
+from ds_ring.schedule.validate import validate_plan
+from tests.cases import PATTERNS, layout_for
+
+SIZES = {
+    Payload.KEYS: 1,
+    Payload.GRADIENTS: 2,
+    Payload.ROUNDED: 1,
+}  # of bfloat16 inputs
+
+
+def messages(plan: Plan, backward: bool) -> tuple[dict, dict]:
+    """By sender, receiver and batch the payloads, owners and slots, in order; as each end has them."""
+    ends: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
+    for rank in range(plan.ring_size):
+        schedule = lower_pass(plan.rank(rank).classes, plan.group, backward=backward, head_bytes=1)
+        for batch in schedule.batches():
+            for index, steps in batch.rounds:
+                for post in steps.posted:
+                    sent = isinstance(post, Send)
+                    pair = (rank, post.peer) if sent else (post.peer, rank)
+                    message = (index, post.payload, post.origin, post.slots.tolist())
+                    ends[not sent][*pair, batch.number].append(message)
+    return ends
+
+
+def ways(size: int, node: int) -> list[tuple[Direction, ...]]:
+    both = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
+    return [one_way(size, -1), both, two_levels(size, node), two_levels(size, node, -1)]
+
+
+@pytest.mark.parametrize(
+    ("size", "node", "names"),
+    [
+        (2, 1, ("causal", "full")),
+        (4, 2, ("causal", "window", "dilated", "documents")),
+        (8, 4, ("causal", "window both ways")),
+        (16, 4, ("causal",)),
+        (64, 8, ("causal",)),
+    ],
+)
+def test_both_ends_have_the_same_messages_in_every_batch(
+    size: int, node: int, names: tuple[str, ...]
+) -> None:
+    """In the same order, size and dtype: ranks match them by order alone."""
+    tokens = 4 * size + 3
+    for name in names:
+        pattern = PATTERNS[name](tokens)
+        layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=size)
+        taken = ways(size, node)[3 * (size > 16) :] if size > 2 else [one_way(2)]
+        for number, way in enumerate(taken):
+            payload = ("float32", "bfloat16")[number % 2]
+            plan = build_plan(
+                pattern, layout, kv_heads=2, query_heads=2, directions=way, gradient_payload=payload
+            )
+            for backward in (False, True):
+                sent, received = messages(plan, backward)
+                assert sent and sent == received, (name, way)
+
+
+@pytest.mark.parametrize(("size", "node"), [(4, 2), (6, 3), (6, 2)])
+def test_schedules_of_two_levels_are_proven(size: int, node: int) -> None:
+    tokens = 4 * size + 5
+    for name in ("causal", "full", "dilated", "window both ways"):
+        pattern = PATTERNS[name](tokens)
+        layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=size)
+        for sign, payload in ((1, "bfloat16"), (-1, "float32")):
+            way = two_levels(size, node, sign)
+            plan = build_plan(
+                pattern, layout, kv_heads=2, query_heads=2, directions=way, gradient_payload=payload
+            )
+            validate_plan(plan)
+
+
+def left_by_adapter(plan: Plan, node: int, backward: bool) -> np.ndarray:
+    """What each rank of some nodes sends to others, in shards of K and V; [nodes, ranks of a node]."""
+    left = np.zeros(plan.ring_size)
+    for rank in (place + first for first in (8, 56) for place in range(8)):
+        for steps in lower_pass(plan.rank(rank).classes, 1, backward=backward).chunks[0].steps.rounds:
+            for post in steps.posted:
+                if isinstance(post, Send) and post.peer // node != rank // node:
+                    left[rank] += count_slots(post.slots) * SIZES[post.payload]
+    return left.reshape(-1, node)[[1, 7]] / plan.layout.local_tokens
+
+
+def test_adapters_of_a_node_send_alike() -> None:
+    """Eight nodes of eight: one adapter of eight carries all in one ring; each an eighth with two levels."""
+    for pattern, name, whole in ((Full(), "contiguous", 7.0), (Causal(), "zigzag", 7.0)):
+        layout = make_layout(name, tokens=64 * 16, ring_size=64)
+        flat = left_by_adapter(build_plan(pattern, layout), 8, False)
+        assert (np.count_nonzero(flat, axis=1) == 1).all() and flat.max() > 6 * whole
+        for payload, backward, units in (("float32", False, 1), ("float32", True, 3), ("bfloat16", True, 2)):
+            plan = build_plan(pattern, layout, ranks_per_node=8, gradient_payload=payload)
+            left = left_by_adapter(plan, 8, backward)
+            assert (left.max(axis=1) / left.mean(axis=1)).max() <= 1.05
+            assert left.max() <= units * whole + 0.01
+            if isinstance(pattern, Full):
+                assert left.max() / left.mean() <= 1.05
+
+
+def test_what_hardly_crosses_stays_in_one_ring() -> None:
+    layout = make_layout("contiguous", tokens=16 * 64, ring_size=16)
+    plan = build_plan(SlidingWindow(32), layout, ranks_per_node=4)
+    assert {way.ranks_per_node for way in plan.classes[0].directions} == {0}
