@@ -3,7 +3,8 @@
     python tools/compare_levels.py --nodes 8 --hardware h100_flash3
 
 Prints seconds of a forward and a backward pass by tokens a rank, from the lowered schedules and the rates of
-a hardware file. Nothing is measured. Ranks 0, P / 2 and P - 1 stand for all; heads as Qwen3-8B's.
+a hardware file. Nothing is measured. Ranks 0, P / 2 and P - 1 stand for all; 32 heads
+of 128.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from ds_ring.estimator.pass_time import Rates, time_line, work_of
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring_launcher.hardware_file import read_hardware
 
-QUERY_HEADS, KV_HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 8, 128, 2
+QUERY_HEADS, HEAD_DIM, ELEMENT_BYTES = 32, 128, 2
 
 
-def seconds(hardware: Hardware, nodes: int, local: int, node: int | None, payload: str) -> float:
+def seconds(
+    hardware: Hardware, nodes: int, local: int, kv_heads: int, node: int | None, payload: str
+) -> float:
     """Return the seconds of both passes on the slowest of three ranks; `node` None for one ring of all."""
     size, of_node = nodes * hardware.devices_per_node, hardware.devices_per_node
     layout = make_layout("zigzag", tokens=size * local, ring_size=size)
-    heads = {"query_heads": QUERY_HEADS, "kv_heads": KV_HEADS}
+    heads = {"query_heads": QUERY_HEADS, "kv_heads": kv_heads}
     plan = build_plan(Causal(), layout, ranks_per_node=node, gradient_payload=payload, **heads)
     chunk_bytes = chunk_bytes_on("cuda", size)
     shape = PassShape(1, plan.group, local, HEAD_DIM, ELEMENT_BYTES, chunk_bytes, "flex")
@@ -55,6 +58,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=QUERY_HEADS, help="of 32 query heads")
     parser.add_argument("--hardware", default="h100_flash3", help="name or file, as of ds-ring plan")
     parser.add_argument("--local-tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
     options = parser.parse_args()
@@ -63,7 +67,7 @@ def main() -> None:
     print("tokens a rank   one ring   two levels   ratio   with bfloat16 gradients: one ring   two levels")
     for local in options.local_tokens:
         row = [
-            seconds(hardware, options.nodes, local, levels, payload)
+            seconds(hardware, options.nodes, local, options.kv_heads, levels, payload)
             for payload in ("float32", "bfloat16")
             for levels in (None, node)
         ]
