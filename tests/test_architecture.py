@@ -44,6 +44,7 @@ LAYERS = [
 SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
 IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
+    "runtime.chunks": {"runtime.kernels", "runtime.merge"},  # the hops of a ring pass
     "runtime.ring_buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.compiled_attention": {"runtime.merge"},  # the accumulators' dtype

@@ -1,15 +1,27 @@
 """Tiles -> blocks of the attention matrix, by interval arithmetic: what a block-sparse kernel must visit.
 
-Owns the rounding of tiles to blocks of B queries x B keys (FlexAttention's unit); knows no tensor. The
-cost is that of the non-empty blocks, never of all (T / B)^2.
+Owns the rounding of tiles to blocks of B queries x B keys (FlexAttention's unit); knows no tensor. Blocks of
+a row come as intervals, so the cost is that of the tiles and their rows, not of the blocks inside them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import Kind, Tiles, repeat_rows
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Kind, Tiles, repeat_rows
+
+_FAR = 1 << 32  # more than any number of a block
+
+
+class BlockIntervals(NamedTuple):
+    """Hold blocks first <= b < end of a row, each; ascending by row and block, disjoint; int64 [n]."""
+
+    row: IntArray
+    first: IntArray
+    end: IntArray
 
 
 def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
@@ -22,36 +34,84 @@ def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
     Returns:
         int64 [n, 2] of (query block, key block), ascending.
     """
-    pieces = _query_pieces(tiles, block)
-    row, q_block, k_first, k_last = pieces
-    k = tiles.k
-    low = k.slot[row] + k_first * k.slot_step[row]
-    high = k.slot[row] + k_last * k.slot_step[row]
-    dense = k.slot_step[row] <= block  # no block between the first and the last is skipped
-    count = np.where(dense, high // block - low // block + 1, k_last - k_first + 1)
-    again, which = repeat_rows(count)
-    skipped = (low[again] + which * k.slot_step[row][again]) // block
-    k_block = np.where(dense[again], low[again] // block + which, skipped)
-    return np.unique(np.stack([q_block[again], k_block], axis=1), axis=0)
+    partial, full = block_intervals(tiles, block)
+    row, first, end = _union(*(np.concatenate(parts) for parts in zip(partial, full, strict=True)))
+    which, place = repeat_rows(end - first)
+    return np.stack([row[which], first[which] + place], axis=1)
 
 
-def _query_pieces(tiles: Tiles, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cut every tile along its queries at block borders: tile, query block, first and last key index seen."""
-    q = tiles.q
-    last_slot = q.slot + (q.length - 1) * q.slot_step
-    dense = q.slot_step <= block
-    # steps wider than a block: each query is a piece of its own
-    count = np.where(dense, last_slot // block - q.slot // block + 1, q.length)
-    row, which = repeat_rows(count)
-    q_block = np.where(
-        dense[row], q.slot[row] // block + which, (q.slot[row] + which * q.slot_step[row]) // block
-    )
-    # ceil and floor: indices of the tile's first and last query inside the block
-    first = np.maximum(-((q.slot[row] - q_block * block) // q.slot_step[row]), 0)
-    last = np.minimum(((q_block + 1) * block - 1 - q.slot[row]) // q.slot_step[row], q.length[row] - 1)
-    # keys that a piece's queries see together: up to its last query (j <= i), from its first on (j >= i)
-    k_last = np.where(tiles.kind[row] == Kind.CAUSAL, last, tiles.k.length[row] - 1)
-    is_band = tiles.kind[row] == Kind.BI_CAUSAL
-    k_last = np.where(is_band, last + (tiles.k.length - q.length)[row], k_last)
-    k_first = np.where(is_band | (tiles.kind[row] == Kind.INVERSE_CAUSAL), first, 0)
-    return row, q_block, k_first, k_last
+def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[BlockIntervals, BlockIntervals]:
+    """Return the blocks to visit in each row of blocks: those with a mask inside, and those without.
+
+    A block has none if one tile attends to all of it. Where several tiles share a block, it counts as one
+    with a mask: that costs the mask and is right.
+
+    Args:
+        tiles: of one hop and one query head.
+        block: side of a block in slots, B.
+        by_key: rows are the key blocks, and their entries the query blocks.
+    """
+    ours, theirs = (tiles.k, tiles.q) if by_key else (tiles.q, tiles.k)
+    low, high = _band(tiles, by_key)
+    tile, row, first, last = _pieces(ours, block)
+    low, high, length = low[tile], high[tile], theirs.length[tile]
+    slot, step = theirs.slot[tile], theirs.slot_step[tile]
+    # What any of the piece's tokens sees, and what all of them see: index i sees i + low .. i + high.
+    any_first, any_last = np.maximum(first + low, 0), np.minimum(last + high, length - 1)
+    all_first, all_last = np.maximum(last + low, 0), np.minimum(first + high, length - 1)
+    whole = (ours.slot_step[tile] == 1) & (last - first + 1 == block) & (step == 1)
+    whole &= tiles.kind[tile] != Kind.PARTIAL
+    full_first, full_end = -(-(slot + all_first) // block), (slot + all_last + 1) // block
+    whole &= full_first < full_end
+    seen, dense = any_first <= any_last, step <= block
+    begin, end = (slot + any_first * step) // block, (slot + any_last * step) // block + 1
+    # Around the full ones, or all of them.
+    before, after = seen & dense & whole, seen & dense
+    parts = [
+        (row[before], begin[before], full_first[before]),
+        (row[after], np.where(whole, full_end, begin)[after], end[after]),
+    ]
+    # Steps wider than a block: each token is an interval of its own.
+    single = np.flatnonzero(seen & ~dense)
+    which, place = repeat_rows((any_last - any_first + 1)[single])
+    piece = single[which]
+    blocks = (slot[piece] + (any_first[piece] + place) * step[piece]) // block
+    parts.append((row[piece], blocks, blocks + 1))
+    partial = _union(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return partial, _union(row[whole], full_first[whole], full_end[whole])
+
+
+def _band(tiles: Tiles, by_key: bool) -> tuple[IntArray, IntArray]:
+    """Return least and most of (index on the other side - index on this side) that a tile attends to."""
+    kind, wider = tiles.kind, tiles.k.length - tiles.q.length
+    lower = (kind == Kind.INVERSE_CAUSAL) | (kind == Kind.BI_CAUSAL)
+    low = np.where(lower, 0, -UNBOUNDED)
+    high = np.where(kind == Kind.CAUSAL, 0, np.where(kind == Kind.BI_CAUSAL, wider, UNBOUNDED))
+    return (-high, -low) if by_key else (low, high)
+
+
+def _pieces(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut one side of every tile at block borders: tile, block, index of the first and of the last token."""
+    dense = axis.slot_step <= block
+    last_slot = axis.slot + (axis.length - 1) * axis.slot_step
+    # Steps wider than a block: each token is a piece of its own.
+    tile, which = repeat_rows(np.where(dense, last_slot // block - axis.slot // block + 1, axis.length))
+    slot, step = axis.slot[tile], axis.slot_step[tile]
+    number = np.where(dense[tile], slot // block + which, (slot + which * step) // block)
+    # Ceil and floor: indices of the first and the last token inside the block.
+    first = np.maximum(-((slot - number * block) // step), 0)
+    last = np.minimum(((number + 1) * block - 1 - slot) // step, axis.length[tile] - 1)
+    return tile, number, first, last
+
+
+def _union(row: IntArray, first: IntArray, end: IntArray) -> BlockIntervals:
+    """Join intervals of a row that overlap or touch; empty ones are dropped."""
+    kept = first < end
+    row, first, end = row[kept], first[kept], end[kept]
+    order = np.lexsort([first, row])
+    row, first = row[order], first[order]
+    # Of one row and those before it: rows stand so far apart that they never touch.
+    reach = np.maximum.accumulate(end[order] + row * _FAR)
+    starts = np.flatnonzero(np.append(True, first[1:] + row[1:] * _FAR > reach[:-1])[: len(row)])
+    lasts = np.append(starts[1:], len(row)) - 1 if len(row) else starts
+    return BlockIntervals(row[starts], first[starts], reach[lasts] - row[starts] * _FAR)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.waiting import Task
 
 _OPERATION, _REFUSAL = "operation", "refused"
 _VALUE_CHARACTERS = 300  # of a value in a report
@@ -49,19 +51,33 @@ def agree(
         RingPeerError: another rank did not take part before the deadline.
     """
     with exchange.mesh.in_call():
-        _agree(exchange, operation, fields, refused)
+        _compare(exchange, *_numbered(exchange, operation, fields, refused), refused)
 
 
-def _agree(
+def begin_to_agree(exchange: Exchange, operation: str, fields: Mapping[str, object]) -> Task:
+    """Begin what `agree` does, in a thread, for a call that is not refused here.
+
+    The caller stays in its call on the mesh, sends nothing of a payload before `result` of what is returned
+    has come back (or raised as `agree` does), and asks for it in any case.
+    """
+    mine, header = _numbered(exchange, operation, fields, None)
+    return Task(partial(_compare, exchange, mine, header, None)).start()
+
+
+def _numbered(
     exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None
-) -> None:
-    mesh = exchange.mesh
+) -> tuple[Report, torch.Tensor]:
+    """Count the call; return its report and its header."""
     # Refused calls count as well: ranks that go on after one must still have equal numbers.
-    exchange.call = next(mesh.calls)
+    exchange.call = next(exchange.mesh.calls)
     mine = {_OPERATION: operation, "number of the call": str(exchange.call)}
     mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
     # The refusal stands first: headers are compared lexicographically, so least[0] is 1 only if all refuse.
-    header = torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
+    return mine, torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
+
+
+def _compare(exchange: Exchange, mine: Report, header: torch.Tensor, refused: RingError | None) -> None:
+    """Exchange headers, and raise what `agree` says."""
     try:
         least, greatest = exchange.spread(header).tolist()
         all_refuse, all_equal = least[0] == 1, least == greatest
@@ -74,7 +90,7 @@ def _agree(
     if refused is not None:
         raise refused
     if not all_equal:
-        raise RingMismatchError(_describe(mesh, reports))
+        raise RingMismatchError(_describe(exchange.mesh, reports))
 
 
 def _digest(report: Report) -> int:

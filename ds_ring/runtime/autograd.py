@@ -31,7 +31,7 @@ def _pass_of(
 ) -> RingPass | GatherPass:
     """Return the pass of a context (back, if there is a gradient), after every rank has agreed to it."""
     context = context_of(handle)
-    plan, kernel, scale = context.prepare(q, k, v, grad_out, sinks)
+    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks)
     ring_rank, options = context.mesh.ring_rank, context.options
     # The yardstick sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
@@ -48,6 +48,7 @@ def _pass_of(
         context.check_finite if options.check_finite else None,
         trace=context.mesh.trace,
         host=context.mesh.host_memory if options.offload_on(q.device.type, q.shape[2]) else None,
+        agreed=agreed,
     )
 
 

@@ -1,30 +1,31 @@
 """Turn tiles of a hop into what FlexAttention reads: blocks to visit, and token labels for what is inside.
 
-Owns the rounding to blocks and the tables on the device. The mask inside a block is evaluated from the rule
-that the tiles were cut from (`masks/branches.py`). Tokens that no tile covers have no label and are not
-seen.
+Owns the tables on the device, and for how long they are kept. The mask inside a block is evaluated from the
+rule that the tiles were cut from (`masks/branches.py`). Tokens that no tile covers have no label and are not
+seen. Which hops share tables is `hop_geometry.py`'s.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.blocks import blocks_of_tiles
-from ds_ring.masks.branches import Branch
+from ds_ring.masks.blocks import BlockIntervals, block_intervals
 from ds_ring.masks.pair_mask import MaskFunction
-from ds_ring.masks.partitions import NO_LABEL
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.masks.tiles import Axis, Tiles, repeat_rows
+from ds_ring.runtime.hop_geometry import FARTHEST, Geometry, geometry_of
+from ds_ring.runtime.to_device import active_fake_mode, to_device
 
-FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and a distance has to fit as well
 KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
+TABLE_BYTES = 8 << 20  # of a hop's four tables of blocks: above it blocks of twice the side are taken
+FEW_INTERVALS = 8  # of blocks in a row: up to here rows are written on the device
 
 
 class BlockTable(NamedTuple):
@@ -95,27 +96,37 @@ class HopMask(NamedTuple):
     Attributes:
         q_rows, k_rows: first slot, a multiple of the block, and number of slots.
         tensors: the rest.
+        block: side of a block in slots.
     """
 
     q_rows: tuple[int, int]
     k_rows: tuple[int, int]
     tensors: HopTensors
+    block: int
 
 
-def hop_mask(tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0) -> HopMask:
-    """Return the mask of a table of tiles (not empty); the same object gives the same answer at once.
+def hop_mask(
+    tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
+    positions_matter: bool = False,
+) -> HopMask:  # fmt: skip
+    """Return the mask of a table of tiles (not empty); hops of one geometry share it.
 
     Args:
         tiles: of one hop, with a rule.
-        block: side of a block in slots.
+        block: side of a block in slots; see [Note: how large tables are].
         device: where the tables are to lie.
         shortest: at least so many queries, of `slots` that there are.
+        positions_matter: something beside the mask reads positions: a score_mod.
     """
-    key = (tiles, block, device, shortest, slots)
+    asked = (block, device, shortest, slots, positions_matter)
+    known = _keys.setdefault(tiles, {})
+    if asked not in known:
+        known[asked] = geometry_of(tiles, block, shortest, slots, positions_matter)
+    geometry = known[asked]
+    key = (geometry.key, block, device, active_fake_mode())
     found = _kept.get(key)
     if found is None:
-        found = _build(tiles, block, device, shortest, slots)
-        _kept[key] = found
+        found = _kept[key] = _build(geometry, tiles, block, device)
         while len(_kept) > 1 and sum(mask.tensors.nbytes for mask in list(_kept.values())) > KEPT_BYTES:
             _kept.popitem(last=False)
     else:
@@ -123,136 +134,67 @@ def hop_mask(tiles: Tiles, block: int, device: torch.device, shortest: int = 0, 
     return found
 
 
-_kept: OrderedDict[tuple[Tiles, int, torch.device, int, int], HopMask] = OrderedDict()
+_kept: OrderedDict[tuple[Any, ...], HopMask] = OrderedDict()
+# By tiles, which plans keep: what is found without looking at a single row of them.
+_keys: weakref.WeakKeyDictionary[Tiles, dict[tuple[Any, ...], Geometry]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Hold `Tokens` in numpy, padded to whole blocks with no label; labels [heads, branches, n]."""
-
-    first: int
-    length: int
-    position: IntArray
-    labels: IntArray
-
-    def blocks(self, block: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return each block's least and greatest position, and its label if all of it has one (or -1)."""
-        position = self.position.reshape(-1, block)
-        labels = self.labels.reshape(*self.labels.shape[:2], -1, block)
-        least = labels.min(-1)
-        return position.min(-1), position.max(-1), np.where(labels.max(-1) == least, least, NO_LABEL)
-
-    def on(self, device: torch.device) -> Tokens:
-        labels = torch.from_numpy(self.labels[..., : self.length].astype(np.int32)).to(device)
-        position = torch.from_numpy(self.position[: self.length].astype(np.int32)).to(device)
-        return Tokens(position, tuple(x.contiguous() for x in labels.unbind(1)))
-
-
-def _build(tiles: Tiles, block: int, device: torch.device, shortest: int, slots: int) -> HopMask:
-    rule = tiles.rule
-    assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
-    q, k = _sides(tiles, block, shortest, slots)
-    partial, full = [], []
+# [Note: how large tables are]
+# A table of blocks grows with the square of the shard: causal attention on a shard of 256 Ki tokens takes 32
+# MiB with blocks of 128. With blocks of twice the side it is a quarter, and what is computed in vain is half
+# a block a row, in a row of thousands of blocks. So blocks grow until the tables of a hop fit TABLE_BYTES.
+# Tables of narrow patterns are small at any length, and keep their blocks.
+def _build(geometry: Geometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
+    q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
-    for head_in_group in range(q.labels.shape[0]):
-        found = blocks_of_tiles(shifted.for_head(head_in_group), block)
-        is_full = _are_full(found, head_in_group, q.blocks(block), k.blocks(block), rule.branches_by_head[0])
-        of_head = np.concatenate([np.full((len(found), 1), head_in_group), found], axis=1)
-        partial.append(of_head[~is_full])
-        full.append(of_head[is_full])
-    shape = q.labels.shape[0], len(q.position) // block, len(k.position) // block
-    rows, full_rows, columns, full_columns = (
-        _table(np.concatenate(blocks), shape, by_key, device)
-        for by_key in (False, True)
-        for blocks in (partial, full)
+    by_head = [shifted.for_head(head_in_group) for head_in_group in range(geometry.heads)]
+    while True:
+        rows = [block_intervals(one, block) for one in by_head]
+        columns = [block_intervals(one, block, by_key=True) for one in by_head]
+        sizes = tuple(-(-side.length // block) for side in (q, k))
+        plans = [
+            _TablePlan.of([one[full] for one in found], size)
+            for found, size in ((rows, sizes[0]), (columns, sizes[1]))
+            for full in (0, 1)
+        ]
+        if sum(plan.nbytes for plan in plans) <= TABLE_BYTES:
+            break
+        block *= 2
+    partial_rows, full_rows, partial_columns, full_columns = (
+        plan.on(device, limit) for plan, limit in zip(plans, (sizes[1],) * 2 + (sizes[0],) * 2, strict=True)
     )
+    q_tokens, k_tokens = (Tokens(*tokens) for tokens in geometry.tokens(device))
     tensors = HopTensors(
-        q.on(device),
-        k.on(device),
-        _bands(rule, device),
-        rows,
+        q_tokens,
+        k_tokens,
+        _bands(geometry, device),
+        partial_rows,
         full_rows,
-        columns,
+        partial_columns,
         full_columns,
-        torch.tensor(_heads_of(rule), dtype=torch.int64, device=device),
-        rule.counts_twice,
+        to_device(torch.tensor(_heads_of(geometry.rule), dtype=torch.int64), device),
+        geometry.rule.counts_twice,
     )
-    return HopMask((q.first, q.length), (k.first, k.length), tensors)
-
-
-def _sides(tiles: Tiles, block: int, shortest: int, slots: int) -> tuple[_Side, _Side]:
-    """Return both sides, labelled together."""
-    assert tiles.rule is not None
-    sides = [_positions(tiles.q, block, shortest, slots), _positions(tiles.k, block)]
-    both = np.concatenate([position for _, _, position in sides])
-    assert both.max(initial=0) <= FARTHEST, f"position {both.max()} does not fit into 32 bits"
-    # Slots that no tile covers (-1) are labelled as position 0 would be, then lose the label.
-    parts = tiles.rule.labels(*(np.maximum(position, 0) for _, _, position in sides))
-    q, k = (
-        _Side(first, length, np.maximum(position, 0), np.where(position < 0, NO_LABEL, part))
-        for (first, length, position), part in zip(sides, parts, strict=True)
-    )
-    return q, k
-
-
-def _positions(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> tuple[int, int, IntArray]:
-    """Return first slot, number of slots, and the position of each (-1: none), padded to whole blocks."""
-    columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
-    # Tiles share runs: each distinct one is written once.
-    slot, slot_step, position, step, length = np.unique(np.stack(columns, axis=1), axis=0).T
-    first = int(slot.min()) // block * block
-    # Too few queries would make Inductor compile anew: the part begins earlier, or ends later.
-    if slots:
-        first = min(first, (slots - shortest) // block * block)
-    end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)
-    found = np.full(-(-(end - first) // block) * block, -1, dtype=np.int64)
-    row = np.repeat(np.arange(len(length)), length)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-    found[slot[row] - first + slot_step[row] * within] = position[row] + step[row] * within
-    return first, end - first, found
+    return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
 
 
 def _from(axis: Axis, first: int) -> Axis:
     return replace(axis, slot=axis.slot - first)
 
 
-def _are_full(
-    found: IntArray,
-    head_in_group: int,
-    q: tuple[IntArray, ...],
-    k: tuple[IntArray, ...],
-    branches: tuple[Branch, ...],
-) -> IntArray:
-    """Return True for the blocks (query block, key block) of which every pair is attended.
-
-    A block is one if some branch without a mask has all its queries and keys under one label, within its
-    band; others that are full cost a mask and are still right.
-    """
-    (q_least, q_most, q_label), (k_least, k_most, k_label) = q, k
-    i, j = found.T
-    # Bounds of query position - key position in each block.
-    nearest, farthest = q_least[i] - k_most[j], q_most[i] - k_least[j]
-    full = np.zeros(len(found), dtype=bool)
-    for number, branch in enumerate(branches):
-        if not branch.masks:
-            ours, theirs = q_label[head_in_group][number, i], k_label[head_in_group][number, j]
-            within = (nearest >= branch.least) & (farthest <= branch.most)
-            full |= within & (ours == theirs) & (ours >= 0)
-    return full
-
-
-def _bands(rule: BoundPattern, device: torch.device) -> tuple[BandTensors, ...]:
+def _bands(geometry: Geometry, device: torch.device) -> tuple[BandTensors, ...]:
     """Return what limits the branches beside their labels, once where all are alike; see `BandTensors`."""
-    branches = rule.branches_by_head[0]
+    branches = geometry.rule.branches_by_head[0]
     bands = [(b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches]
     if len(set(bands)) == 1:
         bands = bands[:1]
     found = []
     for *bounds, functions in bands:
         # No distance is beyond these, so a bound that is none stays without effect.
-        clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in bounds)
-        least, most = (torch.tensor(x, dtype=torch.int32, device=device) for x in clipped)
+        limits = (-FARTHEST, FARTHEST) if geometry.all_full else bounds
+        clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in limits)
+        least, most = (torch.full((), x, dtype=torch.int32, device=device) for x in clipped)
         found.append(BandTensors(least, most, functions))
     return tuple(found)
 
@@ -268,19 +210,75 @@ def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
 
 # [Note: tables of blocks]
 # `BlockMask.from_kv_blocks` is not used: it turns the rows into columns through a dense table of all (n /
-# B)^2 blocks. Both directions are sorted from the list of blocks here, trimmed to the widest row. No side of
-# a table is below 2: torch.compile takes a size of 1 for a constant and would compile again.
-def _table(found: IntArray, shape: tuple[int, int, int], by_key: bool, device: torch.device) -> BlockTable:
-    """Sort blocks (head_in_group, query block, key block) row by row; [Note: tables of blocks]."""
-    heads, rows = shape[0], max(shape[2] if by_key else shape[1], 2)
-    row = found[:, 0] * rows + found[:, 2 if by_key else 1]
-    column = found[:, 1 if by_key else 2]
-    # By row, then by column: lexsort's last key counts first.
-    order = np.lexsort([column, row])
-    row, column = row[order], column[order]
-    count = np.bincount(row, minlength=heads * rows)
-    index = np.zeros((heads * rows, max(int(count.max()), 2)), dtype=np.int32)
-    # The place of an entry in its row: its number less those of the rows before.
-    index[row, np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)] = column
-    counts = torch.from_numpy(count.astype(np.int32)).view(1, heads, rows)
-    return BlockTable(counts.to(device), torch.from_numpy(index).view(1, heads, rows, -1).to(device))
+# B)^2 blocks. Both directions are made from intervals here, trimmed to the widest row. No side of a table is
+# below 2: torch.compile takes a size of 1 for a constant and would compile again. The intervals are a few
+# numbers a row; the table is written from them on the device, and nothing is read back.
+class _TablePlan(NamedTuple):
+    """Hold the intervals of all heads' rows, and how large their table is; [Note: tables of blocks].
+
+    Attributes:
+        heads, rows, width: shape of the table.
+        intervals: rows counted over all heads.
+        counts: blocks of each row, int64 [heads * rows].
+    """
+
+    heads: int
+    rows: int
+    width: int
+    intervals: BlockIntervals
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, by_head: list[BlockIntervals], rows: int) -> _TablePlan:
+        rows = max(rows, 2)
+        heads = len(by_head)
+        row = np.concatenate([one.row + head * rows for head, one in enumerate(by_head)])
+        first, end = (np.concatenate([one[part] for one in by_head]) for part in (1, 2))
+        count = np.bincount(row, weights=end - first, minlength=heads * rows).astype(np.int64)
+        return cls(heads, rows, max(int(count.max()), 2), BlockIntervals(row, first, end), count)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.heads * self.rows * (self.width + 1)
+
+    def on(self, device: torch.device, blocks: int) -> BlockTable:
+        """Write the table; the numbers of its blocks are below `blocks`."""
+        row, first, end = self.intervals
+        length = end - first
+        # Number of each interval in its row, and of its first block.
+        start = np.searchsorted(row, np.arange(self.heads * self.rows))
+        number = np.arange(len(row)) - start[row]
+        place = np.cumsum(length) - length
+        place -= (np.cumsum(self.counts) - self.counts)[row]
+        most = int(number.max(initial=0)) + 1
+        if most <= FEW_INTERVALS:
+            index = self._written(device, number, place, first - place, most, blocks)
+        else:
+            host = np.zeros((self.heads * self.rows, self.width), dtype=np.int32)
+            which, within = repeat_rows(length)
+            host[row[which], place[which] + within] = first[which] + within
+            index = to_device(torch.from_numpy(host), device)
+        counts = to_device(torch.from_numpy(self.counts.astype(np.int32)), device)
+        return BlockTable(
+            counts.view(1, self.heads, self.rows), index.view(1, self.heads, self.rows, self.width)
+        )
+
+    def _written(
+        self, device: torch.device, number: np.ndarray, place: np.ndarray, shift: np.ndarray, most: int,
+        blocks: int,
+    ) -> Tensor:  # fmt: skip
+        """Return rows of place + shift, where the shift changes with each interval; int32."""
+        # [2, intervals, rows]: from which place on, and what the shift grows by there.
+        steps = np.zeros((2, most, self.heads * self.rows), dtype=np.int32)
+        row = self.intervals.row
+        steps[0, number, row] = place
+        steps[1, number, row] = shift
+        steps[1, 1:] -= np.where(steps[0, 1:] > 0, steps[1, :-1], 0)
+        on_device = to_device(torch.from_numpy(steps), device)
+        place_w = torch.arange(self.width, dtype=torch.int32, device=device)
+        index = place_w + on_device[1, 0].unsqueeze(1)
+        for one in range(1, most):
+            from_, by = (on_device[part, one].unsqueeze(1) for part in (0, 1))
+            index += (place_w >= from_) * by
+        # Behind the last block of a row stands what nobody reads.
+        return index.clamp_(max=max(blocks - 1, 0))

@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NoReturn
@@ -23,7 +23,7 @@ from ds_ring.errors import RingError
 from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Scores
-from ds_ring.runtime.agreement import agree
+from ds_ring.runtime.agreement import agree, begin_to_agree
 from ds_ring.runtime.checks import check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
@@ -133,8 +133,13 @@ class RingContext:
         k: Tensor,
         refused: RingError | None,
         more: Mapping[str, object] | None = None,
-    ) -> None:
+        later: bool = False,
+    ) -> Callable[[], None] | None:
         """Agree with the other ranks of the sequence on an operation over tensors like these, and on `more`.
+
+        Args:
+            later: begin only, where the device computes meanwhile; what is returned ends it, and is called
+                before a payload is sent. None: there is nothing to wait for any more.
 
         Raises:
             RingError: `refused`, on this rank.
@@ -143,10 +148,14 @@ class RingContext:
         if self.exchange is None or is_fake(q):
             if refused is not None:
                 raise refused
-            return
+            return None
         # Tensors that are refused may have no four dimensions to describe.
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
+        # On the CPU nothing computes meanwhile, so there it is over before anything begins.
+        if later and refused is None and q.is_cuda:
+            return begin_to_agree(self.exchange, operation, fields).result
         agree(self.exchange, operation, fields, refused)
+        return None
 
     @cached_property
     def _settings(self) -> dict[str, str]:
@@ -177,8 +186,10 @@ class RingContext:
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None
-    ) -> tuple[Plan, Kernel, float]:
+    ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:
         """Check the tensors, agree with the other ranks, and say what to run: plan, kernel and scale.
+
+        The last entry ends the agreement, where that goes on while the first hop computes; see `agree`.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
@@ -194,7 +205,9 @@ class RingContext:
             # Not raised here: the others wait for this rank's header ([Note: refusals] in agreement.py).
             refused = error
         operation = "attention forward" if grad_out is None else "attention backward"
-        self.agree(operation, q, k, refused, {} if refused is not None else _more_fields(v, sinks))
+        more = {} if refused is not None else _more_fields(v, sinks)
+        later = options.overlap and options.transport == "ring"
+        agreed = self.agree(operation, q, k, refused, more, later)
         _note_forward_pass(grad_out)
         plan = build_plan(
             self._pattern_here,
@@ -205,7 +218,7 @@ class RingContext:
             gradient_payload=options.gradient_payload,
             ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
         )
-        return plan, kernel, self._scale(q)
+        return plan, kernel, self._scale(q), agreed
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
         """Call `runtime/finite.py`'s, if the options ask for it."""

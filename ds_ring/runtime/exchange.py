@@ -7,73 +7,24 @@ Knows nothing of attention.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.errors import RingPeerError
 from ds_ring.health.watch import keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import Counters, Message, check_messages
-from ds_ring.runtime.waiting import Place, blame, error_of, wait_for
+from ds_ring.runtime.pending import DeviceWatch, Pending
+from ds_ring.runtime.streams import Streams, streams_of
+from ds_ring.runtime.waiting import Place, blame, error_of
 
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
-
-
-@dataclass
-class Pending:
-    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`."""
-
-    works: list[dist.Work]
-    peers: list[tuple[int, ...]]
-    mesh: RingMesh
-    place: Place
-    deadline: float
-    sent: list[Tensor]
-    received: list[Tensor]
-
-    def __post_init__(self) -> None:
-        self._versions = [_version(tensor) for tensor in self.sent]
-
-    def wait(self) -> None:
-        """Wait for every message of the batch.
-
-        Raises:
-            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
-            RingBufferError: a tensor was written while it was being sent.
-        """
-        try:
-            if self.works:
-                wait_for(self.works, self.peers, self.mesh, self.place, self.deadline, self._on_device)
-        except RingPeerError:
-            # torch may still read and write them: their memory must not be used again.
-            keep_for_ever(self.sent, self.received)
-            if self._on_device and self.mesh.ring_group is not None:
-                self.mesh.ring_group.abort()  # or NCCL's kernels would spin for ever
-            raise
-        versions = [_version(tensor) for tensor in self.sent]
-        if versions != self._versions:
-            raise RingBufferError(
-                f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
-                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
-                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
-            )
-        # A second wait then has nothing to do: without overlap a batch is waited for twice.
-        self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
-
-    @property
-    def _on_device(self) -> bool:
-        return any(tensor.is_cuda for tensor in (*self.sent, *self.received))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
 
 
 # [Note: rules of the exchange]
@@ -81,8 +32,9 @@ def _version(tensor: Tensor) -> int:
 # one batch per hop that holds every send and receive (blocking send-then-receive deadlocks at one element);
 # only contiguous buffers; headers compared before the first payload, since a message of another size or dtype
 # is otherwise received as silent garbage; buffers in flight are never written; every Work is kept and waited
-# for, with a deadline. Messages between two ranks are matched by order alone (NCCL ignores tags), so both
-# sides list a batch in the same order; with two ranks, previous and next are the same.
+# for, with a deadline (on a GPU by the stream, and the deadline is a thread's: `pending.py`). Messages
+# between two ranks are matched by order alone (NCCL ignores tags), so both sides list a batch in the same
+# order; with two ranks, previous and next are the same.
 class Exchange:
     """Send and receive the messages of one ring.
 
@@ -97,6 +49,7 @@ class Exchange:
         self.counters = Counters()
         self.call = 0  # number of the call that this rank is in, for messages
         self._latest: Pending | None = None
+        self._device_watch = DeviceWatch(mesh)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop at once; returns at once.
@@ -113,17 +66,19 @@ class Exchange:
                 to = self.mesh.global_rank_of(peer)
                 operations.append(dist.P2POp(function, tensor, to, group=self.mesh.ring_group))
         self.counters.count(sends, receives)
-        return self._start(operations, hop)
+        return self._start(operations, hop, self.mesh.ring_group)
 
-    def _start(self, operations: list[dist.P2POp], hop: int | None) -> Pending:
+    def streams(self, tensor: Tensor) -> Streams:
+        """Return how the streams of a tensor's device are ordered."""
+        return streams_of(tensor)
+
+    def _start(self, operations: list[dist.P2POp], hop: int | None, group: ProcessGroup | None) -> Pending:
         """Post all operations at once."""
         place = Place(self.call, hop)
         self._check_alive(hop)
         peers: list[tuple[int, ...]] = [(operation.peer,) for operation in operations]
         sent = [operation.tensor for operation in operations if operation.op is dist.isend]
         received = [operation.tensor for operation in operations if operation.op is dist.irecv]
-        # From the post on, not from the wait: with overlap a hop's attention lies between them.
-        deadline = time.monotonic() + self.hop_timeout_s
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
@@ -135,14 +90,34 @@ class Exchange:
             raise blame(self.mesh, hop, peers[0], cause) from error
         if len(works) < len(peers):  # NCCL answers with one Work for the whole batch
             peers = [tuple(sorted({peer for one in peers for peer in one}))]
-        self._latest = Pending(works, peers, self.mesh, place, deadline, sent, received)
+        self._latest = self._pending(works, peers, place, group, sent, received)
         return self._latest
+
+    def _pending(
+        self,
+        works: list[dist.Work],
+        peers: list[tuple[int, ...]],
+        place: Place,
+        group: ProcessGroup | None,
+        sent: list[Tensor],
+        received: list[Tensor],
+    ) -> Pending:
+        # gloo takes tensors of a GPU, but its works are waited for by the host.
+        on_device = any(x.is_cuda for x in (*sent, *received)) and dist.get_backend(group) != "gloo"
+        pending = Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
+        if on_device:
+            streams = self.streams((sent or received)[0])
+            pending.watch, pending.begun = self._device_watch, partial(streams.reached, streams.mark())
+        return pending
 
     def _check_alive(self, hop: int | None) -> None:
         """Refuse to go on after a fault: nothing works any more, and every call says why."""
-        watch = self.mesh.watch
+        watch, broken = self.mesh.watch, self.mesh.use.broken
         if watch is not None and watch.fault is not None:
             raise error_of(self.mesh, hop, watch.fault)
+        # One error object for all calls: each raise would lengthen its traceback.
+        if broken is not None:
+            raise broken.with_traceback(None)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -191,7 +166,7 @@ class Exchange:
             dist.P2POp(dist.irecv, heard, mesh.global_rank_in_sequence(behind), group=group),
             dist.P2POp(dist.isend, known, mesh.global_rank_in_sequence(ahead), group=group),
         ]
-        return self._start(operations, None)
+        return self._start(operations, None, group)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -238,5 +213,4 @@ class Exchange:
         """Wait for a collective; torch's own collectives on its own groups."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        deadline = time.monotonic() + self.hop_timeout_s
-        Pending([work], peers, self.mesh, Place(self.call, None), deadline, sent, got).wait()
+        self._pending([work], peers, Place(self.call, None), group, sent, got).wait()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ds_ring.errors import RingMeshError
+from ds_ring.errors import RingMeshError, RingPeerError
 
 
 class MeshUse:
@@ -19,10 +19,12 @@ class MeshUse:
 
     Attributes:
         closed: `RingMesh.close` was called.
+        broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
     """
 
     def __init__(self) -> None:
         self.closed = False
+        self.broken: RingPeerError | None = None
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_ring.errors import RingMismatchError
 from ds_ring.masks.slot_ranges import SlotRanges
+from ds_ring.runtime.streams import Streams
 
 
 class TokenRange(NamedTuple):
@@ -116,6 +117,10 @@ class Transport(Protocol):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> InFlight:
         """Start all messages of a hop at once."""
+        ...
+
+    def streams(self, tensor: Tensor) -> Streams:
+        """Return how the streams of a tensor's device are ordered."""
         ...
 
     def guarded(self) -> AbstractContextManager[None]:

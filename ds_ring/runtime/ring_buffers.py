@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.masks.slot_ranges import SlotRanges, count_slots, expand_ranges
+from ds_ring.masks.slot_ranges import SlotRanges, count_slots
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.messages import Message, TokenRange
+from ds_ring.runtime.to_device import slot_index
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, HeadChunk, Payload, Recv, Send
 
 FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
@@ -104,7 +105,7 @@ class RingBuffers:
         packed = self.pool.take(tensor, count_slots(ranges), dtype)
         self._packed.setdefault(step.packed, []).append(packed)
         if len(ranges) > FEW_RANGES:
-            index = torch.from_numpy(expand_ranges(ranges)).to(tensor.device)
+            index = slot_index(ranges, tensor.device)
             if tensor.dtype != dtype:
                 return packed.copy_(torch.index_select(tensor, 2, index))
             return torch.index_select(tensor, 2, index, out=packed)
@@ -118,7 +119,7 @@ class RingBuffers:
 def _put(tensor: Tensor, ranges: SlotRanges, part: Tensor, add: bool) -> None:
     """Add packed slots to what is where they belong, or write them there."""
     if len(ranges) > FEW_RANGES:
-        index = torch.from_numpy(expand_ranges(ranges)).to(tensor.device)
+        index = slot_index(ranges, tensor.device)
         (tensor.index_add_ if add else tensor.index_copy_)(2, index, part.to(tensor.dtype))
         return
     offset = 0

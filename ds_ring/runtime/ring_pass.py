@@ -10,22 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.chunks import BackwardChunk, Chunk, ForwardChunk, Queries, Totals
 from ds_ring.runtime.host_heads import HeadStream
 from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.merge import empty_results, merge_
+from ds_ring.runtime.merge import empty_results
 from ds_ring.runtime.messages import InFlight, Message, Transport
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.schedule.steps import RESULTS, Accumulate, Compute, HeadChunk, Round, Schedule, Send
+from ds_ring.schedule.steps import RESULTS, Accumulate, HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
 
 
@@ -46,6 +47,8 @@ class RingPass:
             other ranks have returned and before they are rounded; None if nobody wants to look.
         trace: notes what happened when; None for no trace, which costs nothing.
         host: where the backward pass finds q, k, v, out and lse; None: on the device.
+        agreed: called once before the first payload is posted; raises where ranks differ. None if they have
+            agreed already. See [Note: the header while the first hop computes].
     """
 
     plan: RankPlan
@@ -59,6 +62,7 @@ class RingPass:
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     trace: Trace | None = None
     host: HostMemory | None = None
+    agreed: Callable[[], None] | None = None
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,11 +78,11 @@ class RingPass:
         """
         out, lse = empty_results(q, v, q.dtype, sinks)
 
-        def begin(chunk: HeadChunk) -> _Chunk:
+        def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors.
             heads, own = chunk.query_heads, Pair(k[:, chunk.kv_heads], v[:, chunk.kv_heads])
             buffers = RingBuffers(chunk, self.buffers, own)
-            return _ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
+            return ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
 
         self._run(self._schedule(k, v, backward=False), begin)
         return out, lse
@@ -102,16 +106,16 @@ class RingPass:
         schedule = self._schedule(k, v, backward=True)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
 
-        def begin(chunk: HeadChunk) -> _Chunk:
+        def begin(chunk: HeadChunk) -> Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
             q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
-            queries = _Queries(grad_out[:, heads], q_here, out_here, lse_here, of_lse)
-            totals = _Totals(lse.dtype, (dq[:, heads], dk[:, kv], dv[:, kv]), self.trace)
+            queries = Queries(grad_out[:, heads], q_here, out_here, lse_here, of_lse)
+            totals = Totals(lse.dtype, (dq[:, heads], dk[:, kv], dv[:, kv]), self.trace)
             # What other ranks found for the own keys is added to the own shard's dK and dV.
             home = Pair(*totals.accumulators[1:])
             buffers = RingBuffers(chunk, self.buffers, Pair(k_here, v_here), home)
-            return _BackwardChunk(self, buffers, queries, totals)
+            return BackwardChunk(self, buffers, queries, totals)
 
         self._run(schedule, begin)
         return dq, dk, dv
@@ -126,9 +130,10 @@ class RingPass:
         sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
         return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
 
-    def _run(self, schedule: Schedule, begin: Callable[[HeadChunk], _Chunk]) -> None:
+    def _run(self, schedule: Schedule, begin: Callable[[HeadChunk], Chunk]) -> None:
         """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""
-        under_way: dict[int, _Chunk] = {}
+        under_way: dict[int, Chunk] = {}
+        agreed = self.agreed
         for batch in schedule.batches():
             with self._span("send", batch.hop):
                 messages = _Messages([], [])
@@ -136,25 +141,49 @@ class RingPass:
                     # Not earlier: a chunk takes memory only from the batch on in which it sets out.
                     if index not in under_way:
                         under_way[index] = begin(schedule.chunks[index])
-                    if _arrive_and_post(under_way[index], steps, messages):
+                    if _arrive_and_collect(under_way[index], steps, messages):
                         del under_way[index]
-                pending = self._post(messages, batch.hop)
+                self._note(messages)
+                pending = None if agreed is not None else self._post(messages, batch.hop)
+                mark = None if agreed is None else self._mark(messages)
             # What was posted is for the next hop; what is computed meanwhile is one hop behind.
             with self._span("compute", batch.hop - 1):
                 for index, steps in batch.rounds:
                     for step in steps.computed:
                         under_way[index].compute(step)
             with self._span("wait", batch.hop):
+                if agreed is not None:
+                    agreed()
+                    pending, agreed = self._post_behind(mark, messages, batch.hop), None
                 if pending is not None:
                     pending.wait()
             del messages, pending  # or buffers would live on while the next ones are made
 
+    # [Note: the header while the first hop computes]
+    # The first batch is the only one posted after its hop was launched: ranks compare their headers
+    # meanwhile. So that its messages do not wait for that hop, a mark is made before it, once all buffers
+    # are taken and packed, and the messages stand behind the mark (`streams.py`).
+    def _mark(self, messages: _Messages) -> Any:
+        everything = (*messages.sends, *messages.receives)
+        assert self.exchange is not None, "an agreement on a ring of one"
+        return self.exchange.streams(everything[0].tensor).mark() if everything else None
+
+    def _post_behind(self, mark: Any, messages: _Messages, hop: int) -> InFlight | None:
+        everything = (*messages.sends, *messages.receives)
+        if not everything:
+            return None
+        assert self.exchange is not None
+        with self.exchange.streams(everything[0].tensor).behind(mark):
+            return self._post(messages, hop)
+
     def _span(self, what: str, hop: int) -> AbstractContextManager[None]:
         return nullcontext() if self.trace is None else self.trace.span(what, hop, self.buffers)
 
-    def _post(self, batch: _Messages, hop: int) -> InFlight | None:
+    def _note(self, batch: _Messages) -> None:
         if self.trace is not None:
             self.trace.batch = PostedBatch(*(tuple(map(_size_of, messages)) for messages in batch))
+
+    def _post(self, batch: _Messages, hop: int) -> InFlight | None:
         if not (batch.sends or batch.receives):
             return None
         assert self.exchange is not None, "a plan with messages on a ring of one"
@@ -175,7 +204,7 @@ def _size_of(message: Message) -> MessageSize:
     return MessageSize(message.peer, message.tensor.nbytes)
 
 
-def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
+def _arrive_and_collect(chunk: Chunk, steps: Round, messages: _Messages) -> bool:
     """Do a chunk's steps up to its messages, which are added to `messages`; return whether it is done."""
     done = False
     for step in steps.arrived:
@@ -192,108 +221,3 @@ def _arrive_and_post(chunk: _Chunk, steps: Round, messages: _Messages) -> bool:
         side = messages.sends if isinstance(post, Send) else messages.receives
         side.extend(chunk.buffers.messages(post))
     return done
-
-
-class _Chunk(Protocol):
-    """Describe a head chunk under way."""
-
-    buffers: RingBuffers
-
-    def compute(self, step: Compute) -> None:
-        """Attend to the keys of a step."""
-        ...
-
-    def finish(self) -> None:
-        """Round what was accumulated into the results."""
-        ...
-
-
-class _Totals:
-    """Hold zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
-
-    def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
-        self.results, self._trace = results, trace
-        self.accumulators = tuple(
-            x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results
-        )
-        self._count(1)
-
-    def round(self) -> None:
-        """Write the results, where they are not written yet."""
-        self._count(-1)
-        for result, accumulator in self._own():
-            result.copy_(accumulator)
-
-    def _own(self) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self.results, self.accumulators, strict=True)
-        return [(result, accumulator) for result, accumulator in pairs if result is not accumulator]
-
-    def _count(self, sign: int) -> None:
-        if self._trace is not None:
-            self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
-
-
-class _ForwardChunk:
-    """Compute heads of a forward pass: each hop's part is merged into out and lse."""
-
-    def __init__(self, ring: RingPass, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
-        self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
-        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
-        self.totals = _Totals(lse.dtype, (out,), ring.trace)
-
-    def compute(self, step: Compute) -> None:
-        """Attend to the keys of a step; merge."""
-        (total,), lse = self.totals.accumulators, self.lse
-        keys_values = self.buffers.pair(step.buffer)
-        for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
-            # `rows.of` gives a view, so that the accumulators are changed in place.
-            rows, heads = part.q_rows, part.heads
-            merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
-            del part  # or it would live on while the kernel computes the next one
-        if self.ring.check is not None:
-            self.ring.check(step.hop, out=total, lse=lse)
-
-    def finish(self) -> None:
-        """Round `out`."""
-        self.totals.round()
-
-
-class _Queries(NamedTuple):
-    """Hold what stays at home in the backward pass, with the shapes of `RingPass.backward`."""
-
-    grad_out: Tensor
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-    grad_lse: Tensor | None
-
-
-class _BackwardChunk:
-    """Compute heads of a backward pass: gradients go to dQ, and to the accumulators of each hop's keys."""
-
-    def __init__(self, ring: RingPass, buffers: RingBuffers, queries: _Queries, totals: _Totals) -> None:
-        self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
-        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
-
-    def compute(self, step: Compute) -> None:
-        """Find the gradients of a step's tiles; add them up."""
-        grad_out, q, out, lse, grad_lse = self.queries
-        assert step.gradients is not None, "steps of a forward pass"
-        # Hop 0 adds to the own shard's accumulators, which exist already; other hops start from zeros.
-        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
-        dq, scale = self.totals.accumulators[0], self.ring.scale
-        inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
-        for part in self.kernel.backward(*inputs):
-            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
-            # Of all K/V heads: the kernel has summed over the query heads that share one.
-            part.k_rows.of(grads.first).add_(part.dk_BGSD)
-            part.k_rows.of(grads.second).add_(part.dv_BGSD)
-            del part
-        if self.ring.check is not None:
-            self.ring.check(step.hop, dq=dq, dk=grads.first, dv=grads.second)
-
-    def finish(self) -> None:
-        """Hand over the own shard's gradients, then round all of them."""
-        if self.ring.on_gradients_final is not None:
-            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
-        self.totals.round()

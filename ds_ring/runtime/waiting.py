@@ -22,7 +22,7 @@ from ds_ring.health.watch import Watch, keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
 
 FOR_EVER_S = 365 * 86400.0
-ASK_S = 20e-6  # between two looks at an event
+ASK_S = 1e-3  # between two looks at an event, by a thread
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,46 @@ class _Job:
         self.wake.set()
 
 
+class Task:
+    """Run a function in one of the threads that wait.
+
+    Args:
+        act: the function.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act, self._wake = act, threading.Event()
+        self._error: BaseException | None = None
+
+    def start(self) -> Task:
+        """Begin; return at once."""
+        _waiters.start(self)
+        return self
+
+    def run(self) -> None:
+        """Run to the end; called by the thread."""
+        try:
+            self._act()
+        except BaseException as error:
+            self._error = error
+        self._wake.set()
+
+    def result(self) -> None:
+        """Wait for the end; raise what the function raised. It must have a deadline of its own."""
+        self._wake.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class _Waiters:
     """Keep threads that wait; a free one is used again, one that is stuck is replaced."""
 
     def __init__(self) -> None:
-        self._free: list[SimpleQueue[_Job | None]] = []
+        self._free: list[SimpleQueue[_Job | Task | None]] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def start(self, job: _Job) -> None:
+    def start(self, job: _Job | Task) -> None:
         with self._lock:
             queue = self._free.pop() if self._free else None
             if queue is None:
@@ -85,7 +116,7 @@ class _Waiters:
                 thread.start()
         queue.put(job)
 
-    def _serve(self, queue: SimpleQueue[_Job | None]) -> None:
+    def _serve(self, queue: SimpleQueue[_Job | Task | None]) -> None:
         while (job := queue.get()) is not None:
             job.run()
             del job  # its works and buffers must not live on until the next one comes

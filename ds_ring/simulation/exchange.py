@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_ring.masks.slot_ranges import progressions_at
 from ds_ring.runtime.messages import Counters, Message, TokenRange, check_messages
+from ds_ring.runtime.streams import HOST, Streams
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.simulation.source import Geometry, Source, put_rows
 
@@ -100,6 +101,10 @@ class VirtualExchange:
         check_messages(receives)
         self.counters.count(sends, receives)
         return Arrived(partial(self._arrive, sends, receives))
+
+    def streams(self, tensor: Tensor) -> Streams:
+        """Return none to order: nothing travels."""
+        return HOST
 
     def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in sends:

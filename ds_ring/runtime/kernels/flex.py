@@ -23,6 +23,7 @@ from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
 from ds_ring.runtime.kernels.flex_calls import compiled_calls
 from ds_ring.runtime.kernels.flex_masks import ScoreTensors
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
+from ds_ring.runtime.to_device import numbers_on
 
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own
@@ -112,29 +113,31 @@ class FlexKernel:
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
             return 0
-        tensors = hop_mask(tiles, self._block, torch.device("cpu")).tensors
+        mask = hop_mask(tiles, self._block, torch.device("cpu"))
+        tensors = mask.tensors
         # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
-        return int(counts.sum()) * self._block**2 // counts.shape[1]
+        return int(counts.sum()) * mask.block**2 // counts.shape[1]
 
     def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
         if q.shape[-1] < 16 and q.device.type != "cpu":
             raise RingShapeError(
                 f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
             )
-        return hop_mask(tiles, self._block, q.device, min(q.shape[2], SHORTEST), q.shape[2])
+        shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
+        return hop_mask(tiles, self._block, q.device, shortest, q.shape[2], scored)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
         out, lse = self._calls.forward(
-            q, k, v, _marked(mask.tensors), self._score_tensors(q), self._block, scale, self._options
+            q, k, v, _marked(mask.tensors), self._score_tensors(q), str(mask.block), scale, self._options
         )
         return out, lse if self._natural else lse * math.log(2)
 
     def _score_tensors(self, q: Tensor) -> ScoreTensors | None:
         if self._scores is None:
             return None
-        return ScoreTensors(self._scores.mod.function, torch.tensor(self._scores.heads, device=q.device))
+        return ScoreTensors(self._scores.mod.function, numbers_on(tuple(self._scores.heads), q.device))
 
     @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
     def _operator(
@@ -145,7 +148,7 @@ class FlexKernel:
         if not self._natural:  # of the lse in base 2, and its gradient
             lse = _dynamic(lse / math.log(2), 2)
             grad_lse = None if grad_lse is None else _dynamic(grad_lse * math.log(2), 2)
-        tensors, how = _marked(mask.tensors), (self._score_tensors(q), self._block, scale, self._options)
+        tensors, how = _marked(mask.tensors), (self._score_tensors(q), str(mask.block), scale, self._options)
         return self._calls.backward(grad_out, q, k, v, out, lse, grad_lse, tensors, *how)
 
     @torch.enable_grad()

@@ -37,12 +37,12 @@ def _forward(
     v: Tensor,
     mask: HopTensors,
     scores: ScoreTensors | None,
-    block: int,
+    block: str,
     scale: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one hop; the lse as the operator has it."""
-    blocks = block_mask_of(mask, block).as_tuple()
+    blocks = block_mask_of(mask, int(block)).as_tuple()
     out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
     return out, lse
 
@@ -63,13 +63,13 @@ def _backward(
     grad_lse: Tensor | None,
     mask: HopTensors,
     scores: ScoreTensors | None,
-    block: int,
+    block: str,
     scale: float,
     options: dict[str, Any],
     joint: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
-    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
+    blocks, score_mod = block_mask_of(mask, int(block)).as_tuple(), score_mod_of(mask, scores)
     graph: Any = None if joint is None else partial(joint, score_mod)
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
@@ -100,7 +100,8 @@ def _gradient_of_score(
 # torch.compile makes constants of Python integers and of sizes that it was not told about. So everything that
 # differs from hop to hop enters as a tensor whose token dimensions are marked dynamic, the BlockMask is put
 # together inside the compiled function, and inputs are contiguous (strides are constants too). What remains
-# is compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function.
+# is compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function, side
+# of a block (a text: an integer that changes would become a symbol).
 @lru_cache(maxsize=8)
 def compiled_calls(backend: str | None) -> Calls:
     """Return the two functions, compiled by a backend of torch.compile; None leaves them as they are."""

@@ -1,0 +1,138 @@
+"""Compute the hops of a head chunk under way: what its steps mean for results and accumulators.
+
+Owns the sums that results are rounded from. Which step comes when is the ring pass's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.merge import merge_
+from ds_ring.runtime.ring_buffers import RingBuffers
+from ds_ring.runtime.trace import Trace
+from ds_ring.schedule.steps import Compute
+
+
+class PassSettings(Protocol):
+    """Describe what chunks need of a pass; see the attributes of `RingPass`."""
+
+    @property
+    def kernel(self) -> Kernel: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def check(self) -> Callable[..., None] | None: ...
+    @property
+    def on_gradients_final(self) -> Callable[[slice, Tensor, Tensor], None] | None: ...
+    @property
+    def trace(self) -> Trace | None: ...
+
+
+class Chunk(Protocol):
+    """Describe a head chunk under way."""
+
+    buffers: RingBuffers
+
+    def compute(self, step: Compute) -> None:
+        """Attend to the keys of a step."""
+        ...
+
+    def finish(self) -> None:
+        """Round what was accumulated into the results."""
+        ...
+
+
+class Totals:
+    """Hold zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
+
+    def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
+        self.results, self._trace = results, trace
+        self.accumulators = tuple(
+            x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results
+        )
+        self._count(1)
+
+    def round(self) -> None:
+        """Write the results, where they are not written yet."""
+        self._count(-1)
+        for result, accumulator in self._own():
+            result.copy_(accumulator)
+
+    def _own(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self.results, self.accumulators, strict=True)
+        return [(result, accumulator) for result, accumulator in pairs if result is not accumulator]
+
+    def _count(self, sign: int) -> None:
+        if self._trace is not None:
+            self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
+
+
+class ForwardChunk:
+    """Compute heads of a forward pass: each hop's part is merged into out and lse."""
+
+    def __init__(self, ring: PassSettings, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
+        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
+        self.totals = Totals(lse.dtype, (out,), ring.trace)
+
+    def compute(self, step: Compute) -> None:
+        """Attend to the keys of a step; merge."""
+        (total,), lse = self.totals.accumulators, self.lse
+        keys_values = self.buffers.pair(step.buffer)
+        for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
+            # `rows.of` gives a view, so that the accumulators are changed in place.
+            rows, heads = part.q_rows, part.heads
+            merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+            del part  # or it would live on while the kernel computes the next one
+        if self.ring.check is not None:
+            self.ring.check(step.hop, out=total, lse=lse)
+
+    def finish(self) -> None:
+        """Round `out`."""
+        self.totals.round()
+
+
+class Queries(NamedTuple):
+    """Hold what stays at home in the backward pass, with the shapes of `RingPass.backward`."""
+
+    grad_out: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+
+
+class BackwardChunk:
+    """Compute heads of a backward pass: gradients go to dQ, and to the accumulators of each hop's keys."""
+
+    def __init__(self, ring: PassSettings, buffers: RingBuffers, queries: Queries, totals: Totals) -> None:
+        self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
+        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
+
+    def compute(self, step: Compute) -> None:
+        """Find the gradients of a step's tiles; add them up."""
+        grad_out, q, out, lse, grad_lse = self.queries
+        assert step.gradients is not None, "steps of a forward pass"
+        # Hop 0 adds to the own shard's accumulators, which exist already; other hops start from zeros.
+        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
+        dq, scale = self.totals.accumulators[0], self.ring.scale
+        inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
+        for part in self.kernel.backward(*inputs):
+            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+            # Of all K/V heads: the kernel has summed over the query heads that share one.
+            part.k_rows.of(grads.first).add_(part.dk_BGSD)
+            part.k_rows.of(grads.second).add_(part.dv_BGSD)
+            del part
+        if self.ring.check is not None:
+            self.ring.check(step.hop, dq=dq, dk=grads.first, dv=grads.second)
+
+    def finish(self) -> None:
+        """Hand over the own shard's gradients, then round all of them."""
+        if self.ring.on_gradients_final is not None:
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
+        self.totals.round()

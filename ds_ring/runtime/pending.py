@@ -1,0 +1,171 @@
+"""Hold a batch of messages in flight, and wait for it: by the host, or on a GPU by the stream.
+
+Owns what a wait means on either, and the thread that watches over the works of a GPU. How long the host
+waits, and whom it blames, is `waiting.py`'s; what is posted is the exchange's.
+
+[Note: no host in the loop]
+A wait for a Work of NCCL makes the present stream wait and returns at once, so the host runs ahead of the
+GPU. Deadlines and verdicts are then a thread's: it looks at the mark that was made when the batch was posted
+(from there on the deadline runs: before it the GPU was busy with something else), then at the works. Where
+they fail, or do not end in time, it asks the monitor who is to blame, aborts the group, so that NCCL's
+kernels do not spin for ever, and marks the mesh as broken: the next call on it raises the error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.health.watch import keep_for_ever
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.waiting import Place, Task, wait_for
+
+LOOK_S = 1e-3  # between two looks of the thread at a mark or an event
+
+
+def _at_once() -> bool:
+    return True
+
+
+@dataclass
+class Pending:
+    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
+
+    Attributes:
+        works: of torch.
+        peers: of each the world ranks it depends on.
+        mesh: who is who.
+        place: where this is.
+        timeout_s: seconds that it may take.
+        sent, received: the tensors concerned.
+        group: what they travel through.
+        watch: takes over the deadline, on a device; None where the host waits.
+        begun: returns whether the device has come to the post.
+    """
+
+    works: list[dist.Work]
+    peers: list[tuple[int, ...]]
+    mesh: RingMesh
+    place: Place
+    timeout_s: float
+    sent: list[Tensor]
+    received: list[Tensor]
+    group: ProcessGroup | None = None
+    watch: DeviceWatch | None = None
+    begun: Callable[[], bool] = _at_once
+
+    def __post_init__(self) -> None:
+        self._versions = [_version(tensor) for tensor in self.sent]
+        # From the post on, not from the wait: with overlap a hop's attention lies between them.
+        self.deadline = time.monotonic() + self.timeout_s
+
+    def wait(self) -> None:
+        """Wait for every message of the batch: the host, or on a device the present stream.
+
+        Raises:
+            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
+            RingBufferError: a tensor was written while it was being sent.
+        """
+        if self.watch is not None and self.works:
+            for work in self.works:
+                work.wait()  # orders the present stream behind it; does not block
+            self.watch.add(self.works, self.peers, self)
+        elif self.works:
+            self._wait_here()
+        versions = [_version(tensor) for tensor in self.sent]
+        if versions != self._versions:
+            raise RingBufferError(
+                f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
+                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
+                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
+            )
+        # A second wait then has nothing to do: without overlap a batch is waited for twice.
+        self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
+
+    def _wait_here(self) -> None:
+        try:
+            wait_for(self.works, self.peers, self.mesh, self.place, self.deadline)
+        except RingPeerError:
+            # torch may still read and write them: their memory must not be used again.
+            keep_for_ever(self.sent, self.received)
+            raise
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Hold what the thread needs of a batch: no tensor, or memory would be held for longer."""
+
+    works: list[dist.Work]
+    peers: list[tuple[int, ...]]
+    place: Place
+    timeout_s: float
+    group: ProcessGroup | None
+    begun: Callable[[], bool]
+    device: torch.device
+
+
+class DeviceWatch:
+    """Watch over works of a device, in the order in which they were posted; [Note: no host in the loop].
+
+    Args:
+        mesh: who is who; its `use.broken` is set where a batch fails.
+    """
+
+    def __init__(self, mesh: RingMesh) -> None:
+        self._mesh = mesh
+        self._queue: deque[_Watched] = deque()
+        self._lock = threading.Lock()
+        self._running = False
+
+    def add(self, works: list[dist.Work], peers: list[tuple[int, ...]], batch: Pending) -> None:
+        """Watch over a batch from now on; returns at once."""
+        device = (batch.sent or batch.received)[0].device
+        one = _Watched(works, peers, batch.place, batch.timeout_s, batch.group, batch.begun, device)
+        with self._lock:
+            self._queue.append(one)
+            start, self._running = not self._running, True
+        if start:
+            Task(self._run).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running = False
+                    return
+                one = self._queue.popleft()
+            if self._mesh.use.broken is None:
+                self._see_through(one)
+
+    def _see_through(self, one: _Watched) -> None:
+        """Look until a batch is over; mark the mesh as broken where it fails."""
+        mesh = self._mesh
+        if torch.cuda.is_available():
+            torch.cuda.set_device(one.device)  # a thread has its own
+        # Before its post the device was busy with something else: the deadline runs from then on.
+        while not one.begun() and (mesh.watch is None or mesh.watch.fault is None):
+            time.sleep(LOOK_S)
+        noticed = mesh.watch is not None and mesh.watch.noticed
+        try:
+            deadline = time.monotonic() + one.timeout_s
+            wait_for(one.works, one.peers, mesh, one.place, deadline, on_device=True)
+        except RingPeerError as error:
+            mesh.use.broken = error
+            # Nobody has seen it yet: a host that is stuck must still be ended (`Watch._last_resort`).
+            if mesh.watch is not None:
+                mesh.watch.noticed = noticed
+            if one.group is not None:
+                one.group.abort()

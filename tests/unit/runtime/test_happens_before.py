@@ -1,0 +1,246 @@
+"""Every access of a pass is ordered: its streams, marks and waits under torch's race detector.
+
+The real executor runs on CPU tensors; its exchange is a stand-in that tells `torch.cuda._sanitizer` what a
+GPU would do: operators run on the caller's stream, messages on NCCL's, which begins behind the stream that
+posts and is waited for by a stream. Where two accesses of a buffer are not ordered, it says so.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.cuda._sanitizer import ArgumentHandler, EventHandler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_ring.errors import RingMismatchError
+from ds_ring.masks.tiles import Tiles
+from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, Rows
+from ds_ring.runtime.messages import Counters, Message
+from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.schedule.plan import build_plan
+from tests.cases import PATTERNS, layout_for
+
+MAIN, POSTING, NCCL = 0, 1, 2
+TOKENS = 96
+
+
+class Device(TorchDispatchMode):
+    """Tells the race detector what runs where.
+
+    Args:
+        left_out: number of the wait that is forgotten; None for none.
+
+    Attributes:
+        waits: how many there were.
+        errors: accesses that are not ordered.
+    """
+
+    def __init__(self, left_out: int | None = None) -> None:
+        super().__init__()
+        self.left_out, self.waits, self.errors = left_out, 0, []
+        self.stream = MAIN
+        self._handler, self._events = EventHandler(), 0
+
+    def launch(self, what: str, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Run something on a stream."""
+        written = {x.untyped_storage().data_ptr() for x in writes}
+        read = {x.untyped_storage().data_ptr() for x in reads} - written
+        names: dict[int, list[str]] = defaultdict(list)
+        self.errors += self._handler._handle_kernel_launch(stream, read, written, set(), what, names)
+
+    def record(self, stream: int) -> int:
+        """Make an event."""
+        self._events += 1
+        self._handler._handle_event_record(self._events, stream)
+        return self._events
+
+    def wait(self, event: int, stream: int) -> None:
+        """Make a stream wait, unless this is the wait to leave out."""
+        if self.waits != self.left_out:
+            self._handler._handle_event_wait(event, stream)
+        self.waits += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        arguments = Accesses()
+        arguments.parse_inputs(function._schema, args, kwargs or {}, is_factory=False)
+        arguments.parse_outputs(function._schema, result, is_factory=False)
+        self.launch(str(function), self.stream, arguments.read, arguments.written)
+        return result
+
+
+class Accesses(ArgumentHandler):
+    """Sort the tensors of an operator into read and written; torch's own looks at CUDA tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Tensor] = []
+        self.written: list[Tensor] = []
+
+    def _handle_argument(
+        self, value: Any, is_write: bool, metadata_only: bool, name: Any = None, is_output: bool = False
+    ) -> None:
+        if isinstance(value, Tensor) and (is_write or not metadata_only):
+            (self.written if is_write else self.read).append(value)
+
+
+class Streams:
+    """The streams of a pass, told to the detector."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def mark(self) -> int:
+        return self._device.record(self._device.stream)
+
+    def reached(self, mark: int) -> bool:
+        return True
+
+    @contextmanager
+    def behind(self, mark: int) -> Iterator[None]:
+        self._device.wait(mark, POSTING)
+        self._device.stream, before = POSTING, self._device.stream
+        yield
+        self._device.stream = before
+
+
+class Nccl:
+    """An exchange whose messages are accesses on a stream of their own."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.counters = device, Counters()
+
+    def streams(self, tensor: Tensor) -> Streams:
+        return Streams(self._device)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Work:
+        device = self._device
+        # Inside NCCL's work: not one of the pass's waits, so it is never left out.
+        device._handler._handle_event_wait(device.record(device.stream), NCCL)
+        device.launch("messages", NCCL, [m.tensor for m in sends], [m.tensor for m in receives])
+        return Work(device, device.record(NCCL))
+
+
+class Work:
+    """A batch in flight; a second wait does nothing, as `Pending`'s."""
+
+    def __init__(self, device: Device, event: int) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        if self._event >= 0:
+            self._device.wait(self._event, self._device.stream)
+        self._event = -1
+
+
+class Touch:
+    """A kernel that reads all that is given to it, and computes next to nothing."""
+
+    name = "touch"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        if len(tiles):
+            total = q + k.sum() + v.sum()
+            yield PartialOut(slice(None), Rows(0, 1, q.shape[2]), total, total.sum(-1))
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        if len(tiles):
+            rows, keys = Rows(0, 1, q.shape[2]), Rows(0, 1, k.shape[2])
+            total = q + grad_out + out + lse.unsqueeze(-1)
+            yield PartialGrads(slice(None), rows, keys, total, k + total.sum(), v + total.sum())
+
+    def of_heads(self, heads: slice) -> Kernel:
+        return self
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return 0
+
+
+def run(rank_plan: Any, slots: int, behind_mark: bool, left_out: int | None = None) -> Device:
+    """One pass forward and one back on a rank; then the caller writes to all of its tensors."""
+    q, k, v, grad = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4))
+    # The detector keeps the stack of every access: most of the time, and nothing is read from it.
+    stacks = mock.patch("traceback.StackSummary.extract", return_value=traceback.StackSummary())
+    with stacks, Device(left_out) as device:
+        agreed = (lambda: None) if behind_mark else None
+        # Two head chunks.
+        made = RingPass(rank_plan, Touch(), Nccl(device), 1.0, chunk_bytes=1 << 12, agreed=agreed)
+        device.launch("caller", MAIN, [], [q, k, v])
+        out, lse = made.forward(q, k, v)
+        buffers = [x for free in made.buffers._free.values() for x in free]
+        device.launch("caller", MAIN, [], [q, *buffers])
+        # A pass back waits for nothing of the pass forward: that one's waits are counted apart.
+        dq, dk, dv = made.backward(grad, q, k, v, out, lse)
+        buffers = [x for free in made.buffers._free.values() for x in free]
+        device.launch("caller", MAIN, [], [q, k, v, grad, out, lse, dq, dk, dv, *buffers])
+    return device
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_headers_are_compared_while_the_first_hop_computes_and_before_a_payload(refused: bool) -> None:
+    plan, slots = rank_of("causal", "zigzag", 4, 1)
+    told: list[str] = []
+
+    class Told(Touch):
+        def forward(self, *args: Any) -> Iterator[PartialOut]:
+            told.append("hop")
+            yield from super().forward(*args)
+
+    class Posted(Nccl):
+        def post(self, *args: Any) -> Work:
+            told.append("payload")
+            return super().post(*args)
+
+    def agreed() -> None:
+        told.append("headers")
+        if refused:
+            raise RingMismatchError("other arguments")
+
+    q, k, v = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2))
+    made = RingPass(plan, Told(), Posted(Device()), 1.0, agreed=agreed)
+    with pytest.raises(RingMismatchError) if refused else nullcontext():
+        made.forward(q, k, v)
+    assert told[:3] == ["hop", "headers", "payload"][: len(told)] and told.count("headers") == 1
+    assert ("payload" in told) is not refused
+
+
+def rank_of(name: str, layout_name: str, ring_size: int, rank: int) -> tuple[Any, int]:
+    pattern = PATTERNS[name](TOKENS)
+    layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ring_size)
+    return build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(rank), layout.local_tokens
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("name", ["causal", "full", "window both ways", "dilated", "documents, causal"])
+def test_every_access_is_ordered(name: str, layout_name: str) -> None:
+    """All ring sizes from 2 to 8; windows and documents travel in both directions."""
+    waits = 0
+    for ring_size in range(2, 9):
+        plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2)
+        for behind_mark in (True, False)[: 1 + (ring_size == 3)]:
+            device = run(plan, slots, behind_mark)
+            waits += device.waits
+            assert not device.errors, (ring_size, str(device.errors[0]))
+    assert waits > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_name"), [("causal", "zigzag"), ("window both ways", "contiguous"), ("full", "striped")]
+)
+def test_leaving_out_any_single_wait_is_found(name: str, layout_name: str) -> None:
+    for ring_size in (2, 3, 5):
+        plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2)
+        waits = run(plan, slots, True).waits
+        missed = [wait for wait in range(waits) if not run(plan, slots, True, wait).errors]
+        assert waits > 3 and not missed, (ring_size, missed, waits)
