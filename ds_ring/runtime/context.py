@@ -137,9 +137,8 @@ class RingContext:
     ) -> Callable[[], None] | None:
         """Agree with the other ranks of the sequence on an operation over tensors like these, and on `more`.
 
-        Args:
-            later: begin only, where the device computes meanwhile; what is returned ends it, and is called
-                before a payload is sent. None: there is nothing to wait for any more.
+        With `later`, only begin where a device computes meanwhile: what is returned ends it, and is called
+        before a payload is sent. None: there is nothing to wait for any more.
 
         Raises:
             RingError: `refused`, on this rank.
@@ -206,8 +205,7 @@ class RingContext:
             refused = error
         operation = "attention forward" if grad_out is None else "attention backward"
         more = {} if refused is not None else _more_fields(v, sinks)
-        later = options.overlap and options.transport == "ring"
-        agreed = self.agree(operation, q, k, refused, more, later)
+        agreed = self.agree(operation, q, k, refused, more, options.overlap and options.transport == "ring")
         _note_forward_pass(grad_out)
         plan = build_plan(
             self._pattern_here,
