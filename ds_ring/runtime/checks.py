@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
@@ -232,3 +233,11 @@ def check_keys(k_tokens: int, local_tokens: int) -> None:
             ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
             " layout that is passed here"
         )
+
+
+def as_array(positions: Tensor | None) -> np.ndarray | None:
+    """Return positions in numpy, integers as they are and other numbers in float64; None for None."""
+    if positions is None:
+        return None
+    host = positions.detach().cpu()
+    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from ds_ring.masks.heads import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.runtime.agreement import agree, begin_to_agree
-from ds_ring.runtime.checks import check_heads, check_keys, check_sinks, check_tensors, check_tokens
+from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
@@ -246,7 +245,7 @@ class RingContext:
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
             kernel = self._kernel(q)
             # As bytes, which can be hashed: the tiles are kept by them.
-            where = query_positions(self.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
+            where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",
                 "local keys": k.shape[2],
@@ -295,13 +294,6 @@ def _note_forward_pass(grad_out: Tensor | None) -> None:
     global _forward_passes_so_far
     if grad_out is None:
         _forward_passes_so_far += 1
-
-
-def _as_array(positions: Tensor | None) -> np.ndarray | None:
-    if positions is None:
-        return None
-    host = positions.detach().cpu()
-    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16
 
 
 CONTEXTS: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()
