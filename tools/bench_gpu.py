@@ -31,6 +31,8 @@ from gpu_rates import Shape, host_seconds, kernel_rates, merge_rate, ring_row
 from rich.table import Table
 from tqdm import tqdm
 
+from ds_ring.registry import KERNELS
+from ds_ring.runtime.kernels.rates import RATES
 from ds_ring.tables import console, print_table
 
 HERE = Path(__file__).resolve().parent
@@ -141,6 +143,17 @@ def write(folder: Path, header: Row, found: dict[str, list[Row]]) -> list[Path]:
     return paths
 
 
+def write_rates(device: str, rows: Sequence[Row], path: Path = RATES) -> None:
+    """Put the rates of a device into the file of `runtime/kernels/rates.py`, in place of those there."""
+    rates: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["kernel"] in KERNELS and "refused" not in row:
+            both = [float(row[f"{way} TFLOP/s"]) for way in ("forward", "backward")]
+            rates.setdefault(row["tiles"], {})[row["kernel"]] = both
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(known | {device: rates}, indent=1, sort_keys=True) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables, and write them where --output says."""
     parser = argparse.ArgumentParser(
@@ -160,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
     parser.add_argument("--output", type=Path, help="folder for the Markdown and JSON files")
+    parser.add_argument(
+        "--write-rates", action="store_true", help='add the rates to those by which "auto" takes a kernel'
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
@@ -170,6 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output is not None:
         for path in write(options.output, header, found):
             print(path)
+    if options.write_rates:
+        write_rates(header["device"], found.get("Kernels by kind of tile", []))
     wrong = any(row.get("exit status") for row in found.get("Correctness", []))
     return 1 if wrong else 0
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load
 from ds_ring.runtime.kernels.interface import Asked, Kernel
+from ds_ring.runtime.kernels.rates import fastest, kind_of, rates_of
 
 __all__ = ["Asked", "Kernel", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=16)
 def get_kernel(
     name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
     scores: Scores | None = None, asked: Asked | None = None,
@@ -24,8 +24,8 @@ def get_kernel(
     """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
     Args:
-        name: of a row of `KERNELS`, or "auto": the device's fast one, where scores are changed and that one
-            cannot do it the reference.
+        name: of a row of `KERNELS`, or "auto": the fastest by measured rates (`rates.py`), or the device's
+            fast one where none were measured; where scores are changed and that one cannot, the reference.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
             those of FlexAttention, "flash" implementation.
@@ -44,7 +44,7 @@ def get_kernel(
                 f'kernel "auto" has no fast kernel for {device_type} tensors in this version; set'
                 ' "kernel": "reference" to run the plain one there, knowing that it is slow'
             )
-        name = _chosen(device_type, scores)
+        name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
         raise RingConfigError(
             f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got another name"
@@ -69,8 +69,14 @@ def get_kernel(
                 f' {device_type} tensors; set "kernel": "reference" (slow), or run on CUDA with "flex"'
             )
         sizes["scores"] = scores
+    return _made(name, options, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=16)
+def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[str, Any], ...]) -> Kernel:
+    """Make a kernel: one for all patterns, since it may keep what it has compiled."""
     try:
-        kernel: Kernel = load(row.home)(**dict(options), **sizes)
+        kernel: Kernel = load(KERNELS[name].home)(**dict(options), **dict(sizes))
         return kernel
     # Options are keyword arguments of the kernel: one that it does not have is a TypeError.
     except TypeError as error:
@@ -79,12 +85,35 @@ def get_kernel(
         ) from None
 
 
-def _chosen(device_type: str, scores: Scores | None) -> str:
+def _chosen(device_type: str, scores: Scores | None, asked: Asked | None) -> str:
     """Return the kernel that "auto" stands for, and log it."""
     name = FAST_KERNELS[device_type]
+    if scores is None and asked is not None:
+        faster = fastest(rates_of(device_type), kind_of(asked.pattern), _able(asked))
+        if faster is not None:
+            _say(faster.kernel, device_type, faster.why)
+            return faster.kernel
     if scores is None or KERNELS[name].takes_scores:
-        _log.info("ds_ring: kernel %r for %s tensors", name, device_type)
+        _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
         return name
+    return _that_changes_scores(name, device_type, scores)
+
+
+def _able(asked: Asked) -> list[str]:
+    """Return the kernels that run on a device and can do what is asked."""
+    rows = {name: row for name, row in KERNELS.items() if row.device in (None, asked.device_type)}
+    return [name for name, row in rows.items() if row.refuses is None or load(row.refuses)(asked) is None]
+
+
+@cache
+def _say(name: str, device_type: str, why: str) -> None:
+    """Log a choice, once each."""
+    _log.info("ds_ring: kernel %r for %s tensors%s", name, device_type, f" ({why})" if why else "")
+
+
+@lru_cache(maxsize=16)
+def _that_changes_scores(name: str, device_type: str, scores: Scores) -> str:
+    """Return a kernel that runs anywhere and changes scores; warn of it once."""
     able = next(one for one, row in KERNELS.items() if row.takes_scores and row.device is None)
     _log.warning(
         "ds_ring: kernel %r for %s tensors, since the kernel %r cannot change scores (%s): it is slow, and"

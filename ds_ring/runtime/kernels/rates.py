@@ -1,0 +1,86 @@
+"""Choose the faster kernel for a pattern by measured rates, by device and kind of tile.
+
+Owns the file of rates beside it, `rates.json`, which `tools/bench_gpu.py --write-rates` writes on a machine
+with the device; there is none before somebody has, and no rate is guessed. Rates are TFLOP/s of attended
+pairs, so that a kernel's waste counts against it: {device: {kind: {kernel: [forward, backward]}}}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.partitions import ALL, Residue, Table
+from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.tiles import UNBOUNDED
+
+RATES = Path(__file__).with_name("rates.json")
+# A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
+FORWARD, BACKWARD = 4.0, 10.0
+
+Rates = Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+class Fastest(NamedTuple):
+    """Hold a kernel, and why it was taken."""
+
+    kernel: str
+    why: str
+
+
+@lru_cache(maxsize=64)
+def kind_of(pattern: Pattern) -> str:
+    """Return the kind of tiles that a pattern has: the words of `tools/gpu_rates.py`."""
+    branches = pattern.branches(Head(0, 1, 1))
+    primitives = [one for branch in branches for one in branch.queries.primitives]
+    if any(isinstance(one, Residue) for one in primitives):
+        return "LongNet"
+    if any(isinstance(one, Table) for one in primitives):
+        return "documents"
+    return _kind_of_band(branches[0])
+
+
+def _kind_of_band(branch: Branch) -> str:
+    least, most = branch.distance
+    if least > -UNBOUNDED and most < UNBOUNDED:
+        return "window"
+    return "full" if branch.queries == ALL and least == -UNBOUNDED and most == UNBOUNDED else "causal"
+
+
+@lru_cache(maxsize=1)
+def _all_rates(path: Path) -> dict[str, Rates]:
+    found: dict[str, Rates] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def rates_of(device_type: str, path: Path = RATES) -> Rates:
+    """Return what was measured of the current device, by kind of tile and kernel; empty if nothing was."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return _all_rates(path).get(torch.cuda.get_device_name(), {})
+
+
+def fastest(rates: Rates, kind: str, able: Iterable[str]) -> Fastest | None:
+    """Return the kernel that takes the least time for both passes of a pair; None without two to compare.
+
+    Args:
+        rates: of a device.
+        kind: of `kind_of`.
+        able: names of the kernels that can do what is asked.
+    """
+    measured = rates.get(kind, {})
+    seconds = {
+        name: FORWARD / measured[name][0] + BACKWARD / measured[name][1] for name in able if name in measured
+    }
+    if len(seconds) < 2:
+        return None
+    first, second, *_ = sorted(seconds, key=lambda name: seconds[name])
+    return Fastest(
+        first, f"{seconds[second] / seconds[first]:.2f} times as fast as {second!r} on {kind} tiles, measured"
+    )
