@@ -28,8 +28,10 @@ def seconds(
     """Return the seconds of both passes on the slowest of three ranks; `node` None for one ring of all."""
     size, of_node = nodes * hardware.devices_per_node, hardware.devices_per_node
     layout = make_layout("zigzag", tokens=size * local, ring_size=size)
-    heads = {"query_heads": QUERY_HEADS, "kv_heads": kv_heads}
-    plan = build_plan(Causal(), layout, ranks_per_node=node, gradient_payload=payload, **heads)
+    plan = build_plan(
+        Causal(), layout, query_heads=QUERY_HEADS, kv_heads=kv_heads, ranks_per_node=node,
+        gradient_payload=payload,
+    )  # fmt: skip
     chunk_bytes = chunk_bytes_on("cuda", size)
     shape = PassShape(1, plan.group, local, HEAD_DIM, ELEMENT_BYTES, chunk_bytes, "flex")
     near = hardware.intra_node_bytes_per_s if node else None

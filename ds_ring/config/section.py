@@ -1,9 +1,8 @@
 """Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
 
 Owns the keys of the section (those of "pattern" stand in pattern_section.py, those of "long_sequence" in
-long_sequence_section.py): names, defaults, units, limits, and how they depend on each other. Where the
-section is found stands in deepspeed_file.py, how a complaint is worded in messages.py; what a key makes the
-ring do stands where it is done. Imports no torch, reads no environment, has no global state.
+long_sequence_section.py): names, defaults, units, limits, and how they depend on each other. Where
+the section is found stands in deepspeed_file.py, how a complaint is worded in messages.py. Imports no torch.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class RingMesh:
         sequence_group: all ranks that share a sequence; None for size one.
         data_group: ranks that hold the same place of other sequences; None for size one.
         cpu_group: the sequence group through gloo, for headers; that group itself where it is gloo.
-        serial: number of the mesh in this process, for messages.
-        calls: counts the headers of this mesh; equal on all ranks as long as none was missed.
+        serial, calls: number of the mesh in this process; counts its headers, alike on all ranks.
         watch: hears who failed; None where the sequence has one rank, or the process group is fake.
         buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
         host_memory: where what checkpointed regions keep goes, if it is enabled.
@@ -278,8 +277,8 @@ class RingMesh:
 
     def global_rank_in_sequence(self, sequence_rank: int) -> int:
         """Return the world rank of another member of this rank's sequence; the index wraps around."""
-        ring_rank, ulysses_rank = divmod(sequence_rank % self.sequence_size, self.ulysses_size)
-        return self.grid.global_rank(self.data_rank, ring_rank, ulysses_rank)
+        place = divmod(sequence_rank % self.sequence_size, self.ulysses_size)
+        return self.grid.global_rank(self.data_rank, *place)
 
     def describe(self, sequence_rank: int) -> str:
         """Name a member of this rank's sequence for messages."""
@@ -293,11 +292,7 @@ class RingMesh:
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse what is no mesh, or one that cannot be used any more.
-
-    Raises:
-        RingMeshError: with what to pass instead.
-    """
+    """Refuse by a RingMeshError what is no mesh, or one that cannot be used any more."""
     if not isinstance(mesh, RingMesh):
         raise RingMeshError(
             f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"

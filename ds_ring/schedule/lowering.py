@@ -9,8 +9,7 @@ In the backward pass keys and values travel as in the forward one, and float32 a
 follow one hop behind them: what this rank adds to a shard at hop s can only be sent on once it is computed,
 in the batch posted before hop s + 1; the sum over the ranks before it arrives while hop s is computed. Where
 a token is handed on no further its accumulator returns to its owner directly. No hop's K/V is ever kept.
-(With two levels, `directions.py`, those that go to the next node are kept for as many batches as a node has
-ranks; which sums are handed on at all: `head_class.py`, [Note: where gradients are added].)
+(Keys for the next node are kept for R batches, `directions.py`; which sums are handed on: `head_class.py`.)
 
 [Note: head chunks]
 A chunk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
@@ -286,8 +285,7 @@ class _Direction:
         """Return the step that sends some slots of a hop's shard; at hop 0 they lie in place."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
         payload = payload or self.buffers[buffer].payload
-        # numbered in any case, used where the slots do not lie side by side in memory
-        packed = self._new(payload, slots)
+        packed = self._new(payload, slots)  # used where the slots do not lie side by side in memory
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer])
 
