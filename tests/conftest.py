@@ -32,8 +32,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is `sampled` and not this commit's turn, unless tests were named."""
-    if config.option.keyword or any("::" in argument for argument in config.args):
+    """Leave out what is `sampled` and not this commit's turn, unless something was named."""
+    if config.option.keyword or [Path(argument).name for argument in config.args] != config.getini(
+        "testpaths"
+    ):
         return
     skipped = left_out(items, seed_of_the_code(), rounds())
     if skipped:

@@ -3,7 +3,8 @@
 Owns the choice. Tables of cases (patterns x layouts x ranks, families of models) are longer than CI has time
 for. A run takes the n-th part of each such test's cases, at least one, chosen by a seed that changes with the
 code of ds_ring: the same commit takes the same cases everywhere, the next change takes others.
-DS_RING_ROUNDS=3 takes three times as many, DS_RING_ROUNDS=100 all of them; so does naming a test (`::`, -k).
+DS_RING_ROUNDS=3 takes three times as many, DS_RING_ROUNDS=5 all of them, and five times as many random cases.
+A file, a folder or a test that is named on the command line (or by -k) is run whole.
 """
 
 from __future__ import annotations

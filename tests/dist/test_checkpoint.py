@@ -141,6 +141,7 @@ def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.sampled(4)
 def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     results = rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS)

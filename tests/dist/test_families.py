@@ -109,6 +109,7 @@ def checked(rank: int, world_size: int, request: CheckRequest) -> list[ModelRepo
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=name_of)
+@pytest.mark.sampled(2)
 def test_a_family_is_exact_or_refused(rank_pool, row):
     family, asked, expected = row
     forms = in_this_round(row)

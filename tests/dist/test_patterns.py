@@ -150,6 +150,7 @@ def differentiate(
 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
+@pytest.mark.sampled(2)
 def test_dilated_attention_is_its_definition_and_the_mixture(rank_pool: Pool, ring_size: int) -> None:
     found = rank_pool(ring_size).run(dilated_errors, timeout_s=300)[0]
     assert len(found) == len(SETS) * 2 * LAYOUTS_PER_CASE[ring_size]
@@ -246,6 +247,7 @@ def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(("ring_size", "batches"), [(1, 2), (2, 3), (3, 3), (4, 2)])
+@pytest.mark.sampled(2)
 def test_any_pattern_on_any_layout_is_the_reference(rank_pool: Pool, ring_size: int, batches: int) -> None:
     """Cases are drawn ten at a time, so that ranks are not called for each: 100 in a round.
 

@@ -186,6 +186,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "layout", "packed", "checkpointing"), CASES)
+@pytest.mark.sampled(3)
 def test_the_length_is_that_of_the_whole_batch(
     rank_pool: Pool, family: str, layout: str, packed: bool, checkpointing: bool
 ) -> None:
@@ -203,6 +204,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("family", "layout", "route"), COMPILED)
+@pytest.mark.sampled(2)
 def test_the_length_is_that_of_the_whole_batch_in_compiled_code(
     rank_pool: Pool, family: str, layout: str, route: str
 ) -> None:

@@ -402,6 +402,7 @@ def run_block(place: Place, block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.document}:{block.first_line[:40]}")
+@pytest.mark.sampled(3)
 def test_block_does_what_its_document_says(place: Place, block: Block) -> None:
     run_block(place, block)
 

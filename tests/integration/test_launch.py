@@ -168,6 +168,7 @@ def test_ranks_meet(workplace: Workplace, engine: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("deepspeed", 17), ("torchrun", 1), ("mpirun", 17)])
+@pytest.mark.sampled(3)
 def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: int) -> None:
     require_engine(engine)  # torchrun ends with 1 whatever the rank said
     path = workplace.write(f"engine: {engine}\n{LOCAL}")
@@ -177,6 +178,7 @@ def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: 
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.sampled(3)
 def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     started = workplace.start([*DS_RING, str(workplace.write(f"engine: {engine}\n{LOCAL}")), "--", "--sleep"])
@@ -265,6 +267,7 @@ ENGINES = ["deepspeed", "torchrun", "mpirun"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(3)
 def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     hosts, caller = by_ssh(workplace, engine)
@@ -292,6 +295,7 @@ def command_lines() -> str:
 
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sampled(3)
 def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, reach: str) -> None:
     """On other hosts too; meanwhile no value of environment stands on a command line or in the output."""
     require_engine(engine)
