@@ -3,7 +3,8 @@
 A Llama with tied embeddings (5 layers of 384, vocabulary 32,000: 20 million parameters) makes DeepSpeed steps
 with a sliding window. The peak is the running sum of the profiler's allocation events; what is alive at that
 moment is listed by the size of its tensors, and the largest tensor that ever existed is compared with tokens
-x vocabulary and tokens x intermediate. The plan's peak stands beside it, with its components.
+x vocabulary and tokens x intermediate. The plan's peak stands beside it, with its components. A tensor that
+tiles rule out, or a plan that is off by more than 5 %, makes the exit code 1.
 
 Example:
     python tools/bench_long.py --tokens 131072               # what fits here: every set with tiled_loss
@@ -43,6 +44,7 @@ SHAPE = ModelShape(
     layers=5, hidden=384, heads=6, kv_heads=3, head_dim=64, intermediate=1024, vocab=32_000, tied=True
 )
 SETS = ["tiled_loss", "tiled_loss tiled_mlp", "tiled_loss offload_checkpoints", "all"]
+PLANNED_WITHIN = 0.05  # of the measured peak
 NAMES = ("tiled_loss", "tiled_mlp", "offload_checkpoints", "offload_attention")
 
 
@@ -196,6 +198,19 @@ def meaning(size: int, run: Run) -> str:
     return next((name for name, elements in of.items() if 4 * elements == size), "")
 
 
+def wrong(run: Run, found: Found, plan: Moment) -> str:
+    """Say what contradicts the options: a tensor that tiles rule out, a plan that is off; "" for nothing."""
+    rows = run.tokens // run.ranks
+    wide = {"tiled_loss": rows * SHAPE.vocab, "tiled_loss tiled_mlp": rows * SHAPE.intermediate}
+    parts = set(NAMES if run.parts == "all" else run.parts.split())
+    for needed, elements in wide.items():
+        # The whole embedding and its gradient are larger than short shards' rows.
+        if parts >= set(needed.split()) and found.largest // 4 >= elements > SHAPE.parameters:
+            return f"a tensor of {found.largest / MIB:.1f} MiB with {needed}"
+    ratio = plan.total / found.peak
+    return "" if abs(ratio - 1) <= PLANNED_WITHIN else f"planned {ratio:.3f} of what was measured"
+
+
 def report(run: Run, found: Found, as_json: bool) -> None:
     """Print the peak of a run and what was alive then."""
     local = run.tokens // run.ranks
@@ -257,11 +272,16 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for parts in options.options
     ]
+    errors: list[str] = []
     if not options.time:
         for run in runs:
             ranks = run_ranks(memory_rank, run.ranks, (run,), threads=1, deadline_s=options.deadline)
-            report(run, max(ranks, key=lambda found: found.peak), options.json)
-        return 0
+            found = max(ranks, key=lambda found: found.peak)
+            report(run, found, options.json)
+            errors.append(wrong(run, found, planned(run)))
+        for error in filter(None, errors):
+            print(f"WRONG: {error}", file=sys.stderr)
+        return int(any(errors))
     given = (runs, options.rounds)
     seconds = run_ranks(time_rank, options.ranks, given, threads=1, deadline_s=options.deadline)[0]
     first = statistics.median(seconds[0])
