@@ -68,6 +68,17 @@ def _agree(
         raise RingMismatchError(_describe(_gather(flat, watch, 1)))
 
 
+def agree_on_ranks_per_node(mine: int | None, watch: Watch | None) -> int | None:
+    """Return how many ranks share a node; None where nodes have different numbers of them. Collective.
+
+    Raises:
+        RingPeerError: another rank failed meanwhile; names it.
+    """
+    with leave_on_error(watch):
+        found = _gather(mine, watch, 2)
+    return mine if found.count(mine) == len(found) else None
+
+
 def _describe(configs: list[Flat]) -> str:
     """Describe the first rank that has another configuration than rank 0."""
     rank = next(rank for rank, config in enumerate(configs) if config != configs[0])

@@ -27,7 +27,7 @@ from ds_ring.health.joining import leave_on_error
 from ds_ring.health.watch import Watch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.deepspeed.auto_values import resolve_auto
-from ds_ring.integrations.deepspeed.config_agreement import agree_on_config
+from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, agree_on_ranks_per_node
 from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
 from ds_ring.integrations.deepspeed.dynamic_ring import shape_of
 from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evaluates, without_optimizer
@@ -155,7 +155,7 @@ def _session(
         heartbeat_timeout_s=config.heartbeat_timeout_seconds,
         exit_after_fault_s=config.hop_timeout_seconds,
         watch=watch,
-        ranks_per_node=ranks_per_node(),
+        ranks_per_node=agree_on_ranks_per_node(ranks_per_node(), watch),
     )
     return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
 
