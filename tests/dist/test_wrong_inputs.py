@@ -292,7 +292,7 @@ WRONG = {
     ),
     "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError", ("'pigeon'",), ALL),
     "kernel unknown": Wrong(
-        put(kernel="fast"), "RingConfigError", ("unknown kernel 'fast'", "auto, cpu, flex, reference")
+        put(kernel="fast"), "RingConfigError", ("unknown kernel 'fast'", "auto, cpu, flash, flex, reference")
     ),
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ("'fast'",), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got nan", "1 / sqrt(head_dim)")),

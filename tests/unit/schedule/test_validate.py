@@ -343,7 +343,8 @@ def gradients_to_other_tokens() -> Seeded:
 FAULTS = [
     (
         swapped_kinds,
-        "ring rank 1, batch 2.*: expected dK and dV as its sender's next message, got K and V: send",
+        r"ring rank 1, batch 2.*: expected dK and dV \(gradients\) as its sender's next message,"
+        r" got K and V \(keys\): send",
     ),
     (
         swapped_messages,
