@@ -7,6 +7,7 @@ block needs of memory stands in model_memory.py, what attention costs in cost.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_ring.errors import RingConfigError
 
@@ -42,40 +43,40 @@ class ModelShape:
                 " grouped-query attention shares each K/V head among equally many query heads"
             )
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Count the q, k, v and output projections of one layer."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
-    @property
+    @cached_property
     def mlp_parameters(self) -> int:
         """Count the gate, up and down projections of one layer."""
         return 3 * self.hidden * self.intermediate
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Count the parameters of one layer, its two norms included."""
         return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
 
-    @property
+    @cached_property
     def head_parameters(self) -> int:
         """Count the output matrix, which may be the embedding."""
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Count all parameters, each once."""
         matrices = (1 if self.tied else 2) * self.head_parameters
         return self.layers * self.layer_parameters + matrices + self.hidden
 
-    @property
+    @cached_property
     def largest_parameter(self) -> int:
         """Return the elements of the largest single tensor."""
         return max(
             self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
         )
 
-    @property
+    @cached_property
     def matrix_parameters(self) -> int:
         """Count parameters that multiply every token: all but the embedding's rows and the norms."""
         # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).

@@ -97,8 +97,8 @@ OPTIONS = (
         "--offload-attention",
         (("ring_attention", "long_sequence", "offload_attention"), True),
         lambda s: s.offload_attention is True,
-        _HOST,
-        _has_host,
+        f"a GPU, and {_HOST}",
+        lambda s: not s.host_is_device and _has_host(s),  # on the CPU it saves nothing
         lambda s: replace(s, offload_attention=True),
     ),
     MemoryOption(
@@ -140,7 +140,14 @@ OptionSet = tuple[MemoryOption, ...]
 
 def option_sets(setting: Setting) -> Iterator[tuple[OptionSet, Setting]]:
     """Yield every set of options that can be turned on, the empty one first, with the setting that has it."""
-    off = [option for option in OPTIONS if not option.is_on(setting)]
+    checkpointed = replace(setting, checkpointing=True)  # what some of them need
+    off = [
+        option
+        for option in OPTIONS
+        if not option.is_on(setting)
+        and (option.is_possible(setting) or option.is_possible(checkpointed))
+        and not (setting.host_is_device and option.flag.startswith("--offload"))  # saves nothing there
+    ]
     for count in range(len(off) + 1):
         for chosen in combinations(off, count):
             changed = with_options(setting, chosen)
