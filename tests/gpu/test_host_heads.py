@@ -12,17 +12,15 @@ import ds_ring
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.options import Options
+from tests.one_rank import one_rank_mesh
 
 H, G, D = 32, 8, 128
 
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[ds_ring.RingMesh]:
-    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
-    made = ds_ring.RingMesh.from_world(ring_size=1)
-    yield made
-    made.close()
-    torch.distributed.destroy_process_group()
+    with one_rank_mesh("nccl", tmp_path) as made:
+        yield made
 
 
 def passes(mesh: ds_ring.RingMesh, tokens: int, offload: bool) -> tuple[list[torch.Tensor], int]:

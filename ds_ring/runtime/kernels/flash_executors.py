@@ -80,14 +80,18 @@ class Operators(NamedTuple):
 ATEN = Operators()
 
 
-class Flash:
+class CallsOperators:
+    """Hold the operators that an executor calls."""
+
+    def __init__(self, operators: Operators = ATEN) -> None:
+        self._operators = operators
+
+
+class Flash(CallsOperators):
     """Call aten's FlashAttention operators."""
 
     name, multiple, tokens_first = "flash", 8, True
     widest: int | None = WIDEST
-
-    def __init__(self, operators: Operators = ATEN) -> None:
-        self._operators = operators
 
     def takes(self, call: FlashCall) -> bool:
         return True
@@ -119,14 +123,11 @@ class Flash:
         return tuple(_back(x, r, len(q), call) for x, r in zip(found, (rows, keys, keys), strict=True))  # type: ignore[return-value]
 
 
-class Cudnn:
+class Cudnn(CallsOperators):
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
     name, multiple, tokens_first = "cudnn", 8, False
     widest: int | None = WIDEST
-
-    def __init__(self, operators: Operators = ATEN) -> None:
-        self._operators = operators
 
     def takes(self, call: FlashCall) -> bool:
         full = call.left == OPEN and call.right == OPEN

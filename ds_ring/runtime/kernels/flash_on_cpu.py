@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.kernels.flash_calls import FlashCall
-from ds_ring.runtime.kernels.flash_executors import ATEN, INFINITY, Operators
+from ds_ring.runtime.kernels.flash_executors import INFINITY, CallsOperators
 from ds_ring.runtime.kernels.flash_pieces import OPEN
 from ds_ring.runtime.kernels.interface import Rows
 
@@ -21,14 +21,11 @@ STRIP = 128  # queries of one strip
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 
-class OnCpu:
+class OnCpu(CallsOperators):
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
     name, multiple, tokens_first = "cpu", 1, False
     widest: int | None = None
-
-    def __init__(self, operators: Operators = ATEN) -> None:
-        self._operators = operators
 
     def takes(self, call: FlashCall) -> bool:
         return True

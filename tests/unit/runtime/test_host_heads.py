@@ -17,6 +17,7 @@ from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.options import Options
 from ds_ring.schedule.head_chunks import LONG_SHARD, heads_on_host
+from tests.one_rank import one_rank_mesh
 from tests.reference import dense_attention
 
 B, H, G, S, D = 2, 4, 2, 24, 8
@@ -24,11 +25,8 @@ B, H, G, S, D = 2, 4, 2, 24, 8
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[ds_ring.RingMesh]:
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    made = ds_ring.RingMesh.from_world(ring_size=1)
-    yield made
-    made.close()
-    torch.distributed.destroy_process_group()
+    with one_rank_mesh("gloo", tmp_path) as made:
+        yield made
 
 
 def attend(mesh: ds_ring.RingMesh, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:

@@ -1,0 +1,33 @@
+"""Hold a kernel's virtual ring on a GPU against dense float64 on the same inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.kernels import Kernel
+from tests.cases import Shape, layout_for, tensors
+from tests.hops import ring_hops
+from tests.reference import dense_attention, relative_error
+
+
+def hold_kernel(
+    kernel: Kernel,
+    pattern: Pattern,
+    layout_name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    ring_size: int,
+    limit: float,
+) -> None:
+    """Out, lse and gradients are within a limit of the largest magnitude; rows without keys are empty."""
+    q, k, v, grad = (x.cuda() for x in tensors(shape, dtype))
+    layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=ring_size)
+    got = ring_hops(kernel, q, k, v, grad, pattern, layout)
+    want = dense_attention(*(x.cpu() for x in (q, k, v, grad)), pattern)
+    sees = want.lse.isfinite()
+    assert torch.equal(got.lse.cpu().isfinite(), sees) and got.out.cpu()[~sees].eq(0).all()
+    assert relative_error(got.lse.cpu()[sees], want.lse[sees]) < limit
+    for part in ("out", "dq", "dk", "dv"):
+        error = relative_error(getattr(got, part).cpu(), getattr(want, part))
+        assert error < limit, f"{part}: {error:.1e}"
