@@ -12,6 +12,7 @@ from ds_ring.estimator.advice import Advice
 from ds_ring.estimator.compare import Row
 from ds_ring.estimator.estimate import Estimate
 from ds_ring.estimator.layer_passes import LayerPass
+from ds_ring.estimator.node_orders import NodeOrder, NodeOrders
 from ds_ring.estimator.options import json_of
 from ds_ring.estimator.remedies import Remedy
 from ds_ring.schedule.choose import in_words
@@ -21,10 +22,22 @@ from ds_ring.tables import print_table
 GIB = 2**30
 
 
-def as_json(found: Estimate, advice: Advice, rows: Sequence[Row] = ()) -> str:
+def as_json(
+    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+) -> str:
     """Return one object; sizes in bytes, times in seconds."""
-    compared = {"compared": [row._asdict() for row in rows]} if rows else {}
-    return json.dumps(as_dict(found, advice) | compared, indent=2)
+    more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
+    if orders is not None:
+        more |= {"node_orders": [_order(row, orders) for row in orders.rows], "node_advice": orders.advice}
+        more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
+    return json.dumps(as_dict(found, advice) | more, indent=2)
+
+
+def _order(row: NodeOrder, orders: NodeOrders) -> dict[str, Any]:
+    values = row._asdict()
+    setting = values.pop("setting")
+    sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
+    return sizes | values | {"best": row is orders.best}
 
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
@@ -73,6 +86,8 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "step": {
             "attention_s": found.attention_s,
             "exposed_s": found.exposed_s,
+            "swap_bytes_sent": found.swap_bytes,
+            "swap_s": found.swap_s,
             "dense_flops": found.dense_flops,
             "dense_s": found.dense_s,
             "zero_bytes_sent": found.zero_bytes,
@@ -119,7 +134,9 @@ def _remedy(one: Remedy) -> dict[str, Any]:
     return row | {"devices": setting.devices, "tokens": setting.tokens}
 
 
-def print_report(found: Estimate, advice: Advice, rows: Sequence[Row] = ()) -> None:
+def print_report(
+    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = found.setting
@@ -141,6 +158,9 @@ def print_report(found: Estimate, advice: Advice, rows: Sequence[Row] = ()) -> N
     print_table(_cost_table(found))
     if rows:
         print_table(_compared_table(rows))
+    if orders is not None:
+        print_table(_orders_table(orders))
+        console.print(orders.advice, markup=False)
     console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
     fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
     console.print(f"fewest devices for these tokens (one ring): {fewest}")
@@ -192,6 +212,8 @@ def _cost_table(found: Estimate) -> Table:
         table.add_row(f"  {one.layers} x {one.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
     table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{found.exposed_s:.3g}")
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
+    if found.swap_bytes:
+        table.add_row("  Ulysses' all-to-alls", f"{found.swap_bytes / GIB:.3g} GiB", f"{found.swap_s:.3g}")
     sent = (cost.forward_bytes + cost.backward_bytes) / GIB
     table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
     table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
@@ -200,6 +222,20 @@ def _cost_table(found: Estimate) -> Table:
         table.add_row("host, not overlapped", f"{found.host_bytes / GIB:.3g} GiB", f"{found.host_s:.3g}")
     table.add_section()
     table.add_row("step", "", f"{found.step_s:.3g}")
+    return table
+
+
+def _orders_table(orders: NodeOrders) -> Table:
+    """Build the table of ways to span the nodes."""
+    table = Table("across nodes", "attention s", "of it waiting", "step s", "GiB")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in orders.rows:
+        marks = "" if row.runs else " (not run)"
+        marks += "" if row.fits else " (too large)"
+        times = (row.attention_s, row.waiting_s, row.step_s)
+        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / GIB:.1f}"]
+        table.add_row(row.name + marks, *figures)
     return table
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ds_ring.estimator.estimate import least_step, training_step
 from ds_ring.estimator.layer_passes import rough_pass_memory
 from ds_ring.estimator.options import fits_somehow, sets_that_fit
-from ds_ring.estimator.training_setting import Setting, smaller_ring
+from ds_ring.estimator.training_setting import Setting, like_in_memory
 
 MOST_TOKENS = 1 << 40
 MOST_DEVICES = 1 << 14
@@ -21,7 +21,7 @@ FEW_STEPS = 4
 
 def peak_bytes(setting: Setting, local_tokens: int) -> int:
     """Return the peak of a device with so many tokens per rank, or a part of it that is too much."""
-    smaller = smaller_ring(setting, local_tokens, most=4)
+    smaller = like_in_memory(setting, local_tokens)
     # Cheap lower bound first: most of a search's settings need no plan.
     least = least_step(smaller).peak().total
     if least > setting.usable_bytes:
@@ -32,7 +32,7 @@ def peak_bytes(setting: Setting, local_tokens: int) -> int:
 
 def can_hold(setting: Setting, local_tokens: int) -> bool:
     """Return whether devices and hosts hold so many tokens per rank, with options added where they may be."""
-    smaller = smaller_ring(setting, local_tokens, most=4)
+    smaller = like_in_memory(setting, local_tokens)
     least = least_step(smaller)
     if not fits_somehow(smaller, least.tokens.inside // smaller.batch, least.ring):
         return False

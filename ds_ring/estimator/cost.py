@@ -6,6 +6,7 @@ and memory `pass_memory.py`'s; layers, other matrices and ZeRO are `estimate.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,6 +122,9 @@ def pass_cost(
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
+    On two levels (`schedule/directions.py`) messages inside a node travel at the rate of its links, and those
+    between nodes beside them. In one ring of all ranks the slowest link is the pace of every hop.
+
     Args:
         parts: its classes of heads, or some that stand for all.
         shape: of the tensors.
@@ -130,11 +134,11 @@ def pass_cost(
         overlap: a hop's messages travel while the one before it is computed.
     """
     classes = _classes(parts)
-    lines = []
+    lines, is_inside = [], _is_inside(classes[0])
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-        work = {key: work_of(one, shape, executed_pairs) for key, one in steps.items()}
+        work = {key: work_of(one, shape, executed_pairs, is_inside) for key, one in steps.items()}
         lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
         # The same in both directions; the last turn's figures stay.
@@ -149,6 +153,13 @@ def pass_cost(
     return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
 
 
+def _is_inside(head_class: HeadClassPlan) -> Callable[[int], bool]:
+    """Return whether a peer of the rank shares its node; never where a plan does not go by nodes."""
+    first = head_class.directions[0]
+    own, node = first.hops[0], first.direction.ranks_per_node
+    return lambda peer: node > 0 and own is not None and peer // node == own.origin // node
+
+
 def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:
     efficiency = hardware.attention_efficiency
     fraction = efficiency.backward if backward else efficiency.forward
@@ -159,4 +170,5 @@ def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape,
         hardware.hop_overhead_s,
         bytes_per_s,
         hardware.link_latency_s,
+        hardware.intra_node_bytes_per_s,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_ring.estimator.cost import PassCost
+from ds_ring.estimator.head_swaps import head_swaps
 from ds_ring.estimator.layer_passes import LayerPass, LayerPasses, Progress, layer_passes
 from ds_ring.estimator.model_memory import LocalTokens, Moment, TrainingStep
 from ds_ring.estimator.pass_memory import PassMemory
@@ -28,9 +29,12 @@ class Estimate(NamedTuple):
     moments: list[Moment]  # every moment at which memory can be highest
     passes: tuple[LayerPass, ...]  # of one layer of each pattern on the slowest rank looked at
     attention: PassCost  # of all layers' passes
-    # attention_s, exposed_s: of all layers, with what checkpointing computes again
+    # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
     attention_s: float
     exposed_s: float
+    # swap_bytes, swap_s: of attention, Ulysses' all-to-alls
+    swap_bytes: int
+    swap_s: float
     # dense_flops, dense_s: of the other matrices
     dense_flops: float
     dense_s: float
@@ -134,6 +138,9 @@ def estimate(
     dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
     if setting.mlp_tokens is not None and not setting.checkpointing:
         dense += 2.0 * model.layers * model.mlp_parameters * tokens
+    # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
+    swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
+    swap_s = times * model.layers * swaps.seconds
     zero_bytes = _zero_bytes(setting)
     host_bytes, host_s = host_traffic(setting, step)
     return Estimate(
@@ -142,8 +149,10 @@ def estimate(
         step.moments(),
         attention.passes,
         total,
-        total.seconds + again,
+        total.seconds + again + swap_s,
         total.exposed_s,
+        times * model.layers * swaps.sent_bytes,
+        swap_s,
         dense,
         dense / rate,
         zero_bytes,

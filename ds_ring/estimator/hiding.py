@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ds_ring.estimator.cost import EXPOSED, PassCost
 from ds_ring.estimator.layer_passes import slowest_passes, total_cost
-from ds_ring.estimator.training_setting import Setting, smaller_ring
+from ds_ring.estimator.training_setting import Setting, like_in_hops
 
 FEWEST, MOST = 1 << 6, 1 << 22  # tokens of a shard that are looked at
 STEP = 4  # between two shards on the way down
@@ -73,7 +73,7 @@ def _most(setting: Setting) -> int:
 
 def _cost(setting: Setting, local_tokens: int) -> PassCost:
     """Return the cost of all layers on the slowest of up to eight ranks, over the planned ring's links."""
-    return total_cost(slowest_passes(smaller_ring(setting, local_tokens), setting.bytes_per_s))
+    return total_cost(slowest_passes(like_in_hops(setting, local_tokens), setting.bytes_per_s))
 
 
 def _why(setting: Setting, most: int) -> str:

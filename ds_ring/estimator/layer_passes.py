@@ -79,7 +79,7 @@ def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
         (
             build_plan(
                 one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-                gradient_payload=setting.gradient_payload,
+                gradient_payload=setting.gradient_payload, ranks_per_node=setting.node_ranks or None,
             ),
             layers,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from ds_ring.config.hardware import Hardware
 from ds_ring.estimator.model_shape import ModelShape
 from ds_ring.estimator.zero_memory import Zero
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Mix
 
@@ -47,6 +49,9 @@ class Setting:
     prune: bool = True
     chunk_bytes: int | None = None
     gradient_payload: str = "float32"
+    # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
+    # known, which makes one ring of all ranks
+    ring_ranks_per_node: int | None = None
 
     @property
     def mix(self) -> Mix:
@@ -87,10 +92,36 @@ class Setting:
         spans = self.ring_size * self.ulysses_size > self.hardware.devices_per_node
         return self.hardware.inter_node_bytes_per_s if spans else self.hardware.intra_node_bytes_per_s
 
+    @cached_property
+    def node_ranks(self) -> int:
+        """Return how many neighbours on a ring share a node; 0 where nodes make no difference to the plan."""
+        found = self.ring_ranks_per_node
+        if found is None:
+            grid = Grid(self.devices, self.ring_size, self.ulysses_size)
+            found = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
+        return found if 1 < found < self.ring_size else 0
 
-def smaller_ring(setting: Setting, local_tokens: int, most: int = FEW_RANKS) -> Setting:
-    """Return a setting of at most `most` ring ranks with as many tokens each: the same memory and hops."""
-    # (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.)
-    ring = min(setting.ring_size, most)
+
+def like_in_memory(setting: Setting, local_tokens: int) -> Setting:
+    """Return a setting of at most four ring ranks with as many tokens each, which needs the same memory.
+
+    (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.) On two levels
+    four nodes of two: their rank 0 has 2 % more bytes of messages than any of eight nodes of eight.
+    """
+    nodes = setting.node_ranks and min(setting.ring_size // setting.node_ranks, 4)
+    return _smaller_ring(setting, local_tokens, 4, nodes, 2)
+
+
+def like_in_hops(setting: Setting, local_tokens: int) -> Setting:
+    """Return a setting of at most eight ring ranks, or two nodes, with as many tokens each: the same hops."""
+    return _smaller_ring(setting, local_tokens, FEW_RANKS, 2, setting.node_ranks)
+
+
+def _smaller_ring(setting: Setting, local_tokens: int, most: int, nodes: int, node: int) -> Setting:
+    """Return a setting of so many nodes of so many ranks if it has nodes, else of at most `most` ranks."""
+    node = min(setting.node_ranks, node)
+    ring = nodes * node or min(setting.ring_size, most)
     chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
-    return replace(setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes)
+    return replace(
+        setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes, ring_ranks_per_node=node
+    )

@@ -116,8 +116,8 @@ class HeadClass:
 
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
         """Return the slots of a shard that are at the rank of `hop`: what it reads, at hop 0 all."""
-        valid = self.layout.valid_tokens(origin)
         if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
+            valid = self.layout.valid_tokens(origin)
             return np.array([[0, valid]]) if valid else no_slots()
         if hop > direction.limit:
             return no_slots()

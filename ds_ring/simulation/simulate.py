@@ -92,6 +92,7 @@ def simulate(
     chunk_bytes: int | None = None,
     prune: bool = True,
     gradient_payload: str = "float32",
+    ranks_per_node: int | None = None,
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
     trace: bool = False,
@@ -110,6 +111,8 @@ def simulate(
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
         prune, gradient_payload: as in the JSON; "bfloat16" rounds each rank's part of dK and dV once.
+        ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
+            travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
         ranks: ring ranks to simulate, None for all.
         measure_memory, trace: count tensor memory (slower); keep what every rank did when.
         threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
@@ -136,6 +139,7 @@ def simulate(
             kv_heads=sizes.kv_heads,
             prune=prune,
             gradient_payload=options.gradient_payload,
+            ranks_per_node=ranks_per_node,
         ),
         get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
         options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ds_ring.estimator.advice import advise
     from ds_ring.estimator.compare import compare
     from ds_ring.estimator.estimate import estimate
+    from ds_ring.estimator.node_orders import node_orders
     from ds_ring_launcher.plan_inputs import settings_of
     from ds_ring_launcher.plan_report import as_json, print_report
 
@@ -86,11 +87,13 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     found = estimate(settings_of(options, progress.say), progress)
     advice = advise(found, progress.say)
     rows = compare(found, advice.longest_tokens) if options.compare else []
+    progress.say("how to span the nodes")
+    orders = node_orders(found)
     progress.end()
     if options.json:
-        print(as_json(found, advice, rows))
+        print(as_json(found, advice, rows, orders))
     else:
-        print_report(found, advice, rows)
+        print_report(found, advice, rows, orders)
     return 0
 
 

@@ -449,6 +449,7 @@ CALLS: dict[str, Call] = {
             "threads": Argument((0, -1, True, "1", 2.0, 10**9, Hostile()), (1, None)),
             "prune": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
+            "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
             "trace": Argument(NO_FLAG, (True, False)),
         },
     ),

@@ -115,9 +115,9 @@ def test_what_would_make_a_run_fit_does_so_when_it_is_given(capsys, sizes, expec
 
 
 def test_transfers_that_do_not_hide_are_warned_of(capsys):
-    found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "8")
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "2048", "--devices", "8")
     hides = found["hiding_tokens_per_rank"]
-    assert hides > 128
+    assert hides > 256
     assert any(f"from T/P = {hides:,} on it hides" in warning for warning in found["warnings"])
     enough = plan(capsys, *SIZES, *CPU, "--tokens", str(8 * hides), "--devices", "8")
     assert not any("do not hide" in warning for warning in enough["warnings"])
@@ -126,6 +126,20 @@ def test_transfers_that_do_not_hide_are_warned_of(capsys):
 def test_ulysses_splits_heads(capsys):
     found = plan(capsys, *SIZES, *CPU, "--tokens", "4096", "--devices", "4", "--ulysses-size", "2")
     assert (found["ring_size"], found["ulysses_size"], found["local_tokens"]) == (2, 2, 2048)
+
+
+def test_ways_to_span_nodes(capsys):
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "8")
+    rows = found["node_orders"]
+    assert [(row["ring_size"], row["ulysses_size"], row["runs"]) for row in rows] == [
+        *((8, 1, True), (8, 1, False), (4, 2, True))
+    ]
+    assert rows[0]["attention_s"] == found["step"]["attention_s"] < rows[1]["attention_s"]
+    assert sum(row["best"] for row in rows) == 1 and found["one_ring_hides_tokens_per_rank"] > 128
+    assert "node_orders" not in plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "2")
+    assert cli.main(["plan", *SIZES, *CPU, "--tokens", "1024", "--devices", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "across nodes" in printed and "Ulysses 2 x ring 4" in printed
 
 
 def test_tables_for_people(capsys):

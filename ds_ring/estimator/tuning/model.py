@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ds_ring.estimator.head_swaps import swapped_heads
 from ds_ring.estimator.pass_memory import PassShape
 from ds_ring.estimator.pass_time import Rates, TimeLine, time_line, work_of
 from ds_ring.estimator.tuning.candidates import KernelChoice, TuningCandidate, layout_of
@@ -115,7 +116,7 @@ class Model:
         links, size, request = self.measured.links, candidate.ulysses_size, self.request
         if size == 1 or links is None or links.all_to_all_bytes_per_s is None:
             return 0.0
-        heads = 2 * (2 * request.heads + 2 * request.kv_heads)
+        heads = 2 * swapped_heads(request.heads, request.kv_heads)
         own = request.batch * tokens / request.sequence_size * request.head_dim * request.item_bytes
         rate = links.all_to_all_bytes_per_s
         return heads * own * (size - 1) / size / rate + SWAPS * links.latency_s
