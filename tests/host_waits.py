@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_ring.runtime import exchange
 from ds_ring.runtime.mesh import RingMesh
 
 CPU, CUDA, DEVICES = 0, 1, 20  # in c10's DeviceType
@@ -117,7 +118,7 @@ class HostWaits(TorchDispatchMode):
             return mock.patch.object(owner, name, noting)
 
         with ExitStack() as stack:
-            works = mock.patch.object(dist, "batch_isend_irecv", side_effect=lambda _: [DeviceWork(self)])
+            works = mock.patch.object(exchange, "start_batch", side_effect=lambda *_: [DeviceWork(self)])
             stack.enter_context(works)
             for owner, name in (
                 (time, "sleep"), (threading.Event, "wait"), (torch.Tensor, "item"), (torch.Tensor, "tolist"),

@@ -157,7 +157,7 @@ class _Meter:
 
     def run(self, schedule: Schedule) -> None:
         """Take, use and free what the steps of a schedule do."""
-        for batch in schedule.batches():
+        for batch in schedule.batches:
             for index, steps in batch.rounds:
                 chunk = schedule.chunks[index]
                 # As in `RingPass`: results are made in the batch in which the chunk sets out.

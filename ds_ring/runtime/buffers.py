@@ -7,6 +7,7 @@ calls of many different sizes do not pile up; `release` gives all of it back to 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 
@@ -45,13 +46,15 @@ class Buffers:
         key = (shape, dtype, like.device)
         with self._lock:
             tensor = self._pop(key) if key in self._free else None
-            size = torch.Size(shape).numel() * dtype.itemsize
+            size = math.prod(shape) * dtype.itemsize
             # Counted before the new tensor is made: what is kept unused makes room for it.
             self._used_bytes += size
             self._most_bytes = max(self._most_bytes, self._used_bytes)
             self._drop_what_is_too_much()
         if tensor is not None:
             return tensor
+        if not torch.is_inference_mode_enabled():
+            return torch.empty(shape, dtype=dtype, device=like.device)
         with torch.inference_mode(False):  # or it could not be written to in a later training step
             return torch.empty(shape, dtype=dtype, device=like.device)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, heads_of
 from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.ring_buffers import RingBuffers
 from ds_ring.runtime.trace import Trace
@@ -72,6 +72,22 @@ class Totals:
             self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
 
 
+class Views:
+    """Keep the views of accumulators that the hops of a pass write to: the same from hop to hop."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+
+    def of(self, totals: tuple[Tensor, ...], part: PartialOut | PartialGrads) -> tuple[Tensor, ...]:
+        """Return the heads and rows of a part; `totals` are the same at every call."""
+        heads = part.heads
+        key = (heads.start, heads.step, part.q_rows)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = tuple(part.q_rows.of(heads_of(x, heads)) for x in totals)
+        return found
+
+
 class ForwardChunk:
     """Compute heads of a forward pass: each hop's part is merged into out and lse."""
 
@@ -79,15 +95,16 @@ class ForwardChunk:
         self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
         self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
         self.totals = Totals(lse.dtype, (out,), ring.trace)
+        self._views = Views()
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step; merge."""
         (total,), lse = self.totals.accumulators, self.lse
         keys_values = self.buffers.pair(step.buffer)
         for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
-            # `rows.of` gives a view, so that the accumulators are changed in place.
-            rows, heads = part.q_rows, part.heads
-            merge_(rows.of(total[:, heads]), rows.of(lse[:, heads]), part.out_BHSD, part.lse_BHS)
+            # Views, so that the accumulators are changed in place.
+            out_here, lse_here = self._views.of((total, lse), part)
+            merge_(out_here, lse_here, part.out_BHSD, part.lse_BHS)
             del part  # or it would live on while the kernel computes the next one
         if self.ring.check is not None:
             self.ring.check(step.hop, out=total, lse=lse)
@@ -112,6 +129,7 @@ class BackwardChunk:
 
     def __init__(self, ring: PassSettings, buffers: RingBuffers, queries: Queries, totals: Totals) -> None:
         self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
+        self._views = Views()
         self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
 
     def compute(self, step: Compute) -> None:
@@ -123,7 +141,7 @@ class BackwardChunk:
         dq, scale = self.totals.accumulators[0], self.ring.scale
         inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
         for part in self.kernel.backward(*inputs):
-            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
+            self._views.of((dq,), part)[0].add_(part.dq_BHSD)
             # Of all K/V heads: the kernel has summed over the query heads that share one.
             part.k_rows.of(grads.first).add_(part.dk_BGSD)
             part.k_rows.of(grads.second).add_(part.dv_BGSD)

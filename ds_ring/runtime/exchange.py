@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,16 @@ from ds_ring.runtime.streams import Streams, streams_of
 from ds_ring.runtime.waiting import Place, blame, error_of
 
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
+
+
+class Peer(NamedTuple):
+    """Hold a rank's numbers in the world and in a group."""
+
+    world_rank: int
+    group_rank: int
+
+
+End: TypeAlias = tuple[Tensor, Peer]  # of a message: what is sent or received, and to or from whom
 
 
 # [Note: rules of the exchange]
@@ -49,6 +60,8 @@ class Exchange:
         self.counters = Counters()
         self.call = 0  # number of the call that this rank is in, for messages
         self._latest: Pending | None = None
+        self._peers: dict[int, Peer] = {}
+        self._ways: dict[tuple[ProcessGroup | None, torch.device], tuple[ProcessGroup, bool]] = {}
         self._device_watch = DeviceWatch(mesh)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
@@ -60,27 +73,35 @@ class Exchange:
         # Both before anything is posted, so that a refusal leaves nothing in flight.
         check_messages(sends)
         check_messages(receives)
-        operations = []
-        for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
-            for tensor, peer, *_ in messages:
-                to = self.mesh.global_rank_of(peer)
-                operations.append(dist.P2POp(function, tensor, to, group=self.mesh.ring_group))
+        batch = (self._ends(receives), self._ends(sends))
         self.counters.count(sends, receives)
-        return self._start(operations, hop, self.mesh.ring_group)
+        return self._start(*batch, hop, self.mesh.ring_group)
+
+    def _ends(self, messages: Sequence[Message]) -> list[End]:
+        return [(message.tensor, self._ranks_of(message.peer)) for message in messages]
+
+    def _ranks_of(self, peer: int) -> Peer:
+        """Return the world rank of a ring rank and its rank in the ring's group, looked up once."""
+        if peer not in self._peers:
+            world_rank = self.mesh.global_rank_of(peer)
+            self._peers[peer] = Peer(world_rank, _rank_in(self.mesh.ring_group, world_rank))
+        return self._peers[peer]
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return how the streams of a tensor's device are ordered."""
         return streams_of(tensor)
 
-    def _start(self, operations: list[dist.P2POp], hop: int | None, group: ProcessGroup | None) -> Pending:
-        """Post all operations at once."""
+    def _start(
+        self, receives: list[End], sends: list[End], hop: int | None, group: ProcessGroup | None
+    ) -> Pending:
+        """Post all messages at once."""
         place = Place(self.call, hop)
         self._check_alive(hop)
-        peers: list[tuple[int, ...]] = [(operation.peer,) for operation in operations]
-        sent = [operation.tensor for operation in operations if operation.op is dist.isend]
-        received = [operation.tensor for operation in operations if operation.op is dist.irecv]
+        peers: list[tuple[int, ...]] = [(peer.world_rank,) for _, peer in (*receives, *sends)]
+        received, sent = ([tensor for tensor, _ in ends] for ends in (receives, sends))
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            way = self._way(group, (receives or sends)[0][0]) if peers else None
+            works = [] if way is None else start_batch(receives, sends, *way)
         except RuntimeError as error:
             # Some messages of the batch may have been posted already.
             keep_for_ever(sent, received)
@@ -93,6 +114,15 @@ class Exchange:
         self._latest = self._pending(works, peers, place, group, sent, received)
         return self._latest
 
+    def _way(self, group: ProcessGroup | None, tensor: Tensor) -> tuple[ProcessGroup, bool]:
+        """Return a group, and whether its backend starts messages as one; looked up once."""
+        key = (group, tensor.device)
+        if key not in self._ways:
+            real = group or dist.group.WORLD
+            assert real is not None, "no process group"
+            self._ways[key] = real, bool(real._get_backend(tensor.device).supports_coalescing)
+        return self._ways[key]
+
     def _pending(
         self,
         works: list[dist.Work],
@@ -102,13 +132,15 @@ class Exchange:
         sent: list[Tensor],
         received: list[Tensor],
     ) -> Pending:
-        # gloo takes tensors of a GPU, but its works are waited for by the host.
-        on_device = any(x.is_cuda for x in (*sent, *received)) and dist.get_backend(group) != "gloo"
         pending = Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
-        if on_device:
-            streams = self.streams((sent or received)[0])
+        if (sent or received) and self._on_device(tensor := (sent or received)[0], group):
+            streams = self.streams(tensor)
             pending.watch, pending.begun = self._device_watch, partial(streams.reached, streams.mark())
         return pending
+
+    def _on_device(self, tensor: Tensor, group: ProcessGroup | None) -> bool:
+        """Return whether a stream waits for works; never for gloo's, though it takes a GPU's tensors."""
+        return tensor.is_cuda and dist.get_backend(group) != "gloo"
 
     def _check_alive(self, hop: int | None) -> None:
         """Refuse to go on after a fault: nothing works any more, and every call says why."""
@@ -161,12 +193,13 @@ class Exchange:
         """Send to the rank `reach` ahead in the sequence, receive from the one as far behind."""
         # Headers are CPU tensors: NCCL could not send them.
         mesh, group = self.mesh, self.mesh.cpu_group
-        ahead, behind = ((mesh.sequence_rank + step) % mesh.sequence_size for step in (reach, -reach))
-        operations = [
-            dist.P2POp(dist.irecv, heard, mesh.global_rank_in_sequence(behind), group=group),
-            dist.P2POp(dist.isend, known, mesh.global_rank_in_sequence(ahead), group=group),
-        ]
-        return self._start(operations, None, group)
+        ahead, behind = (
+            mesh.global_rank_in_sequence((mesh.sequence_rank + step) % mesh.sequence_size)
+            for step in (reach, -reach)
+        )
+        both = ((heard, behind), (known, ahead))
+        receives, sends = ([(tensor, Peer(rank, _rank_in(group, rank)))] for tensor, rank in both)
+        return self._start(receives, sends, None, group)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -214,3 +247,28 @@ class Exchange:
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         self._pending([work], peers, Place(self.call, None), group, sent, got).wait()
+
+
+def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
+    return world_rank if group is None else dist.get_group_rank(group, world_rank)
+
+
+def start_batch(
+    receives: Sequence[End], sends: Sequence[End], group: ProcessGroup, together: bool
+) -> list[dist.Work]:
+    """Start all messages at once, receives first; return one Work each, or one for all of them.
+
+    Does what `torch.distributed.batch_isend_irecv` does, by the same calls of the group: that function looks
+    groups and ranks up again for each message, which takes longer than all else that a hop does here.
+
+    Args:
+        receives, sends: tensors, with ranks in the group.
+        group: what they travel through.
+        together: the group's backend can start them as one (NCCL).
+    """
+    device = (receives or sends)[0][0].device
+    if together:
+        group._start_coalescing(device)
+    works = [group.recv([tensor], peer.group_rank, 0) for tensor, peer in receives]
+    works += [group.send([tensor], peer.group_rank, 0) for tensor, peer in sends]
+    return [group._end_coalescing(device)] if together else works

@@ -30,6 +30,8 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.waiting import Place, Task, wait_for
 
 LOOK_S = 1e-3  # between two looks of the thread at a mark or an event
+SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
+IDLE_SWEEPS = 10  # without anything: the thread ends
 
 
 def _at_once() -> bool:
@@ -64,7 +66,7 @@ class Pending:
     begun: Callable[[], bool] = _at_once
 
     def __post_init__(self) -> None:
-        self._versions = [_version(tensor) for tensor in self.sent]
+        self._versions = _versions(self.sent)
         # From the post on, not from the wait: with overlap a hop's attention lies between them.
         self.deadline = time.monotonic() + self.timeout_s
 
@@ -81,8 +83,7 @@ class Pending:
             self.watch.add(self.works, self.peers, self)
         elif self.works:
             self._wait_here()
-        versions = [_version(tensor) for tensor in self.sent]
-        if versions != self._versions:
+        if _versions(self.sent) != self._versions:
             raise RingBufferError(
                 f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
                 " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
@@ -100,8 +101,12 @@ class Pending:
             raise
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return how often each was written to; 0 for inference tensors, which keep no count."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -133,28 +138,44 @@ class DeviceWatch:
     def add(self, works: list[dist.Work], peers: list[tuple[int, ...]], batch: Pending) -> None:
         """Watch over a batch from now on; returns at once."""
         device = (batch.sent or batch.received)[0].device
-        one = _Watched(works, peers, batch.place, batch.timeout_s, batch.group, batch.begun, device)
+        # A deque may be appended to while another thread takes from it.
+        self._queue.append(
+            _Watched(works, peers, batch.place, batch.timeout_s, batch.group, batch.begun, device)
+        )
+        if not self._running:
+            self._start()
+
+    def _start(self) -> None:
         with self._lock:
-            self._queue.append(one)
             start, self._running = not self._running, True
         if start:
             Task(self._run).start()
 
+    # [Note: a watch that sweeps]
+    # A thread that were woken for each batch would take the interpreter from the pass at every hop. This one
+    # looks every SWEEP_S at what has been posted since, and ends after IDLE_SWEEPS without anything.
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._running = False
-                    return
+        idle, device = 0, None
+        while idle < IDLE_SWEEPS or not self._may_end():
+            idle = 0 if self._queue else idle + 1
+            while self._queue:
                 one = self._queue.popleft()
-            if self._mesh.use.broken is None:
-                self._see_through(one)
+                if one.device != device and torch.cuda.is_available():
+                    torch.cuda.set_device(one.device)  # a thread has its own
+                device = one.device
+                if self._mesh.use.broken is None and not _is_over(one):
+                    self._see_through(one)
+                del one  # or its works would live on until the next one comes
+            time.sleep(SWEEP_S)
+
+    def _may_end(self) -> bool:
+        with self._lock:
+            self._running = bool(self._queue)
+            return not self._running
 
     def _see_through(self, one: _Watched) -> None:
         """Look until a batch is over; mark the mesh as broken where it fails."""
         mesh = self._mesh
-        if torch.cuda.is_available():
-            torch.cuda.set_device(one.device)  # a thread has its own
         # Before its post the device was busy with something else: the deadline runs from then on.
         while not one.begun() and (mesh.watch is None or mesh.watch.fault is None):
             time.sleep(LOOK_S)
@@ -169,3 +190,12 @@ class DeviceWatch:
                 mesh.watch.noticed = noticed
             if one.group is not None:
                 one.group.abort()
+
+
+def _is_over(one: _Watched) -> bool:
+    """Return whether a batch is over without a failure, as most are when they are looked at."""
+    try:
+        # a work that failed counts as completed, and its wait raises
+        return one.begun() and all(work.is_completed() and work.wait() for work in one.works)
+    except RuntimeError:
+        return False

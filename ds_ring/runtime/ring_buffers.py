@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.masks.slot_ranges import SlotRanges, count_slots
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.messages import Message, TokenRange
 from ds_ring.runtime.to_device import slot_index
@@ -51,9 +50,11 @@ class RingBuffers:
         """Return the two messages of a step, with what the schedule and the agreement say of them."""
         pair = self._pack(step) if isinstance(step, Send) else self._take(step.buffer)
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        slots, dtype = count_slots(step.slots), self._dtype(step.payload)
-        parts = zip(pair, step.payload.names, strict=True)
-        return [Message(tensor, step.peer, name, slots, dtype, tokens) for tensor, name in parts]
+        dtype, (first, second) = self._dtype(step.payload), step.payload.names
+        return [
+            Message(pair.first, step.peer, first, step.count, dtype, tokens),
+            Message(pair.second, step.peer, second, step.count, dtype, tokens),
+        ]
 
     def zeros(self, buffer: int) -> Pair:
         """Return accumulators for a hop: fresh ones, or those of the own shard as they are."""
@@ -70,7 +71,7 @@ class RingBuffers:
         target = self._take(step.buffer) if fresh else self._pairs[step.buffer]
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
         for tensor, part in zip(target, self._pairs[step.source], strict=True):
-            _put(tensor, step.part, part, add)
+            _put(tensor, step, part, add)
 
     def free(self, buffer: int) -> None:
         """Give a buffer back; a copy that no send needed was never taken."""
@@ -81,9 +82,10 @@ class RingBuffers:
     def _take(self, buffer: int) -> Pair:
         payload, slots = self.chunk.steps.buffers[buffer]
         # The own shard has the heads, and the two dimensions, of all pairs.
-        dtype = self._dtype(payload)
-        self._pairs[buffer] = Pair(*(self.pool.take(x, slots, dtype) for x in self._pairs[SHARD]))
-        return self._pairs[buffer]
+        dtype, shard, take = self._dtype(payload), self._pairs[SHARD], self.pool.take
+        pair = Pair(take(shard.first, slots, dtype), take(shard.second, slots, dtype))
+        self._pairs[buffer] = pair
+        return pair
 
     def _dtype(self, payload: Payload) -> torch.dtype:
         """Return the dtype of a payload: K and V have that of the inputs, dK and dV the accumulators'."""
@@ -93,37 +95,43 @@ class RingBuffers:
 
     def _pack(self, step: Send) -> Pair:
         """Return what is sent, without a copy where it lies side by side in the dtype of the payload."""
-        return Pair(*(self._packed_part(tensor, step) for tensor in self._pairs[step.buffer]))
+        pair = self._pairs[step.buffer]
+        return Pair(self._packed_part(pair.first, step), self._packed_part(pair.second, step))
 
     def _packed_part(self, tensor: Tensor, step: Send) -> Tensor:
         # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
-        ranges, dtype = step.part, self._dtype(step.payload)
+        ranges, dtype = step.ranges, self._dtype(step.payload)
         if len(ranges) == 1 and tensor.dtype == dtype:
-            (start, end) = ranges[0].tolist()
-            if (part := tensor[:, :, start:end]).is_contiguous():
+            part = _slots(tensor, *ranges[0])
+            if part.is_contiguous():
                 return part
-        packed = self.pool.take(tensor, count_slots(ranges), dtype)
+        packed = self.pool.take(tensor, step.count, dtype)
         self._packed.setdefault(step.packed, []).append(packed)
         if len(ranges) > FEW_RANGES:
-            index = slot_index(ranges, tensor.device)
+            index = slot_index(step.part, tensor.device)
             if tensor.dtype != dtype:
                 return packed.copy_(torch.index_select(tensor, 2, index))
             return torch.index_select(tensor, 2, index, out=packed)
         offset = 0
-        for start, end in ranges.tolist():
-            packed[:, :, offset : offset + end - start].copy_(tensor[:, :, start:end])
+        for start, end in ranges:
+            _slots(packed, offset, offset + end - start).copy_(_slots(tensor, start, end))
             offset += end - start
         return packed
 
 
-def _put(tensor: Tensor, ranges: SlotRanges, part: Tensor, add: bool) -> None:
+def _slots(x: Tensor, start: int, end: int) -> Tensor:
+    """Return slots of x; x itself where these are all of them."""
+    return x if end - start == x.shape[2] else x[:, :, start:end]
+
+
+def _put(tensor: Tensor, step: Accumulate, part: Tensor, add: bool) -> None:
     """Add packed slots to what is where they belong, or write them there."""
-    if len(ranges) > FEW_RANGES:
-        index = slot_index(ranges, tensor.device)
+    if len(step.ranges) > FEW_RANGES:
+        index = slot_index(step.part, tensor.device)
         (tensor.index_add_ if add else tensor.index_copy_)(2, index, part.to(tensor.dtype))
         return
     offset = 0
-    for start, end in ranges.tolist():
-        there, piece = tensor[:, :, start:end], part[:, :, offset : offset + end - start]
+    for start, end in step.ranges:
+        there, piece = _slots(tensor, start, end), _slots(part, offset, offset + end - start)
         (there.add_ if add else there.copy_)(piece)
         offset += end - start

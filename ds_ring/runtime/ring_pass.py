@@ -24,10 +24,12 @@ from ds_ring.runtime.merge import empty_results
 from ds_ring.runtime.messages import InFlight, Message, Transport
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
-from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Accumulate, HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
+
+NO_SPAN = nullcontext()  # of a pass without a trace
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,13 @@ class RingPass:
         # stand in float32 beside the results, or heads come from the host.
         chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
         head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if chunked else 0
-        sizes = {"head_bytes": head_bytes, "chunk_bytes": self.chunk_bytes}
-        return lower_pass(self.plan.classes, self.plan.group, backward=backward, **sizes)
+        return lower_rank(self.plan, backward=backward, head_bytes=head_bytes, chunk_bytes=self.chunk_bytes)
 
     def _run(self, schedule: Schedule, begin: Callable[[HeadChunk], Chunk]) -> None:
         """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""
         under_way: dict[int, Chunk] = {}
         agreed = self.agreed
-        for batch in schedule.batches():
+        for batch in schedule.batches:
             with self._span("send", batch.hop):
                 messages = _Messages([], [])
                 for index, steps in batch.rounds:
@@ -177,7 +178,7 @@ class RingPass:
             return self._post(messages, hop)
 
     def _span(self, what: str, hop: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.trace is None else self.trace.span(what, hop, self.buffers)
+        return NO_SPAN if self.trace is None else self.trace.span(what, hop, self.buffers)
 
     def _note(self, batch: _Messages) -> None:
         if self.trace is not None:

@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from ds_ring.masks.slot_ranges import SlotRanges, count_slots
 from ds_ring.schedule.directions import part_of
 from ds_ring.schedule.head_chunks import MANY_CHUNKS, head_chunks, query_heads_of
-from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan
+from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -76,6 +76,16 @@ def lower_pass(
             for one, kv in chunks
         ),
     )
+
+
+def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1) -> Schedule:
+    """Return the schedule of one rank, made once for each pass and size of chunk; see `lower_pass`."""
+    key = (backward, head_bytes, chunk_bytes)
+    if key not in plan.schedules:
+        sizes = {"head_bytes": head_bytes, "chunk_bytes": chunk_bytes}
+        plan.schedules[key] = lower_pass(plan.classes, plan.group, backward=backward, **sizes)
+    found: Schedule = plan.schedules[key]
+    return found
 
 
 def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:

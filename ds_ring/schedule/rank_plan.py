@@ -214,12 +214,14 @@ class RankPlan:
         classes: one for each class of heads, one after the other.
         group: query heads that share a K/V head.
         kv_heads: number of K/V heads G.
+        schedules: what `lowering.py` made of it, by direction and sizes of chunks, kept from pass to pass.
     """
 
     ring_rank: int
     classes: tuple[HeadClassPlan, ...]
     group: int
     kv_heads: int
+    schedules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def _total(self, amounts: list[int]) -> int:
         heads = [len(range(self.kv_heads)[head_class.kv_heads]) for head_class in self.classes]

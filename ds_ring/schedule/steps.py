@@ -14,8 +14,9 @@ the ring in head chunks, each with its own buffers, and a chunk sets out before 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -73,6 +74,7 @@ class Send:
         packed: buffer for a copy of the part, used where its slots do not lie side by side in memory, or
             where it is rounded.
         needs: batch of the chunk whose messages must have arrived; -1 for none.
+        ranges, count: `part` as numbers, and how many slots it has.
     """
 
     payload: Payload
@@ -83,6 +85,12 @@ class Send:
     slots: SlotRanges
     packed: int
     needs: int
+    ranges: tuple[tuple[int, int], ...] = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranges", _numbers(self.part))
+        object.__setattr__(self, "count", count_slots(self.slots))
 
     def __str__(self) -> str:
         return f"send {_tokens(self)} to {self.peer}"
@@ -97,7 +105,7 @@ class Recv:
         payload: which two tensors.
         buffer: is taken here, and filled when the batch is over.
         peer: ring rank that sends.
-        origin, slots: which tokens; see `Send`.
+        origin, slots, count: which tokens; see `Send`.
     """
 
     payload: Payload
@@ -105,6 +113,10 @@ class Recv:
     peer: int
     origin: int
     slots: SlotRanges
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", count_slots(self.slots))
 
     def __str__(self) -> str:
         return f"receive {_tokens(self)} from {self.peer} in b{self.buffer}"
@@ -145,12 +157,17 @@ class Accumulate:
         source: what arrived.
         part: slots of the target, as many as the source has.
         needs: batch of the chunk that brought the source.
+        ranges: `part` as numbers.
     """
 
     buffer: int
     source: int
     part: SlotRanges
     needs: int
+    ranges: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranges", _numbers(self.part))
 
     def __str__(self) -> str:
         return f"{name_of(self.source)} into {name_of(self.buffer)}"
@@ -166,9 +183,14 @@ class Free:
         return f"free {name_of(self.buffer)}"
 
 
+def _numbers(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
+    """Return ranges as numbers of Python, which every hop reads: numpy's cost a microsecond each."""
+    return tuple((start, end) for start, end in ranges.tolist())
+
+
 def _tokens(step: Send | Recv) -> str:
     """Return payload, number of tokens and owner of what a message carries."""
-    return f"{'/'.join(step.payload.names)} of {step.origin} ({count_slots(step.slots)})"
+    return f"{'/'.join(step.payload.names)} of {step.origin} ({step.count})"
 
 
 Step: TypeAlias = Send | Recv | Compute | Accumulate | Free
@@ -254,8 +276,12 @@ class Schedule:
         """Return the batch in which each chunk sets out."""
         return [0, *accumulate(chunk.next_after for chunk in self.chunks[:-1])]
 
-    def batches(self) -> Iterator[Batch]:
-        """Yield the batches of the pass, in order."""
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """Return the batches of the pass, in order; made once."""
+        return tuple(self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
         starts = self.starts
         ends = [at + len(chunk.steps.rounds) for at, chunk in zip(starts, self.chunks, strict=True)]
         begun, under_way = 0, []

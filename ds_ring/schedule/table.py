@@ -20,7 +20,7 @@ def format_schedule(schedule: steps.Schedule) -> str:
     chunk. Copies that a send makes where its tokens do not lie side by side are left out.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
-    for batch in schedule.batches():
+    for batch in schedule.batches:
         for index, part in batch.rounds:
             chunk = schedule.chunks[index]
             heads = f"{chunk.kv_heads.start}:{chunk.kv_heads.stop}"

@@ -83,7 +83,7 @@ def _match_messages(schedules: Sequence[Schedule]) -> None:
     sends: dict[tuple[int, int], list[_End]] = defaultdict(list)
     receives: dict[tuple[int, int], list[_End]] = defaultdict(list)
     for schedule in schedules:
-        for end in (end for batch in schedule.batches() for end in _ends(schedule, batch)):
+        for end in (end for batch in schedule.batches for end in _ends(schedule, batch)):
             peer = end.step.peer
             if not 0 <= peer < len(schedules) or peer == end.rank:
                 raise end.refuse("another rank of the ring", f"ring rank {peer}")
@@ -141,7 +141,7 @@ class _Ring:
 
     def run(self) -> list[SymbolicRank]:
         """Return the ranks when all are through."""
-        batches = [rank.schedule.batches() for rank in self.ranks]
+        batches = [iter(rank.schedule.batches) for rank in self.ranks]
         ready, through = deque(range(len(self.ranks))), 0
         while ready:
             rank = self.ranks[ready.popleft()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
 from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash
 from ds_ring.runtime.kernels.flash_on_cpu import OnCpu
-from ds_ring.runtime.kernels.interface import Asked, PartialGrads, PartialOut
+from ds_ring.runtime.kernels.interface import ALL_HEADS, Asked, PartialGrads, PartialOut
 
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
 _MASKED = (
@@ -56,54 +57,60 @@ class FlashKernel:
         self._kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        executors, width = self._executors(q, tiles), v.shape[-1]
+        executors, calls, width = self._executors(q), _calls(tiles), v.shape[-1]
         most = _checked_width(executors, max(q.shape[-1], width))
-        q, k, v = (_usable(x, most) for x in (q, k, v))
+        q, k, v = _usable(q, most), _usable(k, most), _usable(v, most)
         q, scale, _ = positive_scale(q, scale)
         group = q.shape[1] // k.shape[1]
-        for call in flash_calls(tiles):
-            heads = call.heads(group)
-            out, lse = _first(executors, call).forward(call, q[:, heads], k, v, scale)
+        for call in calls:
+            heads, executor = call.heads(group), _first(executors, call)
+            q_here = q if heads is ALL_HEADS else executor.kept(_heads, q, call.head_in_group, group)
+            out, lse = executor.forward(call, q_here, k, v, scale)
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
-            yield PartialOut(heads, call.q_rows, out[..., :width], lse)
+            yield PartialOut(heads, call.q_rows, _width(out, width), lse)
             del out, lse  # or they would live on while the next ones are computed
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
-        executors, widths = self._executors(q, tiles), (q.shape[-1], k.shape[-1], v.shape[-1])
+        executors, calls = self._executors(q), _calls(tiles)
+        widths = (q.shape[-1], k.shape[-1], v.shape[-1])
         more = 0 if grad_lse is None else 1
         most = _checked_width(executors, max(q.shape[-1], v.shape[-1] + more), bool(more))
         grad_out, out, lse = self._once_a_pass(executors, (grad_out, out, lse), grad_lse, most)
         if more:
             v = pad(v, (0, 1), value=1.0)
-        q, k, v = (_usable(x, most) for x in (q, k, v))
+        q, k, v = _usable(q, most), _usable(k, most), _usable(v, most)
         q, scale, sign = positive_scale(q, scale)
         group = q.shape[1] // k.shape[1]
-        for call in flash_calls(tiles):
-            heads, sums = call.heads(group), lse
-            if call.bias:  # exp(score + bias - lse) without a bias tensor
-                sums = lse - call.bias
-            parts = (grad_out[:, heads], q[:, heads], k, v, out[:, heads], sums[:, heads])
-            found = _first(executors, call).backward(call, *parts, scale)
-            dq, dk, dv = (x[..., :width] for x, width in zip(found, widths, strict=True))
+        for call in calls:
+            heads, executor = call.heads(group), _first(executors, call)
+            # exp(score + bias - lse) without a bias tensor
+            sums = executor.kept(torch.sub, lse, call.bias) if call.bias else lse
+            of_queries = [grad_out, q, out, sums]
+            if heads is not ALL_HEADS:
+                of_queries = [executor.kept(_heads, x, call.head_in_group, group) for x in of_queries]
+            grad_here, q_here, out_here, sums = of_queries
+            found = executor.backward(call, grad_here, q_here, k, v, out_here, sums, scale)
+            dq, dk, dv = (_width(x, width) for x, width in zip(found, widths, strict=True))
             yield PartialGrads(heads, call.q_rows, call.k_rows, dq if sign == 1 else dq * sign, dk, dv)
             del found, dq, dk, dv
 
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
         found = FlashKernel(self._implementation)
-        found._on_cpu, found._on_cuda, found._keeps = self._on_cpu, self._on_cuda, True
+        found._on_cpu, found._on_cuda = (
+            tuple(executor.of_pass() for executor in some) for some in (self._on_cpu, self._on_cuda)
+        )
+        found._keeps = True
         return found
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        return sum(call.pairs for call in flash_calls(tiles))
+        return sum(call.pairs for call in _calls(tiles))
 
-    def _executors(self, q: Tensor, tiles: Tiles) -> tuple[Executor, ...]:
-        if (tiles.kind == Kind.PARTIAL).any():
-            raise RingConfigError(_MASKED)
+    def _executors(self, q: Tensor) -> tuple[Executor, ...]:
         if q.device.type == "cpu":
             return self._on_cpu
         if self._implementation in ("FA3", "FA4"):
@@ -134,6 +141,14 @@ class FlashKernel:
         return grad_out, made, sums
 
 
+@lru_cache(maxsize=512)
+def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
+    """Return the calls of a table; refuse one that is no window."""
+    if (tiles.kind == Kind.PARTIAL).any():
+        raise RingConfigError(_MASKED)
+    return flash_calls(tiles)
+
+
 def refused(asked: Asked) -> RingError | None:
     """Return the error for what this kernel cannot do; None where it can."""
     if asked.pattern.masks:
@@ -156,6 +171,7 @@ def _too_wide(got: str) -> RingShapeError:
     )
 
 
+@lru_cache(maxsize=512)
 def _checked_width(executors: tuple[Executor, ...], width: int, of_lse: bool = False) -> int:
     """Return the head dimension that the operators compute with.
 
@@ -170,7 +186,7 @@ def _checked_width(executors: tuple[Executor, ...], width: int, of_lse: bool = F
 
 def _usable(x: Tensor, width: int) -> Tensor:
     """Return x with a dense last dimension, zeros behind it, and on the CPU no lower dtype than float32."""
-    if x.device.type == "cpu" and x.dtype not in (torch.float32, torch.float64):
+    if x.dtype not in (torch.float32, torch.float64) and x.device.type == "cpu":
         x = x.float()
     if x.shape[-1] != width:  # of what one hop computes, never of what travels or is kept
         return pad(x, (0, width - x.shape[-1]))
@@ -187,8 +203,21 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
 
 
+def _heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
+    """Return one query head of each K/V head's group."""
+    return x[:, head_in_group::group]
+
+
+def _width(x: Tensor, width: int) -> Tensor:
+    """Return x without the zeros that were put behind its last dimension."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 def _first(executors: tuple[Executor, ...], call: FlashCall) -> Executor:
-    return next(executor for executor in executors if executor.takes(call))
+    for executor in executors:
+        if executor.takes(call):
+            return executor
+    raise AssertionError("no operator takes a call, though the last one should take any")
 
 
 def _activate(implementation: str) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.flash_branches import branch_form
 from ds_ring.runtime.kernels.flash_pieces import OPEN, Piece, end_of, join_pieces, piece_of
-from ds_ring.runtime.kernels.interface import Rows, each_tile
+from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, each_tile
 
 MOST = 1 << 15  # sequences of one call; CUDA has a grid of at most 65,535 of them
 GAP = 256  # slots between two sequences of a call, beyond the length of these two, that are worth a call
@@ -54,7 +54,7 @@ class FlashCall(NamedTuple):
 
     def heads(self, group: int) -> slice:
         """Return the query heads concerned, if `group` of them share a K/V head."""
-        return slice(None) if self.head_in_group < 0 else slice(self.head_in_group, None, group)
+        return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     @property
     def is_causal(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class Executor(Protocol):
     multiple: int
     widest: int | None
     tokens_first: bool
+
+    def of_pass(self) -> Executor:
+        """Return an executor for one pass; see `CallsOperators`."""
+        ...
+
+    def kept(self, make: Callable[..., Tensor], x: Tensor, *how: Any) -> Tensor:
+        """Return `make(x, *how)`; see `CallsOperators`."""
+        ...
 
     def takes(self, call: FlashCall) -> bool:
         """Return whether it can carry out this call."""
@@ -81,10 +89,31 @@ ATEN = Operators()
 
 
 class CallsOperators:
-    """Hold the operators that an executor calls."""
+    """Hold the operators that an executor calls, and the views of queries that all hops of a pass share."""
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+
+    def of_pass(self) -> Self:
+        """Return an executor for one pass, which keeps what `kept` returns."""
+        found = type(self)(self._operators)
+        found._kept = {}
+        return found
+
+    def kept(self, make: Callable[..., Tensor], x: Tensor, *how: Any) -> Tensor:
+        """Return `make(x, *how)`, made once a pass for a tensor that stays the same from hop to hop.
+
+        Never for keys and values: their buffers must not live longer than their hop.
+        """
+        if self._kept is None:
+            return make(x, *how)
+        key = (make, id(x), how)
+        found = self._kept.get(key)
+        if found is None:
+            # x is kept as well, so that no other tensor gets its id
+            found = self._kept[key] = (x, make(x, *how))
+        return found[1]
 
 
 class Flash(CallsOperators):
@@ -101,8 +130,8 @@ class Flash(CallsOperators):
     ) -> tuple[Tensor, Tensor]:
         view = _packed if call.q_ends else _tokens_first
         out, lse, *_ = self._operators.flash_forward(
-            view(q, call.q_rows), view(k, call.k_rows), view(v, call.k_rows), *_lengths(call, q.device, q),
-            0.0, call.is_causal, False, scale=scale, **_window(call),
+            self.kept(view, q, call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
+            *_lengths(call, q.device, q), 0.0, call.is_causal, False, scale=scale, **_window(call),
         )  # fmt: skip
         if call.has_empty_rows:
             lse = lse.masked_fill(lse == INFINITY, -INFINITY)
@@ -113,9 +142,10 @@ class Flash(CallsOperators):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         view, rows, keys = _packed if call.q_ends else _tokens_first, call.q_rows, call.k_rows
-        lse = _lse_of(lse, call)
+        lse = self.kept(_lse_of, lse, call.q_rows, bool(call.q_ends))
+        grad_out, q_view, out = (self.kept(view, x, rows) for x in (grad_out, q, out))
         found = self._operators.flash_backward(
-            view(grad_out, rows), view(q, rows), view(k, keys), view(v, keys), view(out, rows), lse,
+            grad_out, q_view, view(k, keys), view(v, keys), out, lse,
             *_lengths(call, q.device, q), 0.0, call.is_causal,
             lse, lse,  # in the place of Philox, which nobody reads
             scale=scale, **_window(call),
@@ -137,7 +167,7 @@ class Cudnn(CallsOperators):
         self, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._operators.cudnn_forward(
-            *(_heads_first(x, r) for x, r in ((q, call.q_rows), (k, call.k_rows), (v, call.k_rows))),
+            self.kept(_heads_first, q, call.q_rows), *(_heads_first(x, call.k_rows) for x in (k, v)),
             None, True, 0.0, call.is_causal, False, scale=scale,
         )  # fmt: skip
         # [B, H, S, 1] in torch 2.13
@@ -149,14 +179,14 @@ class Cudnn(CallsOperators):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows, keys = call.q_rows, call.k_rows
-        sides = ((grad_out, rows), (q, rows), (k, keys), (v, keys), (out, rows))
-        views = [_heads_first(x, r) for x, r in sides]
-        lse = _lse_of(lse, call)
+        grad_out, q_view, out = (self.kept(_heads_first, x, rows) for x in (grad_out, q, out))
+        views = (grad_out, q_view, *(_heads_first(x, keys) for x in (k, v)), out)
+        lse = self.kept(_lse_of, lse, rows, False)
         found = self._operators.cudnn_backward(
             *views, lse.unsqueeze(-1), lse, lse, None, None, None,
             views[1].shape[2], views[2].shape[2], 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
-        sides = zip(found, (rows, keys, keys), strict=True)  # type: ignore[assignment]
+        sides = zip(found, (rows, keys, keys), strict=True)
         return tuple(_back(x.transpose(1, 2), r, len(q), call) for x, r in sides)  # type: ignore[return-value]
 
 
@@ -215,11 +245,11 @@ def _lse_back(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
     return lse if call.q_rows.repeats == 1 else lse.unflatten(1, (samples, -1)).transpose(0, 1)
 
 
-def _lse_of(lse: Tensor, call: FlashCall) -> Tensor:
+def _lse_of(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
     """Return the lse [B, H, S] as the operators read it: contiguous, heads before tokens."""
-    part = call.q_rows.of(lse)
-    if call.q_ends:
+    part = rows.of(lse)
+    if packed:
         part = part.flatten(0, 1)
-    elif call.q_rows.repeats > 1:
+    elif rows.repeats > 1:
         part = part.transpose(0, 1).flatten(1, 2)
     return part.contiguous()

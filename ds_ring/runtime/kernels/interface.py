@@ -17,6 +17,8 @@ from ds_ring.masks.key_multiplicity import Weights
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Kind, Tiles
 
+ALL_HEADS = slice(None)
+
 
 class Rows(NamedTuple):
     """Describe slots start + i * step (i < length), and the same again `repeats` times, `stride` slots apart.
@@ -33,6 +35,8 @@ class Rows(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """View x [B, heads, S, ...] as [B, heads, length, ...], or [B, repeats, heads, length, ...]."""
         if self.repeats == 1:
+            if self.step == 1 and self.length == x.shape[2]:
+                return x  # all of them: a view costs three microseconds, and every hop makes some
             return x[:, :, self.start : self.start + (self.length - 1) * self.step + 1 : self.step]
         slot = x.stride(2)
         return x.as_strided(
@@ -126,7 +130,7 @@ class Tile(NamedTuple):
     def heads(self, group: int) -> slice:
         """Return the query heads concerned, if `group` of them share a K/V head."""
         # Query head h shares K/V head h // group, so these are every group-th head.
-        return slice(None) if self.head_in_group < 0 else slice(self.head_in_group, None, group)
+        return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
         """Return a sub-rectangle of the same kind."""
@@ -167,6 +171,11 @@ def _inside(tiles: Tiles, row: int) -> Inside:
         tiles.weights[weight] if weight >= 0 else None,
         *(int(place) for place in places),
     ).part(0, 0)
+
+
+def heads_of(x: Tensor, heads: slice) -> Tensor:
+    """Return heads of x [B, H, ...]; x itself where these are all of them."""
+    return x if heads == ALL_HEADS else x[:, heads]
 
 
 class PartialOut(NamedTuple):

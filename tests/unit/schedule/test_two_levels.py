@@ -28,7 +28,7 @@ def messages(plan: Plan, backward: bool) -> tuple[dict, dict]:
     ends: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
     for rank in range(plan.ring_size):
         schedule = lower_pass(plan.rank(rank).classes, plan.group, backward=backward, head_bytes=1)
-        for batch in schedule.batches():
+        for batch in schedule.batches:
             for index, steps in batch.rounds:
                 for post in steps.posted:
                     sent = isinstance(post, Send)

@@ -1,0 +1,182 @@
+"""Measure the host's processor time of a hop: what the host does for a hop beside the attention operator.
+
+    OMP_NUM_THREADS=1 python -m tools.bench_host
+
+One rank of a ring whose other ranks are not there (torch's "fake" process group: sends and receives return at
+once). The tensors are small and on the CPU, the kernel is `flash` as it runs on CUDA, but its operators
+return tensors made before: what is left is the pass, the messages, the additions' operators and the thread
+that watches works. On CUDA these operators are launches, which take as long as a small operator of the CPU
+does. The merge is one launch on CUDA: a small operator stands for it, and a second line has the eager one.
+Works behave as NCCL's: one for a batch, and a wait returns at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_ring import Causal
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.kernels.flash import FlashKernel
+from ds_ring.runtime.kernels.flash_executors import Flash, Operators
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.pending import Pending
+from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.plan import build_plan
+
+FORWARD_US, BACKWARD_US = 60.0, 90.0  # of a hop, processor time; the goal
+HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
+
+
+class NoOperators:
+    """Return tensors of the shapes that FlashAttention's operators return, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        if (q.shape,) not in self._made:
+            batch, tokens, heads, _width = q.shape
+            lse = torch.zeros(batch, heads, tokens)
+            self._made[q.shape,] = torch.ones(q.shape, dtype=q.dtype), lse
+        return self._made[q.shape,]
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, ...]:
+        key = (q.shape, k.shape)
+        if key not in self._made:
+            self._made[key] = tuple(torch.ones(x.shape, dtype=x.dtype) for x in (q, k, v))
+        return self._made[key]
+
+
+def one_launch(out: Tensor, lse: Tensor, *_: Tensor) -> None:
+    """Stand for the merge, which is one launch on CUDA and some ten operators here."""
+    lse.zero_()
+
+
+class DeviceExchange(Exchange):
+    """Wait for works as on a GPU: by the stream, and a thread watches over them."""
+
+    def _start(self, *given: object) -> Pending:
+        pending = super()._start(*given)  # type: ignore[arg-type]
+        # NCCL's way: one Work for all messages of a batch
+        pending.works, pending.peers = pending.works[:1], [tuple(rank for (rank,) in pending.peers)]
+        return pending
+
+    def _on_device(self, tensor: Tensor, group: object) -> bool:
+        return True
+
+
+@contextmanager
+def fake_ring(rank: int, ring_size: int) -> Iterator[RingMesh]:
+    """Hold the mesh of one rank whose other ranks are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ring_size)
+    try:
+        yield RingMesh.from_world(ring_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def flash_without_operators() -> FlashKernel:
+    """Return the kernel as on CUDA, with operators that compute nothing."""
+    kernel, stand_in = FlashKernel(), NoOperators()
+    operators = Operators(flash_forward=stand_in.forward, flash_backward=stand_in.backward)
+    kernel._on_cpu = (Flash(operators),)
+    return kernel
+
+
+def seconds_of(work: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Return the median processor seconds of the calling thread, and of the process."""
+    of_thread, of_process = [], []
+    for _ in range(rounds):
+        before = time.thread_time(), time.process_time()
+        work()
+        of_thread.append(time.thread_time() - before[0])
+        of_process.append(time.process_time() - before[1])
+    return statistics.median(of_thread), statistics.median(of_process)
+
+
+def operator_us(rounds: int) -> float:
+    """Return the processor microseconds of one small operator: what a busy machine makes longer as well."""
+    x, y = torch.ones(8, 8), torch.ones(8, 8)
+    found = []
+    for _ in range(rounds):
+        before = time.thread_time()
+        for _ in range(20):
+            x.add_(y)
+        found.append((time.thread_time() - before) / 20)
+    return 1e6 * statistics.median(found)
+
+
+def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool) -> bool:
+    """Print the times of a pattern; return whether they are within the goal."""
+    ring_size, slots, rounds = arguments.ring_size, arguments.slots, arguments.rounds
+    rank, within = ring_size // 2 - 1, True
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_ring(rank, ring_size))
+        stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", _as_is))
+        if not whole_merge:
+            stack.enter_context(mock.patch("ds_ring.runtime.chunks.merge_", one_launch))
+        layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
+        plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
+        kernel, exchange = flash_without_operators(), DeviceExchange(mesh)
+        made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.buffers)
+        shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        q, k, v, grad = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
+        out, lse = made.forward(q, k, v)
+        passes: tuple[tuple[str, Callable[[], object], float], ...] = (
+            ("forward", lambda: made.forward(q, k, v), FORWARD_US),
+            ("backward", lambda: made.backward(grad, q, k, v, out, lse), BACKWARD_US),
+        )
+        for name, work, goal in passes:
+            seconds_of(work, 5)
+            before = operator_us(rounds)
+            of_thread, of_process = (1e6 * s / ring_size for s in seconds_of(work, rounds))
+            operator = (before + operator_us(rounds)) / 2
+            within &= of_process <= goal
+            print(
+                f"{pattern!s} {layout_name} ring {ring_size}, {'eager' if whole_merge else 'one'} merge"
+                f" {name:8}: {of_thread:5.1f} us a hop, {of_process:5.1f} with the watching thread (goal"
+                f" {goal:.0f}); one small operator {operator:4.2f} us"
+            )
+            if arguments.profile == name and not whole_merge:
+                with cProfile.Profile() as found:
+                    for _ in range(rounds):
+                        work()
+                pstats.Stats(found).sort_stats("tottime").print_stats(40)
+    return within
+
+
+def _as_is(x: Tensor, width: int) -> Tensor:
+    return x
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--ring-size", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=16, help="tokens of a shard (default 16)")
+    parser.add_argument("--profile", choices=("forward", "backward"), help="print where the time goes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    within = measure(Causal(), "zigzag", arguments, whole_merge=False)
+    measure(Causal(), "zigzag", arguments, whole_merge=True)
+    raise SystemExit(0 if within else 1)
+
+
+if __name__ == "__main__":
+    main()
