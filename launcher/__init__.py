@@ -13,6 +13,11 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     job.py           what goes into an engine; invocation.py: what comes out
     engines.py       job -> command line; the table of engines (engine_deepspeed.py: the largest)
     secret.py        one secret for all ranks of a launch
+    start.py         one attempt of a job, here or on all hosts
+    relaunch.py      attempts of a job until it is done: attempts.py decides, presence.py (probe.py) finds the
+                     hosts, ring_sizes.py the ring, convert_checkpoint.py fits the checkpoint to it
+    run_folder.py    the folder of a run: logs, faults and figures by rank and attempt (layout: its docstring)
+    rank.py          runs inside a rank: its log, and what ended it, go into that folder
     process.py       runs a command line, ends every process it led to (marked.py finds them)
     guardian.py      ends them where the launcher itself was killed
     remote.py        other hosts: agent.py on each, by ssh

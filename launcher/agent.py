@@ -25,7 +25,7 @@ FOLDER = Path("/ds-ring-agent-folder")
 BEAT_SECONDS = 5.0
 # So that a launcher that is stopped for a while (Ctrl-Z), or a network that is out, does not end a run.
 SILENCE_SECONDS = 300.0
-END = "end"
+END, END_AFTER_FAULT = "end", "end after a fault"
 
 
 def main(stdin: IO[str]) -> int:
@@ -43,8 +43,12 @@ def main(stdin: IO[str]) -> int:
         return _refuse(f"script: expected a Python file, got no {request['script']}; copy it to this host")
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder:
         invocation = _invocation(request, folder)
-        threading.Thread(target=_listen, args=(stdin,), daemon=True).start()
-        return process.run(invocation, dict(os.environ), request["script"], stdin=subprocess.DEVNULL)
+        grace = process.Grace(request["grace_seconds"])
+        with process.signals_noted() as signals:
+            threading.Thread(target=_listen, args=(stdin, grace), daemon=True).start()
+            return process.run(
+                invocation, dict(os.environ), request["script"], signals, grace, stdin=subprocess.DEVNULL
+            )
 
 
 def _invocation(request: dict[str, Any], folder: str) -> Invocation:
@@ -52,10 +56,10 @@ def _invocation(request: dict[str, Any], folder: str) -> Invocation:
     files = {Path(name.replace(str(FOLDER), folder)): text for name, text in request["files"].items()}
     # PATH is this host's: the launcher's may have other folders.
     environment = own_programs_first(request["environment"], os.environ)
-    return Invocation(argv, environment, files)
+    return Invocation(argv, environment, files, end_signal=request["end_signal"])
 
 
-def _listen(stdin: IO[str]) -> None:
+def _listen(stdin: IO[str], grace: process.Grace) -> None:
     """Turn the end of the connection into SIGTERM for this process, which ends its run."""
     silent = threading.Timer(SILENCE_SECONDS, _end, ("heard nothing from the launcher",))
     while True:
@@ -63,7 +67,9 @@ def _listen(stdin: IO[str]) -> None:
         silent.start()
         line = stdin.readline()
         silent.cancel()
-        if not line or line.strip() == END:
+        if line.strip() == END_AFTER_FAULT:
+            grace.seconds = min(grace.seconds, process.FAULT_GRACE_SECONDS)
+        if not line or line.strip() in (END, END_AFTER_FAULT):
             _end("" if line else "lost the launcher")
             return
         silent = threading.Timer(SILENCE_SECONDS, _end, ("heard nothing from the launcher",))

@@ -36,6 +36,11 @@ _SLOTS = Takes("a whole number of at least 1", "slots are the processes of one h
 _YES_NO = Takes("true or false", "write true or false, without quotes")
 _PORT = Takes("a port from 1024 to 65535", "leave it out and a free one is taken")
 _SSH_PORT = Takes("a port from 1 to 65535", "leave it out where it is ssh's own")
+_FOLDER = Takes("the path of a folder", "write it relative to the folder of this YAML, or absolute")
+_ATTEMPTS = Takes("a whole number from 1 to 1000", "1 starts the job once")
+_SECONDS = Takes("a number of seconds from 0 to 86400", "write 10, or leave it out")
+_RING = Takes("a whole number of at least 1", "write the smallest ring that the memory of its ranks allows")
+_RELAUNCH = Takes("a mapping", "write 'relaunch: {checkpoints: FOLDER}', or leave it out")
 
 
 def _path(value: object, info: ValidationInfo) -> Path:
@@ -64,6 +69,10 @@ def _text(value: object) -> str:
     if any("\ud800" <= character <= "\udfff" for character in str(value)):
         raise Refused(sentence("text in UTF-8", "half of a character", "remove the \\ud... in it"))
     return str(value)
+
+
+def _number(value: object) -> object:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _kind(value: object) -> str:
@@ -107,6 +116,31 @@ class Host(Section):
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS), _SLOTS]
 
 
+_Seconds = Annotated[float, Field(ge=0, le=86400), BeforeValidator(_number), _SECONDS]
+
+
+class Relaunch(Section):
+    """Say how a job is started again after a fault.
+
+    Attributes:
+        checkpoints: what the script gives `save_checkpoint`.
+        max_attempts: attempts in a row that end without a checkpoint newer than the one they began with.
+        backoff_seconds: pause before the second attempt; it doubles with every attempt that failed.
+        backoff_most_seconds: the longest pause.
+        smallest_ring_size: ranks that share a sequence, at least, where hosts are gone.
+        host_seconds: how long a host has to answer before each attempt.
+        wait_for_hosts_seconds: how long to wait for hosts that are gone before a smaller ring is taken.
+    """
+
+    checkpoints: Annotated[Path, BeforeValidator(_path), _FOLDER]
+    max_attempts: Annotated[Annotated[int, Field(ge=1, le=1000)], _ATTEMPTS] = 3
+    backoff_seconds: _Seconds = 1.0
+    backoff_most_seconds: _Seconds = 300.0
+    smallest_ring_size: Annotated[Annotated[int, Field(ge=1)], _RING] = 1
+    host_seconds: _Seconds = 10.0
+    wait_for_hosts_seconds: _Seconds = 0.0
+
+
 class Cluster(Section):
     """Describe a run: engine, hosts, environment, script. Paths are absolute; `local` is a host, too."""
 
@@ -124,6 +158,9 @@ class Cluster(Section):
     deepspeed_config: _File
     script_args: _Texts = ()
     engine_args: _Texts = ()
+    run_folder: Annotated[Annotated[Path, BeforeValidator(_path)] | None, _FOLDER] = None
+    grace_seconds: _Seconds = 15.0
+    relaunch: Annotated[Relaunch | None, _RELAUNCH] = None
 
     @property
     def world_size(self) -> int:

@@ -123,7 +123,24 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
         wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
         problems.append(Problem("engine_args", wrong))
-    return problems + _misfits_of_deepspeed(cluster)
+    return problems + _misfits_of_deepspeed(cluster) + _misfits_of_relaunch(cluster)
+
+
+def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
+    """Return problems of keys without which a job cannot be started again."""
+    if cluster.relaunch is None:
+        return []
+    problems = []
+    if cluster.run_folder is None:
+        wrong = sentence("run_folder beside it", "none", "name a folder that all hosts share")
+        problems.append(Problem("relaunch", wrong))
+    if not cluster.is_local and not cluster.ssh:
+        advice = "set ssh: true, so that one ds-ring starts all hosts, or let Slurm do so (engine: slurm)"
+        problems.append(Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice)))
+    if any(re.match(r"--max[-_]restarts\b", argument) for argument in cluster.engine_args):
+        wrong = sentence("no restarts of torchrun's own", "--max-restarts", "remove it, or relaunch")
+        problems.append(Problem("engine_args", wrong))
+    return problems
 
 
 def _misfits_of_deepspeed(cluster: Cluster) -> list[Problem]:

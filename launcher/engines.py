@@ -31,7 +31,8 @@ def torchrun(job: Job) -> Invocation:
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--nnodes={len(cluster.hosts)}", f"--nproc-per-node={slots}", f"--node-rank={job.node_rank}"]
     argv += [f"--master-addr={job.master_address}", f"--master-port={job.port}"]
-    argv += [*cluster.engine_args, *job.script_command]
+    argv += [*cluster.engine_args, *(["-m"] if job.rank_module else []), *job.rank_module]
+    argv += job.script_command
     return Invocation(argv, job.with_own_programs(job.environment), private=job.private)
 
 
@@ -51,7 +52,8 @@ def mpirun(job: Job) -> Invocation:
         argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
     for name in sorted(environment):  # the values are taken from its own environment
         argv += ["-x", name]
-    argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.mpi_rank", *job.script_command]
+    argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.mpi_rank"]
+    argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
     return Invocation(
         argv,
         job.with_own_programs(environment),

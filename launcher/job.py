@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .cluster import LOOPBACK, Cluster
 from .invocation import SECRET_VARIABLE, own_programs_first
+from .run_folder import FOLDER_VARIABLE
 
 # One thread for each rank: ranks on a CPU share its cores, and torch takes all of them by default.
 _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -15,6 +16,9 @@ _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "cpu": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
     "cuda": {"DS_ACCELERATOR": "cuda"},
 }
+
+
+RANK_MODULE = "ds_ring_launcher.rank"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Job:
     caller_environment: Mapping[str, str]
     extra_args: tuple[str, ...] = ()
     secret: str | None = None
+    attempt_folder: Path | None = None  # RUN/attempt-N; None where the YAML names no run_folder
 
     @property
     def master_address(self) -> str:
@@ -39,7 +44,13 @@ class Job:
     def environment(self) -> dict[str, str]:
         """Return what the ranks get on top of the caller's: the device's defaults, the YAML's, the secret."""
         secret = {} if self.secret is None else {SECRET_VARIABLE: self.secret}
-        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret}
+        run = {} if self.attempt_folder is None else {FOLDER_VARIABLE: str(self.attempt_folder)}
+        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret, **run}
+
+    @property
+    def rank_module(self) -> list[str]:
+        """Return the module that runs the script in each rank, if one does: rank.py keeps logs and faults."""
+        return [] if self.attempt_folder is None else [RANK_MODULE]
 
     @property
     def private(self) -> frozenset[str]:

@@ -31,14 +31,24 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Send SIGTERM to every process of the run; SIGKILL to what is left after the grace, or in a hurry."""
+    """Send SIGTERM to every process of the run; SIGKILL to what is left after the grace, or in a hurry.
+
+    A process that is stopped cannot end by itself, and is killed at once.
+    """
     for process in marked(mark):
-        send(process, signal.SIGTERM)
+        send(process, signal.SIGKILL if _is_stopped(process) else signal.SIGTERM)
     wait_until_gone(mark, grace_s, hurry)
     for _ in range(3):  # again, for what was started while we looked
         for process in marked(mark):
             send(process, signal.SIGKILL)
             _reap(process)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def wait_until_gone(mark: str, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:

@@ -15,46 +15,68 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 from .guardian import Guardian
 from .invocation import Invocation
 from .marked import GRACE_SECONDS, MARK, POLL_SECONDS, command_line, end_all, marked, wait_until_gone
 
-_GRACE_SECONDS = GRACE_SECONDS
+FAULT_GRACE_SECONDS = 5.0  # of survivors after a fault: they say who failed, or end by themselves
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
 
 _Handler = Callable[[int, FrameType | None], object]
 
 
+@dataclass
+class Grace:
+    """Hold how long ranks have to end by themselves after a signal; may be changed while a run ends."""
+
+    seconds: float = GRACE_SECONDS
+
+
 def run(
-    invocation: Invocation, caller_environment: Mapping[str, str], script: str, stdin: int | None = None
+    invocation: Invocation,
+    caller_environment: Mapping[str, str],
+    script: str,
+    signals: list[int],
+    grace: Grace,
+    stdin: int | None = None,
 ) -> int:
-    """Run to the end and return the exit status; 128 + n where signal n ended it."""
+    """Run to the end and return the exit status; 128 + n where signal n ended it.
+
+    Args:
+        invocation: what to run.
+        caller_environment: what it adds its variables to.
+        script: that the ranks run, by which they are known.
+        signals: those that this process has got (`signals_noted`); a new one ends the run in order.
+        grace: for the ranks, after a signal.
+        stdin: of the engine.
+    """
     mark = uuid.uuid4().hex
     environment = {**caller_environment, **invocation.environment, MARK: mark}
     for path, text in invocation.files.items():
         path.write_text(text)
-    # From here on a signal ends the run in order, and not this process alone.
-    with signals_noted() as signals:
-        guardian = Guardian(mark)
-        # A session of its own, so that the terminal's Ctrl-C comes through us alone, once.
-        engine = subprocess.Popen(invocation.argv, env=environment, stdin=stdin, start_new_session=True)
-        try:
-            while engine.poll() is None and not signals:
-                guardian.keep()
-                time.sleep(POLL_SECONDS)
-            if not signals:
-                return _status(engine.returncode, mark, script, signals)
-            say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
-            _let_end(engine, invocation.end_signal, signals)
-            return 128 + signals[0]
-        finally:
-            before = len(signals)
-            end_all(mark, _GRACE_SECONDS, hurry=lambda: len(signals) != before)
-            engine.wait()
-            guardian.done()
+    guardian = Guardian(mark)
+    # A session of its own, so that the terminal's Ctrl-C comes through us alone, once.
+    engine = subprocess.Popen(invocation.argv, env=environment, stdin=stdin, start_new_session=True)
+    try:
+        while engine.poll() is None and not signals:
+            guardian.keep()
+            time.sleep(POLL_SECONDS)
+        if not signals:
+            return _status(engine.returncode, mark, script, signals)
+        say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
+        _let_end(engine, invocation.end_signal, signals, grace)
+        return 128 + signals[0]
+    finally:
+        before = len(signals)
+        # An engine that has ended by itself has ended its ranks, or tried to.
+        seconds = grace.seconds if signals else min(grace.seconds, FAULT_GRACE_SECONDS)
+        end_all(mark, seconds, hurry=lambda: len(signals) != before)
+        engine.wait()
+        guardian.done()
 
 
 def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
@@ -70,11 +92,13 @@ def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
     return 0
 
 
-def _let_end(engine: subprocess.Popen[bytes], end_signal: int | None, signals: list[int]) -> None:
+def _let_end(
+    engine: subprocess.Popen[bytes], end_signal: int | None, signals: list[int], grace: Grace
+) -> None:
     """Send the signal by which an engine ends its ranks in their own time, if it has one, and wait."""
     if end_signal is None:
         return
-    before, deadline = len(signals), time.monotonic() + _GRACE_SECONDS
+    before, deadline = len(signals), time.monotonic() + grace.seconds
     try:
         os.kill(engine.pid, end_signal)  # a child that is not waited for yet: the pid is still its own
     except ProcessLookupError:
@@ -85,10 +109,13 @@ def _let_end(engine: subprocess.Popen[bytes], end_signal: int | None, signals: l
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Record SIGINT, SIGTERM and SIGHUP instead of dying of them; an ignored one (nohup) stays ignored."""
+    """Record the signals that end a run instead of dying of them; an ignored one (nohup) stays ignored.
+
+    SIGUSR1 is what Slurm sends ahead of time (`--signal=USR1@120`).
+    """
     noted: list[int] = []
     old: dict[signal.Signals, _Handler | int | None] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             old[number] = signal.signal(number, lambda got, _frame: noted.append(got))
     try:

@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Mapping
 
-from .agent import BEAT_SECONDS, END
+from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
 from .invocation import Invocation
-from .marked import GRACE_SECONDS, POLL_SECONDS
-from .process import say, signals_noted
+from .marked import POLL_SECONDS
+from .process import FAULT_GRACE_SECONDS, say
 
 SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
 _SSH_FAILED = 255
@@ -30,36 +30,49 @@ def carried(caller_environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in caller_environment.items() if name.startswith(_CARRIED)}
 
 
-def ssh_command(host: str, ssh_port: int | None) -> list[str]:
-    """Return the command line that starts an agent on a host."""
+def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.agent") -> list[str]:
+    """Return the command line that starts an agent, or another module, on a host."""
     port = [] if ssh_port is None else ["-p", str(ssh_port)]
     # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
     options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     told = [word for option in options for word in ("-o", option)]
-    agent = shlex.join([sys.executable, "-u", "-m", "ds_ring_launcher.agent"])
+    agent = shlex.join([sys.executable, "-u", "-m", module])
     return ["ssh", "-T", *port, *told, host, agent]
 
 
-def run(hosts: Mapping[str, Invocation], ssh_port: int | None, script: str) -> int:
-    """Run an invocation on each host; return the exit status of the first that fails, or 128 + n."""
-    with signals_noted() as signals:
-        agents: dict[str, subprocess.Popen[str]] = {}
-        try:
-            for host, invocation in hosts.items():
-                agents[host] = subprocess.Popen(
-                    ssh_command(host, ssh_port), stdin=subprocess.PIPE, text=True, start_new_session=True
-                )
-                _tell(agents[host], _request(invocation, script))
-            status = _watch(agents, signals)
-            if signals:
-                say(f"got signal {signals[0]}; ending all processes of this run on all hosts")
-                return 128 + signals[0]
-            return status
-        finally:
-            _end(agents, signals)
+def run(
+    hosts: Mapping[str, Invocation],
+    ssh_port: int | None,
+    script: str,
+    signals: list[int],
+    grace_seconds: float,
+) -> int:
+    """Run an invocation on each host; return the exit status of the first that fails, or 128 + n.
+
+    Args:
+        hosts: what each one runs.
+        ssh_port: of the hosts; None for ssh's own.
+        script: that the ranks run.
+        signals: signals that this process has got; a new one ends the run.
+        grace_seconds: which the ranks have after it.
+    """
+    agents: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for host, invocation in hosts.items():
+            agents[host] = subprocess.Popen(
+                ssh_command(host, ssh_port), stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
+            _tell(agents[host], _request(invocation, script, grace_seconds))
+        status = _watch(agents, signals)
+        if signals:
+            say(f"got signal {signals[0]}; ending all processes of this run on all hosts")
+            return 128 + signals[0]
+        return status
+    finally:
+        _end(agents, signals, grace_seconds)
 
 
-def _request(invocation: Invocation, script: str) -> str:
+def _request(invocation: Invocation, script: str, grace_seconds: float) -> str:
     return json.dumps(
         {
             "argv": invocation.argv,
@@ -67,6 +80,8 @@ def _request(invocation: Invocation, script: str) -> str:
             "files": {str(path): text for path, text in invocation.files.items()},
             "directory": os.getcwd(),
             "script": script,
+            "grace_seconds": grace_seconds,
+            "end_signal": invocation.end_signal,
         }
     )
 
@@ -92,17 +107,17 @@ def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> i
     return 0
 
 
-def _end(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> None:
-    """Ask every agent for the end of its part, and give it the time of the ranks' own grace."""
+def _end(agents: Mapping[str, subprocess.Popen[str]], signals: list[int], grace_seconds: float) -> None:
+    """Ask every agent for the end of its part; ranks have their whole grace if it was a signal."""
     before = len(signals)
     for agent in agents.values():
-        _tell(agent, END)
+        _tell(agent, END if signals else END_AFTER_FAULT)
         assert agent.stdin is not None
         try:
             agent.stdin.close()
         except OSError:  # what was written before has not gone: the connection is lost
             pass
-    deadline = time.monotonic() + GRACE_SECONDS + 5
+    deadline = time.monotonic() + (grace_seconds if signals else FAULT_GRACE_SECONDS) + 5
     while any(agent.poll() is None for agent in agents.values()):
         if time.monotonic() > deadline or len(signals) != before:
             break

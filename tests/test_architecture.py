@@ -67,6 +67,7 @@ IMPORTERS = {
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
+    "integrations.deepspeed.stop_request": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
@@ -98,7 +99,12 @@ NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.
-READS_THE_ENVIRONMENT = {"integrations.deepspeed.job_secret", "integrations.deepspeed.node_size"}
+# Where a launcher wants the figures of a rank, it says in the environment, too.
+READS_THE_ENVIRONMENT = {
+    "integrations.deepspeed.job_secret",
+    "integrations.deepspeed.node_size",
+    "integrations.deepspeed.run_report",
+}
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
 # Sockets and pipes have these two as well: they count where they are torch.distributed's.

@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
         "--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest whole checkpoint in --output"
+        "--resume", action="store_true", help="continue from the newest whole checkpoint in --output, if any"
     )
     parser.add_argument(
         "--compare_tokens",
@@ -130,12 +130,12 @@ def memory_of_all_ranks() -> tuple[list[float], list[float]]:
 
 
 def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
-    """Weights, optimizer, step, place in the data and log of the newest checkpoint that is whole."""
+    """Weights, optimizer, step, place in the data and log of the newest checkpoint that is whole, if any."""
     path, state = engine.load_checkpoint(str(folder))
     if path is None:
-        raise SystemExit(
-            f"--resume: expected a checkpoint in {folder}, found none; train without --resume first"
-        )
+        if dist.get_rank() == 0:
+            print(f"--resume: no checkpoint in {folder}: starting afresh", flush=True)
+        return
     report.restore(state["report"])
     loader.load_state_dict(state["loader"])
 
@@ -145,6 +145,7 @@ def train(
 ) -> None:
     """From the engine's step to the last one, with a progress bar on rank 0."""
     checkpoints, first = options.output / "checkpoints", engine.global_steps
+    engine.ring.should_stop()  # from here on SIGTERM asks for a checkpoint
     batches = batches_from(loader)
     tokens_per_step = int(engine.train_batch_size()) * options.sequence_length
     bar = tqdm(
@@ -162,9 +163,12 @@ def train(
         report.resident_mib.append(resident_mib)
         if held_out is not None and (step % options.evaluate_every == 0 or step == options.steps):
             report.held_out.append((step, evaluate(engine, held_out)))
-        if step == options.steps or (options.save_every and step % options.save_every == 0):
+        leaving = engine.ring.should_stop()
+        if leaving or step == options.steps or (options.save_every and step % options.save_every == 0):
             state = {"report": report.state(), "loader": loader.state_dict()}
             engine.save_checkpoint(str(checkpoints), client_state=state)
+        if leaving and step < options.steps:
+            engine.ring.leave()
         bar.set_postfix_str(
             f"loss {report.losses[-1]:.3f}, {report.tokens_per_second[-1]:.0f} tokens/s", refresh=False
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from .parsers import Commands, add_command
 
 if TYPE_CHECKING:
-    from ds_ring_launcher.invocation import Invocation
     from ds_ring_launcher.job import Job
 
 _HELP = "start the script that a cluster YAML names, on the hosts that it names"
@@ -39,9 +38,10 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ds_ring_launcher import checks, secret
+    from ds_ring_launcher import checks, process, relaunch, secret
     from ds_ring_launcher.cluster_file import read_cluster
     from ds_ring_launcher.job import Job
+    from ds_ring_launcher.start import start
 
     cluster = read_cluster(options.config)
     node_rank = checks.resolve_node_rank(cluster, options.node_rank)
@@ -57,20 +57,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         return 0
 
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
-        return _start(Job(cluster, node_rank, port, Path(name), caller, extra_args, told))
-
-
-def _on_each_host(job: Job) -> dict[str, Invocation]:
-    """Return what an agent on each host is told to run."""
-    from ds_ring_launcher import agent, engines, remote
-
-    variables = remote.carried(job.caller_environment)
-    there = replace(job, folder=agent.FOLDER, caller_environment=variables)
-    made = [engines.build(replace(there, node_rank=rank)) for rank in range(len(job.cluster.hosts))]
-    return {
-        host.name: replace(one, environment={**variables, **one.environment})
-        for host, one in zip(job.cluster.hosts, made, strict=True)
-    }
+        job = Job(cluster, node_rank, port, Path(name), caller, extra_args, told)
+        if cluster.run_folder is not None:
+            return relaunch.run(job)
+        with process.signals_noted() as signals:
+            return start(job, signals)
 
 
 def _print(job: Job) -> None:
@@ -83,22 +74,3 @@ def _print(job: Job) -> None:
     for rank, host in enumerate(job.cluster.hosts):
         print(f"# on {host.name}, reached by ssh; beside this, one new DS_RING_SECRET for all hosts")
         print(f"{engines.build(replace(job, node_rank=rank, secret=None)).as_shell()}\n")
-
-
-def _start(job: Job) -> int:
-    from ds_ring_launcher import checks, engines, process, remote
-
-    cluster = job.cluster
-    hosts = "this machine" if cluster.is_local else ", ".join(host.name for host in cluster.hosts)
-    said = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
-    search_path = job.caller_environment.get("PATH", os.defpath)
-    if cluster.starts_agents:
-        checks.require_program("ssh", search_path, remote.SSH_ADVICE)
-        invocations = _on_each_host(job)
-        process.say(said)
-        return remote.run(invocations, cluster.ssh_port, str(cluster.script))
-    invocation = engines.build(job)
-    for program, advice in invocation.programs.items():
-        checks.require_program(program, invocation.environment["PATH"], advice)
-    process.say(said)
-    return process.run(invocation, job.caller_environment, str(cluster.script))

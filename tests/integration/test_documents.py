@@ -379,6 +379,8 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "result = ds_ring.simulate(": simulate_in_python,
     # launcher/README.md
     "ds-ring launch": launch,
+    "run_folder: ../runs/mine": only_reads("tests/integration/test_relaunch.py starts such jobs"),
+    "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring profile": profile,

@@ -13,10 +13,9 @@ from typing import get_args
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher import agent, checks, cli, ports, remote
+from ds_ring_launcher import agent, checks, cli, ports, remote, start
 from ds_ring_launcher.cluster import Cluster
 from ds_ring_launcher.cluster_file import read_cluster
-from ds_ring_launcher.commands import launch
 from ds_ring_launcher.engines import ENGINES, build
 from ds_ring_launcher.invocation import Invocation
 from ds_ring_launcher.job import Job
@@ -347,7 +346,7 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
     secret = secret_for(cluster)
     assert secret is not None and len(secret) == 64
     caller = {"PATH": "/mine", "NCCL_DEBUG": "WARN", "OTHER": "1"}
-    made = launch._on_each_host(Job(cluster, 0, 20001, folder, caller, (), secret))
+    made = start.on_each_host(Job(cluster, 0, 20001, folder, caller, (), secret))
     assert list(made) == ["node-0", "node-1"]
     for rank, one in enumerate(made.values()):
         assert one.environment == {"NCCL_DEBUG": "WARN", "A": "it's 2 words", "DS_RING_SECRET": secret}

@@ -38,6 +38,7 @@ from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
 from ds_ring.integrations.deepspeed.node_size import ranks_per_node
 from ds_ring.integrations.deepspeed.ring_use import RingUse
+from ds_ring.integrations.deepspeed.run_report import report_steps
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.teach_compile import teach_compile
 from ds_ring.runtime.mesh import RingMesh
@@ -120,6 +121,7 @@ def _wrap_methods(
     if session.config.monitor:
         monitor_ring(engine, session)
     if trains:
+        report_steps(engine, session)
         refuse_direct_backward(engine)
     else:
         only_evaluates(engine)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from ds_ring.integrations.deepspeed.loader import RingLoader, wrapped
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session_loader import LoaderArguments, make_loader
+from ds_ring.integrations.deepspeed.stop_request import PREEMPTED, StopRequest
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
@@ -63,6 +64,8 @@ class RingSession:
         needs: what the model must know of whole batches.
         attached: for each model on the ring, what takes it off meanwhile.
         dynamic: what batches are divided with, under `"dynamic_ring": true`.
+        stop_request: the signals by which this process was asked to end.
+        latest: "loss", the last mean loss that was asked for; for the report of run_report.py.
     """
 
     config: RingConfig
@@ -74,6 +77,8 @@ class RingSession:
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
     attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
     dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
+    latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
@@ -160,7 +165,27 @@ class RingSession:
         """Return the mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`.
         Collective.
         """
-        return world_mean(loss, self.gradient_divisor, self.mesh)
+        self.latest["loss"] = mean = world_mean(loss, self.gradient_divisor, self.mesh)
+        return mean
+
+    def should_stop(self) -> bool:
+        """Return whether the job is to end after this step: a rank got SIGTERM or SIGUSR1. Collective.
+
+        Call it once before the first step, so that these signals no longer end the process, and after every
+        step on every rank; all ranks get the same answer after the same step. Then save, and leave:
+
+            if engine.ring.should_stop():
+                engine.save_checkpoint(folder, client_state=state)
+                engine.ring.leave()
+
+        Raises:
+            RingPeerError: a rank failed.
+        """
+        return self.stop_request.agreed(self.mesh, self.device, self.config.hop_timeout_seconds)
+
+    def leave(self) -> NoReturn:
+        """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
+        raise SystemExit(PREEMPTED)
 
     def gather(self, local: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence of a local result (logits, say) of the current batch, or of the samples

@@ -1,0 +1,127 @@
+"""Find out which hosts of a cluster can take part now: they answer, and they reach the host of rank 0.
+
+Asks all hosts at once through ssh (probe.py answers there). The first host that answers is the master's; one
+that answers and does not reach it, because a cable is cut or an interface is wrong, takes no part.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cluster import Cluster, Host
+from .remote import ssh_command
+
+_PROBE = "ds_ring_launcher.probe"
+
+
+@dataclass(frozen=True)
+class Presence:
+    """List the hosts that take part, in the YAML's order, and why the others do not.
+
+    Attributes:
+        hosts: the first one is the master's.
+        missing: host name -> one line.
+        interfaces: host name -> the address by which it reaches the master, and that address's interface.
+    """
+
+    hosts: tuple[Host, ...]
+    missing: dict[str, str] = field(default_factory=dict)
+    interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def find_hosts(cluster: Cluster, seconds: float) -> Presence:
+    """Return which hosts can take part now; nobody is asked where this machine runs all of it.
+
+    Args:
+        cluster: whose hosts one call reaches by ssh.
+        seconds: for all answers together.
+    """
+    if not cluster.reaches_out:
+        return Presence(cluster.hosts)
+    deadline = time.monotonic() + seconds
+    asked = {host.name: _Asked(host.name, cluster.ssh_port) for host in cluster.hosts}
+    try:
+        greetings = {name: one.answer(deadline) for name, one in asked.items()}
+        missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
+        present = [host for host in cluster.hosts if host.name not in missing]
+        if not present:
+            return Presence((), missing)
+        master, interfaces = present[0].name, dict[str, tuple[str, str]]()
+        address, port = address_of_master(cluster, master), (greetings[master] or {})["port"]
+        most = max(min(5.0, seconds), 1.0)
+        for host in present:
+            asked[host.name].ask({"address": address, "port": port, "seconds": most})
+        deadline = time.monotonic() + most + 2.0
+        for host in present:
+            said = asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
+            if said["reached"]:
+                interfaces[host.name] = (said["address"], said["interface"])
+            elif host.name != master:  # its own name may mean nothing to itself
+                missing[host.name] = f"does not reach {master} at {address}: {said['why']}"
+        return Presence(tuple(host for host in present if host.name not in missing), missing, interfaces)
+    finally:
+        for one in asked.values():
+            one.end()
+
+
+def address_of_master(cluster: Cluster, name: str) -> str:
+    """Return where rank 0 listens if the host `name` runs it; master_address is that of the first host."""
+    first = cluster.hosts[0].name
+    return cluster.master_address or first if name == first else name
+
+
+class _Asked:
+    """Talk to the probe on one host."""
+
+    def __init__(self, host: str, ssh_port: int | None) -> None:
+        self._process = subprocess.Popen(
+            ssh_command(host, ssh_port, _PROBE), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._said: list[str] = []
+        for work in (self._read, self._read_errors):
+            threading.Thread(target=work, daemon=True).start()
+
+    def ask(self, question: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+        except OSError:  # it is gone: its answer says so
+            pass
+
+    def answer(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next line; None at the end of the output, at the deadline, or for what is no answer."""
+        try:
+            found = json.loads(self._lines.get(timeout=max(deadline - time.monotonic(), 0.01)))
+        except (queue.Empty, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def silence(self, seconds: float) -> str:
+        """Return why there was no answer."""
+        status = self._process.poll()
+        if status is None:
+            return f"no answer within {seconds:g} s"
+        said = self._said[-1].strip() if self._said else "it said nothing"
+        return f"ssh ended with status {status}: {said}"
+
+    def end(self) -> None:
+        self._process.kill()  # the probe ends with its input
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._said.extend(self._process.stderr)

@@ -1,0 +1,58 @@
+"""Answer for a host before a run is started there: its addresses, and whether it reaches the master.
+
+Run on every host by presence.py, through ssh. Standard input and output carry one line of JSON at a time; it
+ends with its input. Imports the standard library and psutil.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+import psutil
+
+
+def main() -> None:
+    """Listen on a free port and say which, then connect to whoever the next line names."""
+    # IPv6's wildcard takes IPv4 connections, too.
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
+        _say({"host": os.uname().nodename, "port": server.getsockname()[1], "addresses": addresses()})
+        for line in sys.stdin:
+            asked = json.loads(line)
+            _say(_connect(asked["address"], int(asked["port"]), float(asked["seconds"])))
+
+
+def addresses() -> dict[str, list[str]]:
+    """Return the addresses of this host's interfaces, loopback left out."""
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        mine = [one.address for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
+        if mine and name != "lo":
+            found[name] = mine
+    return found
+
+
+def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
+    """Return by which own address and interface the master is reached, or why it is not."""
+    try:
+        with socket.create_connection((address, port), timeout=seconds) as connection:
+            own = str(connection.getsockname()[0]).removeprefix("::ffff:")
+    except OSError as error:
+        return {"reached": False, "why": str(error.strerror or error)}
+    interface = next((name for name, mine in addresses().items() if own in mine), "lo")
+    return {"reached": True, "address": own, "interface": interface}
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(1)

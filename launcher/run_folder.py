@@ -1,0 +1,160 @@
+"""Lay out the folder of a run: logs and faults by rank and attempt, and a line for everything that happens.
+
+Owns names and formats; decides nothing. Imports the standard library only, since every rank imports it before
+its script. All hosts see one folder (as they do the checkpoints). Times are seconds since 1970.
+
+    RUN/                          `run_folder` of the cluster YAML
+      attempts.jsonl              one JSON object a line, in the order in which things happened:
+          {"event": "start", "attempt": 1, "at": .., "engine": "torchrun", "hosts": {"node-0": 2},
+           "world_size": 2, "sequence_parallel_size": 2, "checkpoint": "global_step40" or null,
+           "missing": {"node-1": "why"}, "interfaces": {"node-0": ["10.0.0.1", "eth0"]}}
+          {"event": "fault", "attempt": 1, "at": .., "kind": "error" | "lost" | "storage" | "unknown",
+           "rank": 1 or null, "host": "node-0" or null, "step": 7 or null, "what": "one line",
+           "frames": ["train.py:12"]}
+          {"event": "end", "attempt": 1, "at": .., "status": 1, "verdict": "done" | "failed" |
+           "preempted" | "interrupted", "next": "again" | "stop", "why": "one line", "wait_seconds": 1.0}
+      attempt-1/
+          rank-0.log              stdout and stderr of rank 0, as the terminal shows them
+          rank-0.fault.json       what ended it, if that was an exception: see `RankFault`
+          rank-0.exit.json        {"rank": 0, "status": 75, "at": ..}: its script ended by itself
+          rank-0.metrics.json     its latest figures, replaced at most twice a second
+                                  (`ds_ring/integrations/deepspeed/run_report.py` writes them):
+              {"rank", "at", "step", "loss" or null, "step_seconds", "memory_bytes", "ring_rank",
+               "world_size"}
+          ds_config.json          the DeepSpeed JSON, where it differs from the YAML's (a smaller ring)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ATTEMPTS = "attempts.jsonl"
+FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N
+TOLD_TO_END = 143  # 128 + SIGTERM, which an engine sends to the ranks that are left
+PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: saved and left, to be started again
+CONFIG = "ds_config.json"
+
+
+@dataclass(frozen=True)
+class RankFault:
+    """Describe the exception that ended a rank.
+
+    Attributes:
+        rank: in the world.
+        at: when.
+        step: the optimizer step that was under way, from 1; None before training or where nobody counts.
+        kind: "error" (its own), "lost" (another rank's or the network's), "storage" (a disk).
+        type, message: of the exception.
+        frames: `file:line` of the innermost frames, outermost first.
+        traceback: as Python prints it.
+        blames: the rank that it names; None where it names none.
+    """
+
+    rank: int
+    at: float
+    step: int | None
+    kind: str
+    type: str
+    message: str
+    frames: tuple[str, ...]
+    traceback: str
+    blames: int | None = None
+
+
+class RunFolder:
+    """Write and read the files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def attempt(self, number: int) -> Path:
+        """Return the folder of an attempt."""
+        return self.path / f"attempt-{number}"
+
+    def start_attempt(self) -> int:
+        """Make the folder of the next attempt; return its number, from 1."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        numbers = (re.fullmatch(r"attempt-(\d+)", path.name) for path in self.path.iterdir())
+        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        self.attempt(number).mkdir()
+        return number
+
+    def record(self, event: str, attempt: int, **more: Any) -> None:
+        """Append a line to attempts.jsonl; a full disk must not end a run."""
+        line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **more}) + "\n"
+        try:
+            with open(self.path / ATTEMPTS, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError:
+            pass
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
+        return list(_objects((self.path / ATTEMPTS).read_text().splitlines()))
+
+
+def write_fault(folder: Path, fault: RankFault) -> None:
+    """Write rank-N.fault.json into the folder of an attempt."""
+    write_json(folder / f"rank-{fault.rank}.fault.json", asdict(fault))
+
+
+def write_exit(folder: Path, rank: int, status: int) -> None:
+    """Write rank-N.exit.json."""
+    write_json(folder / f"rank-{rank}.exit.json", {"rank": rank, "status": status, "at": time.time()})
+
+
+def faults_of(folder: Path) -> list[RankFault]:
+    """Return the faults of an attempt, the first one first."""
+    found = (RankFault(**{**one, "frames": tuple(one["frames"])}) for one in _files(folder, "fault"))
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def exits_of(folder: Path) -> dict[int, int]:
+    """Return the exit status of each rank whose script ended by itself."""
+    return {int(one["rank"]): int(one["status"]) for one in _files(folder, "exit")}
+
+
+def silent_ranks(folder: Path) -> list[int]:
+    """Return the ranks that began and did not say how they ended: killed, stopped, or cut off."""
+    began = {int(path.name[5:-4]) for path in folder.glob("rank-*.log")}
+    return sorted(began - {fault.rank for fault in faults_of(folder)} - set(exits_of(folder)))
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the latest figures of each rank that has written some."""
+    return {int(one["rank"]): one for one in _files(folder, "metrics")}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a small file at once: a reader sees the old text or the new one. A full disk is left alone."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        pass
+
+
+def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(f"rank-*.{kind}.json")):
+        try:
+            yield from _objects([path.read_text(encoding="utf-8")])
+        except OSError:
+            continue
+
+
+def _objects(texts: list[str]) -> Iterator[dict[str, Any]]:
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value

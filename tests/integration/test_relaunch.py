@@ -1,0 +1,172 @@
+"""`ds-ring launch` with `relaunch`: real engines, and a script of plain Python that counts steps and fails.
+
+Importing torch would be nearly all of the time; `tools/relaunch_campaign.py` has real training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+
+import pytest
+
+from ds_ring_launcher.relaunch import HOSTS_MISSING
+from ds_ring_launcher.run_folder import PREEMPTED, RunFolder
+from tests.integration.test_launch import (
+    DS_RING,
+    LOCAL,
+    Workplace,
+    require_engine,
+    workplace,  # noqa: F401  a fixture
+)
+
+# Counts steps in `latest`, as a script with a checkpoint each step would; then does what its arguments say.
+COUNT = """
+import argparse, json, os, pathlib, signal, sys, time, types
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--deepspeed", action="store_true")
+parser.add_argument("--deepspeed_config")
+parser.add_argument("--fault", default="")
+parser.add_argument("--steps", type=int, default=6)
+options = parser.parse_args()
+rank, folder = int(os.environ["RANK"]), pathlib.Path(__file__).parent
+size = json.loads(pathlib.Path(options.deepspeed_config).read_text())["sequence_parallel_size"]
+latest = folder / "checkpoints" / "latest"
+latest.parent.mkdir(exist_ok=True)
+step = int(latest.read_text()) if latest.exists() else 0
+report = types.ModuleType("report")
+report.step_under_way = lambda: step + 1
+sys.modules["ds_ring.integrations.deepspeed.run_report"] = report
+(folder / f"rank-{rank}-of-{os.environ['WORLD_SIZE']}.json").write_text(str(size))
+told = []
+if options.fault == "preempted":
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    (folder / f"ready-{rank}").touch()
+
+def strike():
+    if options.fault == "bug":
+        raise ZeroDivisionError("on purpose")
+    try:
+        (folder / "armed").unlink()
+    except FileNotFoundError:
+        return
+    print("strikes now", flush=True)
+    if options.fault == "gone":
+        (folder / "gone-node-1").touch()
+    os.kill(os.getpid(), signal.SIGSTOP if options.fault == "stop" else signal.SIGKILL)
+
+while step < options.steps:
+    if rank == 1 and step == 3 and options.fault:
+        strike()
+    if told:
+        sys.exit(75)
+    time.sleep(0.05 if options.fault != "preempted" else 0.2)
+    step += 1
+    if rank == 0 and step <= 3 or not list(folder.glob("armed")):
+        part = latest.with_name(f"latest.{rank}")
+        part.write_text(str(step))
+        part.rename(latest)
+"""
+
+RUN = "run_folder: run\nrelaunch: {checkpoints: checkpoints, backoff_seconds: 0.1}\n"
+
+
+def events(place: Workplace) -> list[tuple[str, int]]:
+    return [(event["event"], event["attempt"]) for event in RunFolder(place.folder / "run").events()]
+
+
+def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
+    (place.folder / "armed").touch()
+    return place.launch(place.write(yaml + RUN, COUNT), "--", "--fault", fault)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.sampled(3)
+def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
+    require_engine(engine)
+    status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")
+    assert status == 0, output
+    assert "attempt 1 failed: rank 1 on localhost was lost" in output, output
+    assert events(workplace) == [("start", 1), ("fault", 1), ("end", 1), ("start", 2), ("end", 2)]
+    first, last = (
+        RunFolder(workplace.folder / "run").events()[0],
+        RunFolder(workplace.folder / "run").events()[-2],
+    )
+    assert first["checkpoint"] is None and last["checkpoint"] is not None
+    assert "strikes now" in (workplace.folder / "run/attempt-1/rank-1.log").read_text()
+    assert "strikes now" in output
+
+
+@pytest.mark.needs("mpirun")
+def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Workplace) -> None:  # noqa: F811
+    status, output = launch(workplace, f"engine: mpirun\n{LOCAL}", "bug")
+    assert status == 1
+    assert [event for event in events(workplace) if event[0] == "start"] == [("start", 1), ("start", 2)]
+    last = output[output.rindex("Traceback (most recent call last)") :].splitlines()
+    assert "train.py" in last[1] and "ds-ring" not in "".join(last[:6])
+    assert any(line == "ZeroDivisionError: on purpose" for line in last)
+    assert last[-2].startswith(
+        "ds-ring: attempt 2 failed: rank 1 on localhost raised ZeroDivisionError in step 4"
+    )
+    assert last[-1].startswith(
+        "ds-ring: error: no other attempt: the same error in the same step as attempt 1"
+    )
+
+
+@pytest.mark.needs("mpirun")  # which starts without torch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signals) -> None:  # noqa: F811
+    path = workplace.write(f"engine: mpirun\n{LOCAL}{RUN}", COUNT)
+    started = workplace.start([*DS_RING, str(path), "--", "--fault", "preempted", "--steps", "1000"])
+    deadline = time.monotonic() + 60
+    while len(list(workplace.folder.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(number)
+    status, output = workplace.finish(started)
+    assert status == PREEMPTED, output
+    assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
+
+
+FAKE_SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -[po] ]] && shift; shift; done
+host=$1; shift
+[[ -e {folder}/gone-$host ]] && {{ echo "ssh: connect to host $host: No route to host" >&2; exit 255; }}
+kept=(PATH="$PATH" HOME="$HOME" PYTHONPATH="$PYTHONPATH" DS_RING_TEST_MARK="$DS_RING_TEST_MARK")
+exec env -i "${{kept[@]}}" bash -c "$*"
+"""
+
+
+def by_ssh(place: Workplace) -> tuple[str, dict[str, str]]:
+    programs = place.folder / "programs"
+    programs.mkdir()
+    (programs / "ssh").write_text(FAKE_SSH.format(folder=place.folder))
+    (programs / "ssh").chmod(stat.S_IRWXU)
+    hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
+    return f"engine: torchrun\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace) -> None:  # noqa: F811
+    yaml, caller = by_ssh(workplace)
+    (workplace.folder / "armed").touch()
+    path = workplace.write(yaml + RUN, COUNT)
+    status, output = workplace.finish(
+        workplace.start([*DS_RING, str(path), "--", "--fault", "gone"], **caller)
+    )
+    assert status == 0, output
+    assert "going on without node-1: ssh ended with status 255: ssh: connect to host node-1" in output
+    start = RunFolder(workplace.folder / "run").events()[3]
+    assert (start["event"], start["hosts"], start["sequence_parallel_size"]) == ("start", {"node-0": 1}, 1)
+    assert (workplace.folder / "rank-1-of-2.json").read_text() == "2"
+    assert (workplace.folder / "rank-0-of-1.json").read_text() == "1"
+
+
+def test_a_host_that_never_came_is_named(workplace: Workplace) -> None:  # noqa: F811
+    yaml, caller = by_ssh(workplace)
+    (workplace.folder / "gone-node-1").touch()
+    path = workplace.write(yaml + RUN, COUNT)
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
+    assert status == HOSTS_MISSING, output
+    assert "hosts: expected all 2 to answer" in output and "node-1: ssh ended with status 255" in output

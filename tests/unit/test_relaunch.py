@@ -1,0 +1,189 @@
+"""Relaunch as arithmetic: who failed, whether there is another attempt, which ring is next."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ring_launcher.attempts import Outcome, culprit_of, decide, outcome_of
+from ds_ring_launcher.cluster import Host, Relaunch
+from ds_ring_launcher.rank import fault_of
+from ds_ring_launcher.relaunch import newest_checkpoint, ranks_of
+from ds_ring_launcher.ring_sizes import hosts_for, ring_for
+from ds_ring_launcher.run_folder import (
+    PREEMPTED,
+    TOLD_TO_END,
+    RankFault,
+    RunFolder,
+    exits_of,
+    faults_of,
+    write_exit,
+    write_fault,
+)
+
+POLICY = Relaunch(checkpoints="c", max_attempts=3, backoff_seconds=1, backoff_most_seconds=3)
+HOSTS = (Host(name="node-0", slots=2), Host(name="node-1", slots=2))
+BUG = RankFault(3, 10.0, 7, "error", "ZeroDivisionError", "on purpose", ("t.py:1", "t.py:9"), "Traceback ...")
+
+
+def config(sequence: int = 4, micro: int = 2, **section: Any) -> dict[str, Any]:
+    sizes = {"train_micro_batch_size_per_gpu": micro, "sequence_parallel_size": sequence}
+    return {**sizes, "ring_attention": section}
+
+
+def outcome(
+    tmp_path: Path, attempt: int, *faults: RankFault, progressed: bool = False, status: int = 1
+) -> Outcome:
+    folder = tmp_path / f"attempt-{attempt}"
+    folder.mkdir()
+    for fault in faults:
+        write_fault(folder, fault)
+    return outcome_of(attempt, folder, HOSTS, status, None, progressed)
+
+
+def test_a_bug_ends_it_the_second_time(tmp_path: Path) -> None:
+    first, second = (outcome(tmp_path, n, BUG, progressed=n == 1) for n in (1, 2))
+    assert decide([first], POLICY).again
+    decision = decide([first, second], POLICY)
+    assert not decision.again and "the same error in the same step as attempt 1" in decision.why
+    assert decision.status == 1
+
+
+@pytest.mark.parametrize("change", [{"step": 8}, {"frames": ("t.py:1", "t.py:10")}, {"type": "KeyError"}])
+def test_another_error_or_step_is_not_the_same_bug(tmp_path: Path, change: dict[str, Any]) -> None:
+    other = outcome(tmp_path, 2, replace(BUG, **change))
+    assert decide([outcome(tmp_path, 1, BUG), other], POLICY).again
+
+
+@pytest.mark.parametrize("kind", ["lost", "storage"])
+def test_what_may_pass_is_tried_until_the_attempts_are_used_up(tmp_path: Path, kind: str) -> None:
+    history, waits = [], []
+    for attempt in range(1, 4):
+        history.append(outcome(tmp_path, attempt, replace(BUG, kind=kind, blames=1)))
+        waits.append(decide(history, POLICY).wait_seconds if decide(history, POLICY).again else None)
+    assert waits == [1.0, 2.0, None]
+    assert "3 attempts in a row" in decide(history, POLICY).why
+
+
+def test_attempts_count_from_the_last_newer_checkpoint(tmp_path: Path) -> None:
+    lost = replace(BUG, kind="lost", blames=1)
+    history = [outcome(tmp_path, n, lost, progressed=n in (3, 6)) for n in range(1, 8)]
+    assert decide(history[:6], POLICY).wait_seconds == 1.0
+    assert decide(history, POLICY).wait_seconds == 2.0  # the sixth counts as one, the seventh as two
+
+
+def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "attempt-1"
+    folder.mkdir()
+    for rank in range(4):
+        write_exit(folder, rank, PREEMPTED)
+    by_itself = outcome_of(1, folder, HOSTS, 1, None, True)
+    assert by_itself.verdict == "preempted" and by_itself.culprit is None
+    assert decide([by_itself], POLICY).again
+    told = outcome_of(1, folder, HOSTS, 128 + 15, 15, True)
+    assert (decide([told], POLICY).again, decide([told], POLICY).status) == (False, PREEMPTED)
+    assert decide([by_itself], None).status == PREEMPTED
+    for path in folder.iterdir():
+        path.unlink()
+    assert decide([outcome_of(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15
+
+
+def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silent(tmp_path: Path) -> None:
+    lost = RankFault(0, 1.0, 5, "lost", "RingPeerError", "it is gone", (), "", blames=2)
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.log").touch()
+    write_exit(tmp_path, 0, TOLD_TO_END)
+    write_exit(tmp_path, 1, TOLD_TO_END)
+    write_exit(tmp_path, 3, TOLD_TO_END)
+    silent = culprit_of(tmp_path, HOSTS, 1)
+    assert (silent.kind, silent.rank, silent.host) == ("lost", 2, "node-1")
+    write_fault(tmp_path, lost)
+    named = culprit_of(tmp_path, HOSTS, 1)
+    assert (named.rank, named.host) == (2, "node-1") and "in step 5" in named.what
+    write_fault(tmp_path, BUG)
+    own = culprit_of(tmp_path, HOSTS, 1)
+    assert (own.kind, own.rank, own.fault) == ("error", 3, BUG)
+    assert own.what == "rank 3 on node-1 raised ZeroDivisionError in step 7: on purpose"
+
+
+def test_what_an_exception_says_of_itself() -> None:
+    from ds_ring.errors import RingCheckpointError, RingPeerError
+
+    def raised(error: BaseException) -> RankFault:
+        try:
+            raise error
+        except BaseException as caught:
+            return fault_of(caught, 1, 4)
+
+    bug = raised(KeyError("x"))
+    assert (bug.kind, bug.step, bug.rank) == ("error", 4, 1) and bug.frames[-1].startswith(__file__)
+    assert "KeyError: 'x'" in bug.traceback
+    peer = raised(RingPeerError(1, 2, 3, "its connection ended"))
+    assert (peer.kind, peer.blames) == ("lost", 3)
+    world = raised(RingPeerError(1, 2, 0, "rank 5 of the world: its connection ended"))
+    assert world.blames == 5
+    assert raised(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")).kind == "lost"
+    assert raised(RingCheckpointError("full")).kind == "storage"
+    assert raised(OSError(28, "No space left on device")).kind == "storage"
+    assert raised(OSError(2, "No such file")).kind == "error"
+
+
+@pytest.mark.parametrize(
+    ("given", "planned", "ranks", "smallest", "expected"),
+    [
+        (config(4), 4, 2, 1, (2, 2, 2, 1)),  # ring 4 to 2, one replica before and after
+        (config(4), 4, 3, 1, (2, 2, 2, 1)),  # 3 does not divide 4
+        (config(4), 4, 2, 4, None),  # a ring below the smallest is not taken
+        (config(4), 8, 7, 1, (4, 4, 2, 2)),  # the ring stays whole, with half of the replicas
+        (config(4, 3), 12, 8, 1, (4, 4, 3, 3)),  # 9 samples do not divide by 2
+        (config(4, ring_size=2, ulysses_size=2), 4, 2, 1, (2, 2, 2, 1)),  # Ulysses 2 x ring 1
+        (config(8, ring_size=8), 8, 6, 1, (4, 4, 2, 1)),
+    ],
+)
+def test_the_next_ring_keeps_the_samples_of_a_step(
+    given: dict[str, Any], planned: int, ranks: int, smallest: int, expected: tuple[int, ...] | None
+) -> None:
+    before = json.dumps(given)
+    ring = ring_for(given, planned, ranks, smallest)
+    found = None
+    if ring is not None:
+        made = ring.config
+        steps = made.get("gradient_accumulation_steps", 1)
+        found = (ring.world_size, ring.sequence_size, made["train_micro_batch_size_per_gpu"], steps)
+        replicas, planned_replicas = (
+            ring.world_size // ring.sequence_size,
+            planned // given["sequence_parallel_size"],
+        )
+        assert found[2] * steps * replicas == given["train_micro_batch_size_per_gpu"] * planned_replicas
+    assert found == expected
+    assert json.dumps(given) == before
+
+
+def test_the_last_hosts_lose_their_slots() -> None:
+    assert hosts_for(HOSTS, 3) == (HOSTS[0], Host(name="node-1", slots=1))
+    assert hosts_for(HOSTS, 2) == (HOSTS[0],)
+
+
+def test_the_run_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert (run.start_attempt(), run.start_attempt()) == (1, 2)
+    run.record("start", 2, hosts={"node-0": 2})
+    with open(run.path / "attempts.jsonl", "a") as file:
+        file.write('{"event": "e')  # cut short by a crash
+    assert [event["event"] for event in run.events()] == ["start"]
+    write_fault(run.attempt(2), BUG)
+    assert faults_of(run.attempt(2)) == [BUG] and exits_of(run.attempt(2)) == {}
+
+
+def test_the_newest_checkpoint_and_its_ranks(tmp_path: Path) -> None:
+    assert newest_checkpoint(None) is None and newest_checkpoint(tmp_path) is None
+    (tmp_path / "latest").write_text("global_step4\n")
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").touch()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found[0] == "global_step4"
+    assert ranks_of(tmp_path / "global_step4") == 4
