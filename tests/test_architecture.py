@@ -45,6 +45,7 @@ SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.blo
 IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
     "runtime.chunks": {"runtime.kernels", "runtime.merge"},  # the hops of a ring pass
+    "runtime.first_parts": {"runtime.kernels"},  # the rows of a part
     "runtime.ring_buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
     "runtime.compiled_attention": {"runtime.merge"},  # the accumulators' dtype

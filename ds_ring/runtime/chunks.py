@@ -5,14 +5,16 @@ Owns the sums that results are rounded from. Which step comes when is the ring p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_ring.runtime.first_parts import FirstParts
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, heads_of
-from ds_ring.runtime.merge import merge_
+from ds_ring.runtime.merge import assign_, merge_
 from ds_ring.runtime.ring_buffers import RingBuffers
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.steps import Compute
@@ -48,12 +50,12 @@ class Chunk(Protocol):
 
 
 class Totals:
-    """Hold zeroed accumulators for zeroed results: these themselves where the dtype is the same."""
+    """Hold uninitialised accumulators for results: these themselves where the dtype is the same."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
         self.results, self._trace = results, trace
         self.accumulators = tuple(
-            x if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results
+            x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results
         )
         self._count(1)
 
@@ -89,13 +91,27 @@ class Views:
 
 
 class ForwardChunk:
-    """Compute heads of a forward pass: each hop's part is merged into out and lse."""
+    """Compute heads of a forward pass: each hop's part is merged into out and lse, the first one assigned.
 
-    def __init__(self, ring: PassSettings, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    Args:
+        ring, buffers, q: what is computed.
+        out, lse: the results, [B, H, S, E] and [B, H, S]; uninitialised.
+        sinks: [H] of these heads: a part over no key, with out 0, that comes first; None for none.
+    """
+
+    def __init__(
+        self, ring: PassSettings, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
         self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
         self.totals = Totals(lse.dtype, (out,), ring.trace)
         self._views = Views()
+        # Of these tensors alone: a circle of references would hold their memory until it is found.
+        self.parts = FirstParts(lse.shape[2], partial(_see_no_key, self.totals.accumulators[0], lse))
+        if sinks is not None:
+            self.parts.finish()
+            lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step; merge."""
@@ -104,13 +120,16 @@ class ForwardChunk:
         for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
             # Views, so that the accumulators are changed in place.
             out_here, lse_here = self._views.of((total, lse), part)
-            merge_(out_here, lse_here, part.out_BHSD, part.lse_BHS)
+            put = assign_ if self.parts.is_first(part.q_rows, part.heads) else merge_
+            put(out_here, lse_here, part.out_BHSD, part.lse_BHS)
             del part  # or it would live on while the kernel computes the next one
         if self.ring.check is not None:
+            self.parts.finish()
             self.ring.check(step.hop, out=total, lse=lse)
 
     def finish(self) -> None:
         """Round `out`."""
+        self.parts.finish()
         self.totals.round()
 
 
@@ -131,26 +150,50 @@ class BackwardChunk:
         self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
         self._views = Views()
         self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
+        dq = totals.accumulators[0]
+        self.parts = FirstParts(dq.shape[2], partial(_zero, (dq,)))
 
     def compute(self, step: Compute) -> None:
         """Find the gradients of a step's tiles; add them up."""
         grad_out, q, out, lse, grad_lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
-        # Hop 0 adds to the own shard's accumulators, which exist already; other hops start from zeros.
-        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.zeros(step.gradients)
+        # At hop 0 those are the own shard's accumulators. Each is computed into by one step, and nothing is
+        # added to it before that.
+        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.gradients(step.gradients)
+        of_keys = FirstParts(grads.first.shape[2], partial(_zero, grads))
         dq, scale = self.totals.accumulators[0], self.ring.scale
         inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
         for part in self.kernel.backward(*inputs):
-            self._views.of((dq,), part)[0].add_(part.dq_BHSD)
+            first = self.parts.is_first(part.q_rows, part.heads)
+            _put(first, self._views.of((dq,), part)[0], part.dq_BHSD)
             # Of all K/V heads: the kernel has summed over the query heads that share one.
-            part.k_rows.of(grads.first).add_(part.dk_BGSD)
-            part.k_rows.of(grads.second).add_(part.dv_BGSD)
+            first = of_keys.is_first(part.k_rows)
+            _put(first, part.k_rows.of(grads.first), part.dk_BGSD)
+            _put(first, part.k_rows.of(grads.second), part.dv_BGSD)
             del part
+        of_keys.finish()
         if self.ring.check is not None:
+            self.parts.finish()
             self.ring.check(step.hop, dq=dq, dk=grads.first, dv=grads.second)
 
     def finish(self) -> None:
         """Hand over the own shard's gradients, then round all of them."""
+        self.parts.finish()
         if self.ring.on_gradients_final is not None:
             self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
         self.totals.round()
+
+
+def _put(first: bool, into: Tensor, part: Tensor) -> None:
+    """Assign the first part of some rows, add a later one."""
+    (into.copy_ if first else into.add_)(part)
+
+
+def _see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
+    out[:, :, start:end].zero_()
+    lse[:, :, start:end].fill_(float("-inf"))
+
+
+def _zero(tensors: Iterable[Tensor], start: int, end: int) -> None:
+    for tensor in tensors:
+        tensor[:, :, start:end].zero_()

@@ -116,8 +116,9 @@ class Geometry:
         labels = []
         for host, part in zip(hosts, found, strict=True):
             table = np.where(host < 0, NO_LABEL, part).astype(np.int32)
-            by_branch = np.ascontiguousarray(table.transpose(1, 0, 2))
-            labels.append(tuple(to_device(torch.from_numpy(by_branch), device).unbind(0)))
+            # A tensor each: views of one would differ in their offset, and with it flex would compile anew.
+            by_branch = (np.ascontiguousarray(one) for one in table.transpose(1, 0, 2))
+            labels.append(tuple(to_device(torch.from_numpy(one), device) for one in by_branch))
         return labels
 
 

@@ -12,8 +12,19 @@ which other heads it is computed with.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
+
+from ds_ring.runtime.trace import is_fake
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+_log = logging.getLogger(__name__)
 
 
 def empty_results(
@@ -36,14 +47,32 @@ def empty_results(
     return out, lse
 
 
+def assign_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
+    """Write the first partial result of some rows; what stood there is not read. Arguments as of `merge_`."""
+    out_BHSD.copy_(part_out_BHSD)
+    lse_BHS.copy_(part_lse_BHS)
+
+
 def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
-    """Merge a partial result into an accumulator, in place.
+    """Merge a partial result into an accumulator, in place; on CUDA in one pass over memory.
 
     Args:
-        out_BHSD: accumulated output, [batch, heads, tokens, head_dim], float32 or float64; changed.
-        lse_BHS: accumulated natural-log log-sum-exp, [batch, heads, tokens], same dtype; changed.
-        part_out_BHSD, part_lse_BHS: what is added, over keys not seen so far; not changed.
+        out_BHSD: accumulated output, [batch, heads, tokens, head_dim] ([batch, repeats, heads, tokens,
+            head_dim] of `Rows`), any strides, float32 or float64; changed.
+        lse_BHS: accumulated natural-log log-sum-exp, the same shape without head_dim, same dtype; changed.
+        part_out_BHSD, part_lse_BHS: what is added, over keys not seen so far, in any dtype; not changed.
     """
+    if out_BHSD.is_cuda and not is_fake(out_BHSD):
+        with torch.cuda.device(out_BHSD.device):
+            _merge_on_cuda()(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
+    else:
+        merge_by_operators_(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
+
+
+def merge_by_operators_(
+    out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor
+) -> None:
+    """Do what `merge_` does by torch's operators, on any device."""
     part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
     merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
     # Changes rows without keys only: their weights are exp(-inf) = 0.
@@ -52,6 +81,19 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
     new_weight = torch.exp(part_lse_BHS - finite_BHS).unsqueeze(-1)
     out_BHSD.mul_(old_weight).addcmul_(part_out_BHSD.to(out_BHSD.dtype), new_weight)
     lse_BHS.copy_(merged_BHS)
+
+
+@cache
+def _merge_on_cuda() -> Merge:
+    """Return the Triton kernel; torch's operators, with a warning, where triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        _log.warning(
+            "ds_ring: partial results are merged by torch's operators, which move 26 bytes an element instead"
+            " of 10: expected the package triton beside a CUDA build of torch, got none; install triton"
+        )
+        return merge_by_operators_
+    launch: Merge = importlib.import_module("ds_ring.runtime.merge_triton").launch
+    return launch
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -56,13 +56,9 @@ class RingBuffers:
             Message(pair.second, step.peer, second, step.count, dtype, tokens),
         ]
 
-    def zeros(self, buffer: int) -> Pair:
-        """Return accumulators for a hop: fresh ones, or those of the own shard as they are."""
-        if buffer not in self._pairs:
-            for tensor in self._take(buffer):
-                # A buffer of the pool still holds what was in it last.
-                tensor.zero_()
-        return self._pairs[buffer]
+    def gradients(self, buffer: int) -> Pair:
+        """Return accumulators for a hop, uninitialised: fresh ones, or those of the own shard."""
+        return self._pairs[buffer] if buffer in self._pairs else self._take(buffer)
 
     def accumulate(self, step: Accumulate) -> None:
         """Add gradients to what is there; write keys into a buffer that the first of them takes."""

@@ -20,7 +20,7 @@ from ds_ring.runtime.chunks import BackwardChunk, Chunk, ForwardChunk, Queries, 
 from ds_ring.runtime.host_heads import HeadStream
 from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.merge import empty_results
+from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.messages import InFlight, Message, Transport
 from ds_ring.runtime.ring_buffers import Pair, RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
@@ -73,18 +73,20 @@ class RingPass:
         Args:
             q: [B, H, S, D], this rank's shard.
             k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
-            sinks: [H], see `empty_results`.
+            sinks: [H], a logit for each query head that is in the softmax's denominator alone.
 
         Returns:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        out, lse = empty_results(q, v, q.dtype, sinks)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
         def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors.
             heads, own = chunk.query_heads, Pair(k[:, chunk.kv_heads], v[:, chunk.kv_heads])
             buffers = RingBuffers(chunk, self.buffers, own)
-            return ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads])
+            of_heads = None if sinks is None else sinks[heads]
+            return ForwardChunk(self, buffers, q[:, heads], out[:, heads], lse[:, heads], of_heads)
 
         self._run(self._schedule(k, v, backward=False), begin)
         return out, lse
@@ -104,7 +106,7 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dq, dk, dv = (grad_out.new_zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+        dq, dk, dv = (grad_out.new_empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         schedule = self._schedule(k, v, backward=True)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
 

@@ -130,7 +130,7 @@ class Compute:
         hop: how many ranks the keys have come; 0 for the own shard.
         buffer: the keys and values.
         tiles: what is computed; key slots are those of the buffer.
-        gradients: buffer that takes dK and dV of these keys, zeroed here (RESULTS at hop 0: added to);
+        gradients: buffer that takes dK and dV of these keys, assigned here (RESULTS at hop 0);
             None in a forward pass.
         origin: ring rank whose keys these are.
         needs: batch of the chunk that brought the keys; -1 for none.

@@ -32,11 +32,20 @@ class Sizes:
 
 @lru_cache(maxsize=512)
 def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
-    """Return all calls for a table of tiles (the same object gives the same answer at once)."""
+    """Return all calls for a table of tiles (the same object gives the same answer at once).
+
+    Those with many rows side by side come first: they are assigned, and later ones find their rows written.
+    """
     # Without positions, which only scores ask for: equal tiles at other places fold into one call.
     placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(tiles))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
-    return tuple(_fold(pieces, sizes.block))
+    return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
+
+
+def _scattered_last(call: Tile) -> tuple[bool, int]:
+    rows = call.q_rows
+    scattered = rows.step > 1 or (rows.repeats > 1 and rows.stride != rows.length) or call.head_in_group >= 0
+    return scattered, -rows.repeats * rows.length
 
 
 # [Note: small triangles]

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from ds_ring.runtime.first_parts import FirstParts
+from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.merge import merge_
+from tests.merge_cases import cases, wrong
 
 INF = float("inf")
 
@@ -60,3 +63,45 @@ def test_many_bfloat16_parts_do_not_lose_precision() -> None:
     for value in values:
         merge_(out, lse, value, torch.zeros(1, 1, 1))
     torch.testing.assert_close(out, values.float().mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_every_view_and_dtype_merges_as_float64() -> None:
+    """The cases that the Triton kernel is held against as well."""
+    found = [what for case in cases() for what in wrong(case, merge_)]
+    assert not found, found
+
+
+def test_the_first_part_of_rows_is_assigned_and_nothing_is_left_unwritten() -> None:
+    """Random parts over memory full of NaN: sums are those over zeros, and no slot is filled twice."""
+    generator = torch.Generator().manual_seed(0)
+
+    def number(end: int) -> int:
+        return int(torch.randint(end, (), generator=generator))
+
+    assigned = 0
+    for _ in range(300):
+        got, want = torch.full((1, 2, 40), math.nan), torch.zeros(1, 2, 40)
+        filled = torch.zeros(40)
+
+        def fill(start: int, end: int, got: torch.Tensor = got, filled: torch.Tensor = filled) -> None:
+            got[:, :, start:end] = 0
+            filled[start:end] += 1
+
+        parts = FirstParts(40, fill)
+        for _ in range(1 + number(4)):
+            step, length, repeats = 1 + number(2), 1 + number(8), 1 + number(3)
+            stride = 0 if repeats == 1 else step * length + number(2)
+            span = (repeats - 1) * stride + step * length
+            rows = Rows(number(41 - min(span, 40)), step, length, repeats, stride)
+            heads = slice(None) if number(4) else slice(0, None, 2)
+            if rows.start + span > 41:
+                continue
+            part = torch.rand(rows.of(got[:, heads]).shape, generator=generator)
+            first = parts.is_first(rows, heads)
+            into = rows.of(got[:, heads])
+            (into.copy_ if first else into.add_)(part)
+            rows.of(want[:, heads]).add_(part)
+            assigned += first
+        parts.finish()
+        assert torch.equal(got, want) and filled.max() <= 1
+    assert assigned > 50

@@ -1,0 +1,138 @@
+"""Check the Triton kernel that merges partial results, on a machine without a GPU.
+
+Triton's own compiler translates it for an A100 and an H100, for every head dimension and dtype of a part;
+Triton's interpreter runs it on CPU memory against float64, and what it loads and stores is counted. Not
+checked: speed, races, anything on a real GPU (`pytest tests/gpu` does). Needs triton, see
+`verify_cuda_kernels.py`:
+    python -m tools.verify_merge
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_ring.runtime.merge import merge_by_operators_
+from tests.merge_cases import cases, wrong
+
+PART_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+TARGETS = {"A100": 80, "H100": 90}
+
+
+def main() -> int:
+    """Compile, then interpret in a process of its own (Triton reads how it runs once); 1 if either fails."""
+    if importlib.util.find_spec("triton") is None:
+        print("triton is not installed: nothing was checked")
+        return 1
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return interpret()
+    compile_all()
+    again = [sys.executable, "-m", "tools.verify_merge"]
+    return subprocess.run(again, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode
+
+
+def compile_all() -> None:
+    """Translate the kernel for every target, head dimension and dtype; prints the widest accesses."""
+    for name, capability in TARGETS.items():
+        widths: dict[str, int] = {}
+        for head_dim in HEAD_DIMS:
+            for pointer in PART_DTYPES:
+                ptx = _compiled(capability, head_dim, pointer).asm["ptx"]
+                for access in re.findall(r"(?:ld|st)\.global\S*", ptx):
+                    widths[access] = widths.get(access, 0) + 1
+        count = len(HEAD_DIMS) * len(PART_DTYPES)
+        print(f"ok   {name}: {count} variants compiled; accesses {', '.join(sorted(widths))}", flush=True)
+
+
+def _compiled(capability: int, head_dim: int, pointer: str) -> Any:
+    """Return what Triton makes of the kernel as `launch` would call it for dense tensors."""
+    triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
+    module: Any = importlib.import_module("ds_ring.runtime.merge_triton")
+    names = module.merge_rows.arg_names
+    width = 1 << (head_dim - 1).bit_length()
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
+    # Strides of 1 are constants, multiples of 16 are known to be: so Triton's launcher does it as well.
+    constants |= {"o4": 1, "p4": 1, "l3": 1, "s3": 1}
+    kinds = {"out": "*fp32", "lse": "*fp32", "part_out": pointer, "part_lse": "*fp32"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    even = {name for name in names if name in kinds or re.fullmatch("[op][0-3]", name)}
+    known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
+    source = triton.compiler.ASTSource(module.merge_rows, signature, constants, known)
+    return triton.compile(source, target=backends.GPUTarget("cuda", capability, 32))
+
+
+def interpret() -> int:
+    """Hold the interpreted kernel against float64, and count what it moves beside torch's operators."""
+    launch = importlib.import_module("ds_ring.runtime.merge_triton").launch
+    made = list(cases(HEAD_DIMS))
+    found = [what for case in made for what in wrong(case, launch)]
+    print("\n".join(f"FAIL {what}" for what in found) or f"ok   {len(made)} cases as float64", flush=True)
+    counted = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        out, lse, part_lse = torch.randn(1, 2, 64, 128), torch.randn(1, 2, 64), torch.randn(1, 2, 64)
+        operands = (out, lse, torch.randn(out.shape).to(dtype), part_lse)
+        kernel, operators = _bytes_of_kernel(launch, operands), _bytes_of_operators(operands)
+        # Of the output alone: what rows of 128 share, the log-sum-exps, is 0.1 bytes an element more.
+        counted[dtype] = round(kernel / out.numel())
+        print(f"     part in {dtype}: {kernel / out.numel():.2f} bytes an element, torch's operators"
+              f" {operators / out.numel():.2f}", flush=True)  # fmt: skip
+    good = not found and counted == {torch.bfloat16: 10, torch.float32: 12}
+    print("not checked: speed, anything on a real GPU")
+    return 0 if good else 1
+
+
+def _bytes_of_kernel(launch: Any, operands: tuple[Tensor, ...]) -> int:
+    """Return the bytes that the interpreted kernel loads and stores."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    moved = 0
+
+    def counting(name: str, mask_at: int) -> Any:
+        real = getattr(interpreter.InterpreterBuilder, name)
+
+        def access(builder: Any, pointers: Any, *arguments: Any) -> Any:
+            nonlocal moved
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            moved += int(arguments[mask_at].data.sum()) * size
+            return real(builder, pointers, *arguments)
+
+        return mock.patch.object(interpreter.InterpreterBuilder, name, access)
+
+    with counting("create_masked_load", 0), counting("create_masked_store", 1):
+        launch(*operands)
+    return moved
+
+
+class _Moved(TorchDispatchMode):
+    """Count the bytes that operators read and write, each as a kernel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            read = args[1:] if function.__name__.startswith("copy_") else args
+            self.bytes += sum(x.nbytes for x in (*read, result) if isinstance(x, Tensor))
+        return result
+
+
+def _bytes_of_operators(operands: tuple[Tensor, ...]) -> int:
+    with _Moved() as moved:
+        merge_by_operators_(*operands)
+    return moved.bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
