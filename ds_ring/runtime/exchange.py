@@ -163,6 +163,8 @@ class Exchange:
             if self.mesh.watch is not None:
                 text = str(error).splitlines()[0][:300] if str(error) else ""
                 self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
+            if self._latest is not None:
+                self._latest.hand_over()
             raise
 
     def spread(self, header: Tensor) -> Tensor:

@@ -107,11 +107,10 @@ class RingMesh:
         Args:
             ring_size: ranks of one K/V ring.
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
-            timeout_s: seconds until torch gives up on a collective of these groups. (Deadlines of hops
-                are the exchange's and shorter.)
+            timeout_s: seconds until torch gives up on a collective of these groups (hops: the exchange's).
             heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `monitor/`.
-            exit_after_fault_s: end this process, with its stacks, if a rank has failed and no error was
-                raised here for so long (it is stuck in a collective outside ds_ring); None leaves it alone.
+            exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
+                here (it is stuck in a collective outside ds_ring); None leaves it alone.
             secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
                 characters; None lets rank 0 publish one in the store (see `rendezvous.py`).
             watch: a failure detector that this process has joined already; the mesh takes it over.
@@ -134,8 +133,7 @@ class RingMesh:
     ) -> RingMesh:
         """Cut the initialised world into the given groups of ranks, each of which shares one sequence.
 
-        For rings that are no neighbours in the world: one rank of every node, or beside tensor and pipeline
-        parallel ranks. Collective over the world, as `from_world`.
+        For rings that are no neighbours in the world. Collective over the world, as `from_world`.
 
         Args:
             sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
@@ -161,8 +159,8 @@ class RingMesh:
     ) -> RingMesh:
         """Make rings along one dimension of a `torch.distributed.DeviceMesh` over the whole world.
 
-        Ranks that differ in any other dimension hold other sequences. The mesh's process groups are not used:
-        ds_ring's have deadlines and an order of their own.
+        Ranks that differ in another dimension hold other sequences. Groups are made anew: ds_ring's have
+        deadlines and an order of their own.
 
         Args:
             device_mesh: with names for its dimensions, as `init_device_mesh("cuda", (2, 4),

@@ -20,11 +20,13 @@ class MeshUse:
     Attributes:
         closed: `RingMesh.close` was called.
         broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
+        aborted: ids of the process groups that were aborted then.
     """
 
     def __init__(self) -> None:
         self.closed = False
         self.broken: RingPeerError | None = None
+        self.aborted: set[int] = set()
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`

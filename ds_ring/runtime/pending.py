@@ -7,8 +7,10 @@ waits, and whom it blames, is `waiting.py`'s; what is posted is the exchange's.
 A wait for a Work of NCCL makes the present stream wait and returns at once, so the host runs ahead of the
 GPU. Deadlines and verdicts are then a thread's: it looks at the mark that was made when the batch was posted
 (from there on the deadline runs: before it the GPU was busy with something else), then at the works. Where
-they fail, or do not end in time, it asks the monitor who is to blame, aborts the group, so that NCCL's
-kernels do not spin for ever, and marks the mesh as broken: the next call on it raises the error.
+they fail, or do not end in time, it asks the monitor who is to blame, marks the mesh as broken, so that the
+next call on it raises the error, and aborts the groups that are stuck, so that NCCL's kernels do not spin for
+ever ([Note: which groups are aborted]). A device that fails, or never comes to the mark, is this rank's own
+fault.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from torch.distributed import ProcessGroup
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.watch import keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.waiting import Place, Task, wait_for
+from ds_ring.runtime.stuck_groups import abort_groups
+from ds_ring.runtime.waiting import Place, Task, of_device, own_fault, wait_for
 
 LOOK_S = 1e-3  # between two looks of the thread at a mark or an event
 SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
 IDLE_SWEEPS = 10  # without anything: the thread ends
+BUSY_TIMEOUT_S = 1800.0  # for what a device does before it comes to a batch: a step of the optimizer, say
 
 
 def _at_once() -> bool:
@@ -91,6 +95,11 @@ class Pending:
             )
         # A second wait then has nothing to do: without overlap a batch is waited for twice.
         self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
+
+    def hand_over(self) -> None:
+        """Let the watch of the device see to a batch that nobody will wait for: the pass has failed."""
+        if self.watch is not None and self.works:
+            self.watch.add(self.works, self.peers, self)
 
     def _wait_here(self) -> None:
         try:
@@ -163,7 +172,7 @@ class DeviceWatch:
                 if one.device != device and torch.cuda.is_available():
                     torch.cuda.set_device(one.device)  # a thread has its own
                 device = one.device
-                if self._mesh.use.broken is None and not _is_over(one):
+                if not _is_over(one):
                     self._see_through(one)
                 del one  # or its works would live on until the next one comes
             time.sleep(SWEEP_S)
@@ -174,22 +183,41 @@ class DeviceWatch:
             return not self._running
 
     def _see_through(self, one: _Watched) -> None:
-        """Look until a batch is over; mark the mesh as broken where it fails."""
-        mesh = self._mesh
-        # Before its post the device was busy with something else: the deadline runs from then on.
-        while not one.begun() and (mesh.watch is None or mesh.watch.fault is None):
-            time.sleep(LOOK_S)
-        noticed = mesh.watch is not None and mesh.watch.noticed
+        """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
+        mesh, watch = self._mesh, self._mesh.watch
+        noticed = watch is not None and watch.noticed
         try:
-            deadline = time.monotonic() + one.timeout_s
-            wait_for(one.works, one.peers, mesh, one.place, deadline, on_device=True)
+            if mesh.use.broken is None:
+                self._wait_for_begin(one)
+                deadline = time.monotonic() + one.timeout_s
+                wait_for(one.works, one.peers, mesh, one.place, deadline, on_device=True)
+                return
         except RingPeerError as error:
             mesh.use.broken = error
             # Nobody has seen it yet: a host that is stuck must still be ended (`Watch._last_resort`).
-            if mesh.watch is not None:
-                mesh.watch.noticed = noticed
-            if one.group is not None:
-                one.group.abort()
+            if watch is not None:
+                watch.noticed = noticed
+        # Whatever else was posted and does not end is stuck, too: nobody completes it any more.
+        stuck = [one, *(other for other in list(self._queue) if not _is_over(other))]
+        abort_groups(mesh, [other.group for other in stuck])
+
+    def _wait_for_begin(self, one: _Watched) -> None:
+        """Wait until the device comes to the post: before, it is busy with something else.
+
+        Raises:
+            RingPeerError: it failed, or did not come within BUSY_TIMEOUT_S: names this rank.
+        """
+        mesh, end = self._mesh, time.monotonic() + BUSY_TIMEOUT_S
+        try:
+            while not one.begun() and (mesh.watch is None or mesh.watch.fault is None):
+                if time.monotonic() > end:
+                    cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
+                    raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
+                time.sleep(LOOK_S)
+        except RingPeerError:
+            raise
+        except RuntimeError as error:  # of an event's query
+            raise own_fault(mesh, one.place, of_device(error)) from error
 
 
 def _is_over(one: _Watched) -> bool:

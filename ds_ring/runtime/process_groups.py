@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +70,13 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
     # In the same order on every rank of the world: torch matches the calls of new_group by order.
     sequence = _my_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-    ring = _my_group(grid.ring_groups(), timeout, None)
-    ulysses = _my_group(grid.ulysses_groups(), timeout, None)
+    # What overlaps with attention goes first: persistent kernels would hold transfers up otherwise.
+    ring = _my_group(grid.ring_groups(), timeout, None, urgent=True)
+    ulysses = _my_group(grid.ulysses_groups(), timeout, None, urgent=True)
     data = _my_group(grid.data_groups(), timeout, None)
     # Headers are CPU tensors, which NCCL does not take.
     cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
-    _connect(ring)
+    _warm_up((sequence, ring, ulysses, data))
     return Groups(ring, ulysses, sequence, data, cpu)
 
 
@@ -123,24 +125,56 @@ def _named(grid: Grid | None) -> str:
 
 
 def _my_group(
-    groups: list[list[int]], timeout: datetime.timedelta, backend: str | None
+    groups: list[list[int]], timeout: datetime.timedelta, backend: str | None, urgent: bool = False
 ) -> ProcessGroup | None:
     """Create all groups (torch wants every rank to take part) and return the one this rank is in."""
     if len(groups[0]) == 1:
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        options: dict[str, Any] = {} if ranks == sorted(ranks) else _UNSORTED
+        options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
+        if urgent and "nccl" in str(dist.get_backend_config()):
+            options["pg_options"] = _urgent_options(timeout)
         group = dist.new_group(ranks, timeout=timeout, backend=backend, **options)
         if dist.get_rank() in ranks:
             mine = group
     return mine
 
 
-def _connect(group: ProcessGroup | None) -> None:
-    """Connect an NCCL group, by a first call that all its ranks make; a hop may have messages of a few only.
+def _urgent_options(timeout: datetime.timedelta) -> Any:
+    """Return NCCL's options for streams of high priority; torch changes them, so each group has its own."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group warns of any other
+    return options
 
-    (Written for NCCL, not run so far: no GPU was at hand.)
-    """
-    if group is not None and dist.get_backend(group) == "nccl":
-        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+
+# [Note: before the first deadline]
+# The first call of an NCCL communicator builds it, and the first message to a peer connects the two: seconds,
+# which no hop's deadline should hold. So every communicator has one all-reduce here and the ring's a message
+# to and from both neighbours, and the host waits for them, in the time that making the groups has. Other
+# peers (direct sends, other nodes) connect in the first pass, which has a deadline of its own. The calls are
+# in the order in which the groups were made, on every rank, so that no two communicators wait for each other.
+# torch 2.13 makes no barrier a group (only with TORCH_DIST_INIT_BARRIER=1): after the one comparison of all
+# ranks in `_check_same` these calls are where the ranks of a group meet. (Written for NCCL, not run so far:
+# no GPU was at hand; with gloo, whose groups connect when they are made, the same calls are tested.)
+def _warm_up(groups: Iterable[ProcessGroup | None]) -> None:
+    """Make the first calls of NCCL's communicators; [Note: before the first deadline]."""
+    nccl = [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
+    nccl = [group for group in nccl if "nccl" in str(dist.get_backend_config(group))]
+    if not nccl:
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    for group in nccl:
+        connect(group, device)
+    torch.cuda.synchronize(device)
+
+
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Make a collective call and exchange an element with both neighbours. Collective over the group."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=group)
+    # By an all-to-all that is empty but for two ranks: it makes the connections of point-to-point messages.
+    counts = [int(peer in ((rank + 1) % size, (rank - 1) % size)) for peer in range(size)]
+    sent = torch.ones(sum(counts), device=device)
+    dist.all_to_all_single(torch.empty_like(sent), sent, counts, counts, group=group)

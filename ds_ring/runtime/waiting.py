@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import torch
 import torch.distributed as dist
 
 from ds_ring.errors import RingPeerError
@@ -23,6 +24,10 @@ from ds_ring.runtime.mesh import RingMesh
 
 FOR_EVER_S = 365 * 86400.0
 ASK_S = 1e-3  # between two looks at an event, by a thread
+# What torch raises of a device that has failed; releases without it raise a plain RuntimeError.
+DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
+    kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
+)
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,8 @@ def wait_for(
     if not job.finished:
         # torch may still write to its buffers.
         keep_for_ever(job)
+    if isinstance(job.error, DEVICE_ERROR):
+        raise own_fault(mesh, place, of_device(job.error)) from job.error
     raise blame(mesh, place.hop, _of(peers, job), _cause(job, place)) from job.error
 
 
@@ -211,7 +218,8 @@ def _wait_watched(
     if watch.fault is not None:
         # What comes within this time is used, and the fault is raised by a later wait.
         _until(lambda: job.finished, 0.0 if on_device else PATIENCE_S)
-    elif not job.finished or job.error is not None:
+    # A device that has failed is this rank's own: the others are not to blame.
+    elif (not job.finished or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
         watch.waits(_of(peers, job), place.key, str(place))
         watch.accuse(_of(peers, job), _cause(job, place))
     if told is not None and job.finished and job.error is None:
@@ -261,6 +269,20 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
         return error_of(mesh, hop, fault)
     peer = mesh.ring_rank_of(peers[0]) if len(peers) == 1 else None
     return RingPeerError(mesh.ring_rank, hop, peer, cause)
+
+
+def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
+    """Tell the others that this rank has failed; return the error, which names it (or who failed before)."""
+    if mesh.watch is None:
+        return RingPeerError(mesh.ring_rank, place.hop, mesh.ring_rank, cause)
+    if mesh.watch.fault is None:
+        mesh.watch.failed(f"{cause} ({place})")
+    return error_of(mesh, place.hop, mesh.watch.fault or Fault(mesh.global_rank, cause))
+
+
+def of_device(error: BaseException) -> str:
+    """Return the cause that a failed device is."""
+    return f"its device failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:

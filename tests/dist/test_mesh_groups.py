@@ -21,6 +21,7 @@ from ds_ring import (
 )
 from ds_ring.errors import RingError
 from tests.cases import Shape, tensors
+from ds_ring.runtime.process_groups import connect
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
 
@@ -135,3 +136,17 @@ def test_without_a_process_group_the_caller_is_named() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(RingMeshError, match=r"RingMesh.from_groups: expected a process group"):
         RingMesh.from_groups([[0, 1]])
+
+
+def on_the_first_calls(rank: int, world_size: int) -> int:
+    mesh = RingMesh.from_world(world_size)
+    for group in (mesh.ring_group, mesh.sequence_group):
+        assert group is not None
+        connect(group, torch.device("cpu"))
+    return rank
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_first_calls_of_a_communicator_meet_on_all_ranks(rank_pool: Pool, world_size: int) -> None:
+    """What NCCL's groups do before the first deadline, in gloo's: a collective, and both neighbours."""
+    assert rank_pool(world_size).run(on_the_first_calls) == list(range(world_size))
