@@ -11,7 +11,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     checks.py        what must hold on this machine before anything is started
     ports.py         free ports
     job.py           what goes into an engine; invocation.py: what comes out
-    engines.py       job -> command line; the table of engines (engine_deepspeed.py: the largest)
+    engines.py       job -> command line; the table of engines (engine_deepspeed.py, engine_slurm.py)
     secret.py        one secret for all ranks of a launch
     start.py         one attempt of a job, here or on all hosts
     relaunch.py      attempts of a job until it is done: attempts.py decides, presence.py (probe.py) finds the
@@ -21,7 +21,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     process.py       runs a command line, ends every process it led to (marked.py finds them)
     guardian.py      ends them where the launcher itself was killed
     remote.py        other hosts: agent.py on each, by ssh
-    mpi_rank.py      runs inside a rank that mpirun started
+    mpi_rank.py      runs inside a rank that mpirun started (slurm_rank.py: that srun started)
     local_ranks.py   runs a function on ranks of this machine (rank_process.py: their first lines)
     model_check.py   one model on a ring against one process (small_*.py: model, batch)
     plan_inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from . import process
 from .invocation import Invocation, own_programs_first
+from .marked import FAULT_GRACE_SECONDS
 
 # Stands in a request for the folder that the agent makes; no path of a real file begins with it.
 FOLDER = Path("/ds-ring-agent-folder")
@@ -67,9 +68,10 @@ def _listen(stdin: IO[str], grace: process.Grace) -> None:
         silent.start()
         line = stdin.readline()
         silent.cancel()
-        if line.strip() == END_AFTER_FAULT:
-            grace.seconds = min(grace.seconds, process.FAULT_GRACE_SECONDS)
-        if not line or line.strip() in (END, END_AFTER_FAULT):
+        word = line.strip()
+        if not line or word == END_AFTER_FAULT:  # nobody waits for a checkpoint
+            grace.seconds = min(grace.seconds, FAULT_GRACE_SECONDS)
+        if not line or word in (END, END_AFTER_FAULT):
             _end("" if line else "lost the launcher")
             return
         silent = threading.Timer(SILENCE_SECONDS, _end, ("heard nothing from the launcher",))

@@ -144,7 +144,7 @@ class Relaunch(Section):
 class Cluster(Section):
     """Describe a run: engine, hosts, environment, script. Paths are absolute; `local` is a host, too."""
 
-    engine: Annotated[Literal["deepspeed", "torchrun", "mpirun"], _WORD] = "deepspeed"
+    engine: Annotated[Literal["deepspeed", "torchrun", "mpirun", "slurm"], _WORD] = "deepspeed"
     device: Annotated[Literal["auto", "cpu", "cuda"], _WORD] = "auto"
     hosts: Annotated[tuple[Host, ...], Field(min_length=1), _HOSTS]
     ssh: Annotated[bool, _YES_NO] = True
@@ -174,10 +174,15 @@ class Cluster(Section):
 
     @property
     def reaches_out(self) -> bool:
-        """Return whether one call starts other hosts by ssh; else each host is started by its own call."""
-        return self.ssh and not self.is_local
+        """Return whether one call starts other hosts too; else each host is started by its own call."""
+        return (self.ssh or self.engine == "slurm") and not self.is_local
+
+    @property
+    def asks_by_ssh(self) -> bool:
+        """Return whether hosts are reached by ssh; Slurm has daemons of its own."""
+        return self.reaches_out and self.engine != "slurm"
 
     @property
     def starts_agents(self) -> bool:
-        """Return whether ds-ring itself reaches the hosts; mpirun has daemons of its own."""
-        return self.reaches_out and self.engine != "mpirun"
+        """Return whether ds-ring itself starts the hosts; mpirun and Slurm have daemons of their own."""
+        return self.asks_by_ssh and self.engine != "mpirun"

@@ -99,7 +99,7 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     """Return problems of keys that are right by themselves and do not go together."""
     names = [host.name for host in cluster.hosts]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    on_each_host = not cluster.is_local and not cluster.ssh
+    on_each_host = not cluster.is_local and not cluster.reaches_out
     problems = []
     if twice:
         wrong = sentence(
@@ -117,7 +117,7 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     ):
         wrong = sentence("an address that all hosts reach", names[0], "write that of the first host")
         problems.append(Problem("master_address", wrong))
-    if cluster.ssh_port is not None and not cluster.reaches_out:
+    if cluster.ssh_port is not None and not cluster.asks_by_ssh:
         wrong = sentence("none, as nothing is started by ssh", str(cluster.ssh_port), "remove it")
         problems.append(Problem("ssh_port", wrong))
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
@@ -134,7 +134,7 @@ def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
     if cluster.run_folder is None:
         wrong = sentence("run_folder beside it", "none", "name a folder that all hosts share")
         problems.append(Problem("relaunch", wrong))
-    if not cluster.is_local and not cluster.ssh:
+    if not cluster.is_local and not cluster.reaches_out:
         advice = "set ssh: true, so that one ds-ring starts all hosts, or let Slurm do so (engine: slurm)"
         problems.append(Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice)))
     if any(re.match(r"--max[-_]restarts\b", argument) for argument in cluster.engine_args):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ds_ring.errors import RingConfigError
 
 from .engine_deepspeed import deepspeed
+from .engine_slurm import slurm
 from .invocation import Invocation
 from .job import Job
 
@@ -67,8 +68,9 @@ ENGINES: dict[str, Callable[[Job], Invocation]] = {
     "deepspeed": deepspeed,
     "torchrun": torchrun,
     "mpirun": mpirun,
+    "slurm": slurm,
 }
-STARTS_ALL_HOSTS = frozenset({"mpirun"})  # others start the host on which they are called
+STARTS_ALL_HOSTS = frozenset({"mpirun", "slurm"})  # others start the host on which they are called
 
 
 def build(job: Job) -> Invocation:

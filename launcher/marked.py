@@ -14,6 +14,7 @@ import psutil
 
 MARK = "DS_RING_LAUNCH_ID"
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
+FAULT_GRACE_SECONDS = 5.0  # where nobody asked for the end: survivors say who failed, or end by themselves
 POLL_SECONDS = 0.1
 
 

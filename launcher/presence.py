@@ -17,6 +17,7 @@ from typing import Any
 from .cluster import Cluster, Host
 from .remote import ssh_command
 
+LOOPBACK_DEVICE = "lo"
 _PROBE = "ds_ring_launcher.probe"
 
 
@@ -42,7 +43,7 @@ def find_hosts(cluster: Cluster, seconds: float) -> Presence:
         cluster: whose hosts one call reaches by ssh.
         seconds: for all answers together.
     """
-    if not cluster.reaches_out:
+    if not cluster.asks_by_ssh:
         return Presence(cluster.hosts)
     deadline = time.monotonic() + seconds
     asked = {host.name: _Asked(host.name, cluster.ssh_port) for host in cluster.hosts}

@@ -20,9 +20,17 @@ from types import FrameType
 
 from .guardian import Guardian
 from .invocation import Invocation
-from .marked import GRACE_SECONDS, MARK, POLL_SECONDS, command_line, end_all, marked, wait_until_gone
+from .marked import (
+    FAULT_GRACE_SECONDS,
+    GRACE_SECONDS,
+    MARK,
+    POLL_SECONDS,
+    command_line,
+    end_all,
+    marked,
+    wait_until_gone,
+)
 
-FAULT_GRACE_SECONDS = 5.0  # of survivors after a fault: they say who failed, or end by themselves
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
 from .invocation import Invocation
-from .marked import POLL_SECONDS
-from .process import FAULT_GRACE_SECONDS, say
+from .marked import FAULT_GRACE_SECONDS, POLL_SECONDS
+from .process import say
 
 SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
 _SSH_FAILED = 255

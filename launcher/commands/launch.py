@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 from .parsers import Commands, add_command
 
 if TYPE_CHECKING:
+    from ds_ring_launcher.cluster import Cluster
     from ds_ring_launcher.job import Job
 
 _HELP = "start the script that a cluster YAML names, on the hosts that it names"
 _DESCRIPTION = "Start a script on one or more hosts with an engine that exists already."
-_USAGE = "ds-ring launch [-h] [--dry-run] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]"
+_USAGE = "ds-ring launch [-h] [--dry-run] [--sbatch] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]"
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring launch configs/quickstart.yaml --dry-run         print the command as a shell script, start nothing
   ds-ring launch configs/quickstart.yaml -- --steps 300    more arguments for the script
+  ds-ring launch cluster.yaml --sbatch > job.sh            a script for Slurm, if the YAML has engine: slurm
   ds-ring launch cluster.yaml --node-rank 1                this is host 1 of a YAML with ssh: false
 """
 
@@ -31,6 +33,7 @@ def add(commands: Commands) -> None:
     launch = add_command(commands, "launch", run, _HELP, _DESCRIPTION, _EXAMPLE, usage=_USAGE)
     launch.add_argument("config", metavar="CONFIG.yaml", type=Path, help="the cluster YAML")
     launch.add_argument("--dry-run", action="store_true", help="print the command as a script, start nothing")
+    launch.add_argument("--sbatch", action="store_true", help="engine slurm: print a script for sbatch")
     launch.add_argument(
         "--node-rank", type=int, metavar="N", help="with ssh: false: which host this is, from 0"
     )
@@ -47,6 +50,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     node_rank = checks.resolve_node_rank(cluster, options.node_rank)
     checks.require_inputs(cluster)
     port = checks.resolve_port(cluster, node_rank)
+    if options.sbatch:
+        return _print_sbatch(cluster, options.config, extra_args)
     caller = dict(os.environ)
     told = secret.secret_for(cluster)
 
@@ -62,6 +67,18 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             return relaunch.run(job)
         with process.signals_noted() as signals:
             return start(job, signals)
+
+
+def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> int:
+    from ds_ring.errors import RingConfigError
+    from ds_ring_launcher.engine_slurm import sbatch_script
+
+    if cluster.engine != "slurm":
+        raise RingConfigError(
+            f"--sbatch: expected engine: slurm in the YAML, got {cluster.engine}; change it"
+        )
+    print(sbatch_script(cluster, config, extra_args), end="")
+    return 0
 
 
 def _print(job: Job) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint.background import BackgroundSave
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -52,8 +53,10 @@ def guard_checkpoints(engine: DeepSpeedEngine) -> None:
             f" {type(engine.checkpoint_engine).__name__}, which writes on in the background where no manifest"
             ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
         )
-    engine.save_checkpoint = types.MethodType(partial(save_checkpoint, locks=FolderLocks()), engine)
-    engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
+    under_way = BackgroundSave()
+    save = partial(save_checkpoint, locks=FolderLocks(), under_way=under_way)
+    engine.save_checkpoint = types.MethodType(save, engine)
+    engine.load_checkpoint = types.MethodType(partial(load_checkpoint, under_way=under_way), engine)
 
 
 # [Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
@@ -68,6 +71,8 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
+    *,
+    under_way: BackgroundSave,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load the newest checkpoint that is whole, by DeepSpeed's load_checkpoint. Collective.
 
@@ -82,6 +87,7 @@ def load_checkpoint(
             that is whole has what no crash leaves there ([Note: damage or a stranger]). On every rank.
         RingMismatchError: the ranks ask for different tags.
     """
+    under_way.finish()
     chosen = _choose(engine, Path(load_dir), tag)
     if chosen is None:
         return None, None

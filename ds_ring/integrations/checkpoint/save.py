@@ -6,10 +6,11 @@ a hidden folder beside the one of the tag, `.TAG.saving`, which gets the tag's n
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.config.text_file import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint.background import BackgroundSave, HostCopy, exchange_reports
 from ds_ring.integrations.checkpoint.file_record import FileRecord, record_files
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import LATEST, MANIFEST, files_in, write_manifest
@@ -28,6 +30,7 @@ from ds_ring.integrations.checkpoint.storage import Storage, storage_of, togethe
 __all__ = ["give_its_name", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
+Reports = Mapping[int, Sequence[FileRecord]]  # by rank
 
 
 # [Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
@@ -41,13 +44,19 @@ def save_checkpoint(
     client_state: dict[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
+    background: bool = False,
     *,
     locks: FolderLocks,
+    under_way: BackgroundSave,
 ) -> bool:
     """Call DeepSpeed's save_checkpoint, then write a manifest, the tag's name and `latest`. Collective.
 
     However it is cut short, `latest` names a checkpoint that was finished, and one of the same tag that was
     there before is whole until the new one is. That takes the disk space of both.
+
+    With `background` it returns when all tensors are copied to host memory, which takes as much as the
+    checkpoint; files, hashes and commit follow in a thread. The next save or load, `engine.ring.leave()` and
+    the end of the script wait for it. What goes wrong there is raised by the next save or load.
 
     Raises:
         RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),
@@ -57,11 +66,12 @@ def save_checkpoint(
     """
     if not save_dir:
         raise RingConfigError(f"save_dir: expected the path of a folder, got {save_dir!r}; pass one")
+    under_way.finish()
     root, storage = Path(save_dir), storage_of(engine.local_rank, engine.use_node_local_storage())
     tag = _agreed_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     hidden = root / f".{tag}.saving"
-    together(lambda: _make_room(root, hidden, locks) if storage.leads else None)
-    writes = _Writes(hidden)
+    together(lambda: _make_room(root, hidden, locks, background) if storage.leads else None)
+    writes = _Writes(hidden, HostCopy() if background else None)
     try:
         with writes.watching(engine):
             done = type(engine).save_checkpoint(
@@ -72,8 +82,18 @@ def save_checkpoint(
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
+        if background and not writes.fault:
+            commit = functools.partial(_seal_later, hidden, root / tag, engine.global_steps, save_latest)
+            under_way.start(functools.partial(commit, storage, writes))
+            return bool(done)
         reports = together(writes.records)
-        together(lambda: _seal(hidden, storage, reports, engine.global_steps) if storage.leads else None)
+        together(
+            lambda: (
+                _seal(hidden, storage, dict(enumerate(reports)), engine.global_steps)
+                if storage.leads
+                else None
+            )
+        )
     except RingCheckpointError:  # the same on all ranks: nobody writes any more
         if storage.leads:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -85,6 +105,29 @@ def save_checkpoint(
     return bool(done)
 
 
+def _seal_later(
+    hidden: Path, folder: Path, global_steps: int, save_latest: bool, storage: Storage, writes: _Writes
+) -> None:
+    """Write this rank's files; on a storage's first rank seal the checkpoint once all have. In a thread."""
+    try:
+        reports = exchange_reports(_reports_of(hidden), storage, writes.records)
+        if reports is None:
+            return
+        _seal(hidden, storage, reports, global_steps)
+    except BaseException:
+        if storage.leads:
+            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(_reports_of(hidden), ignore_errors=True)
+        raise
+    give_its_name(hidden, folder)
+    if save_latest:
+        write_at_once(folder.parent / LATEST, folder.name)
+
+
+def _reports_of(hidden: Path) -> Path:
+    return hidden.with_name(f"{hidden.name}.reports")
+
+
 def _agreed_tag(tag: str) -> str:
     tags = together(lambda: require_plain_tag(tag, "tag"))
     if len(set(tags)) > 1:
@@ -92,23 +135,29 @@ def _agreed_tag(tag: str) -> str:
     return tag
 
 
-def _make_room(root: Path, hidden: Path, locks: FolderLocks) -> None:
+def _make_room(root: Path, hidden: Path, locks: FolderLocks, background: bool) -> None:
     """Create and lock the folders that DeepSpeed writes into, before any rank is in a barrier of its own."""
     root.mkdir(parents=True, exist_ok=True)
     locks.claim(root)
-    if is_folder(hidden):
-        shutil.rmtree(hidden)  # of a save that was cut short
+    for folder in (hidden, _reports_of(hidden)):
+        if is_folder(folder):
+            shutil.rmtree(folder)  # of a save that was cut short
     hidden.mkdir()
+    if background:
+        _reports_of(hidden).mkdir()
 
 
 class _Writes:
     """Record what this rank wrote below a folder, as relative paths, and what went wrong."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.paths, self.fault = folder, dict[str, None](), ""
+    def __init__(self, folder: Path, copy: HostCopy | None) -> None:
+        self.folder, self.paths, self.fault, self._copy = folder, dict[str, None](), "", copy
+        self._later: list[Callable[[], object]] = []
 
     def records(self) -> list[FileRecord]:
         """Return the records of all files, or raise if one could not be written or loaded again."""
+        while self._later:
+            self._later.pop(0)()
         if self.fault:
             raise RingCheckpointError(self.fault)
         require_weights_only(self.folder, self.paths)
@@ -122,6 +171,10 @@ class _Writes:
         def save(state_dict: Any, path: str) -> Any:
             if Path(path).is_relative_to(self.folder):
                 self.paths[Path(path).relative_to(self.folder).as_posix()] = None
+            if self._copy is not None:
+                copied = self._copy(state_dict)
+                self._later.append(lambda: self._try(path, write, copied, path))
+                return None
             return self._try(path, write, state_dict, path)
 
         copy_script, copy_tree = engine._copy_recovery_script, shutil.copytree
@@ -150,7 +203,7 @@ def _replace_copytree(copytree: Callable[..., Any]) -> None:
     shutil.copytree = copytree
 
 
-def _seal(folder: Path, storage: Storage, reports: Sequence[Sequence[FileRecord]], global_steps: int) -> None:
+def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -> None:
     """Write the manifest of one storage, over its ranks' files and whatever else lies in the folder."""
     files: dict[str, FileRecord] = {}
     for rank in storage.ranks:

@@ -1,0 +1,96 @@
+"""Checkpoints that are written in the background: what they hold is the state at the call, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.integrations.checkpoint.background import HostCopy
+from ds_ring.integrations.checkpoint.manifest import read_latest, verify_checkpoint
+from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
+from tests.dist.deepspeed_ranks import json_config
+from tests.machine import small_disk
+
+STEPS = 5
+SLOW_SECONDS = 0.3
+
+
+def save_and_go_on(rank: int, world_size: int, config: dict[str, Any], folder: str) -> tuple[list[float], list[Any]]:
+    """Save after steps 2 and 4, slowly; the losses, and what was there right after each call."""
+    engine, seen = start_engine(config), []
+    write = engine.checkpoint_engine.save
+
+    def slowly(state_dict: Any, path: str) -> Any:
+        time.sleep(SLOW_SECONDS)
+        return write(state_dict, path)
+
+    engine.checkpoint_engine.save = slowly
+
+    def save(step: int) -> None:
+        if step in (2, 4):
+            assert engine.save_checkpoint(folder, client_state={"seen": step}, background=True) is True
+            seen.append(read_latest(Path(folder)) if os.path.exists(f"{folder}/latest") else None)
+
+    return train_to(engine, STEPS, save), seen  # the engine goes: its thread ends the last one
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.sampled(2)
+def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path, stage: int) -> None:
+    config = json_config(2, SIZE.samples, stage)
+    losses, seen = rank_pool(2).run(save_and_go_on, config, str(tmp_path))[0]
+    assert seen == [None, "global_step2"]  # not there yet; the second call waited for the first
+    deadline = time.monotonic() + 20
+    while read_latest(tmp_path) != "global_step4" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step2", "global_step4"]
+    for tag, first in (("global_step2", 2), ("global_step4", 4)):
+        assert verify_checkpoint(tmp_path, tag).global_steps == first
+        resumed = rank_pool(2).run(load_and_train, config, str(tmp_path), STEPS, tag)[0]
+        assert resumed.losses == losses[first:] and resumed.state == {"seen": first}
+
+
+def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str) -> Refused:
+    engine = start_engine(config)
+    train_to(engine, 1)
+    engine.save_checkpoint(folder)
+    if rank == 0:
+        with open(f"{folder}/ballast", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 12)):
+                    pass
+            except OSError:
+                pass
+    torch.distributed.barrier()
+    train_to(engine, 2)
+    try:
+        engine.save_checkpoint(folder, background=True)
+        engine.save_checkpoint(folder)
+    except Exception as error:
+        return Refused(type(error).__name__, str(error), 0.0)
+    return Refused("", "", 0.0)
+
+
+@pytest.mark.needs("mounts")
+def test_a_full_disk_is_told_by_the_next_save_on_every_rank(rank_pool: Any, tmp_path: Path) -> None:
+    with small_disk(tmp_path, 4 << 20):
+        found = rank_pool(2).run(fill_up, json_config(2, SIZE.samples, 1), str(tmp_path))
+        assert [one.error for one in found] == ["RingCheckpointError"] * 2, found
+        assert read_latest(tmp_path) == "global_step1"
+        verify_checkpoint(tmp_path, "global_step1")
+        assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+
+
+def test_a_copy_shares_what_the_original_shares() -> None:
+    flat = torch.arange(6.0)
+    state = {"a": flat[:3].view(3, 1), "b": [flat[3:], (flat.int(), 7)], "p": torch.nn.Parameter(flat[1:2])}
+    copied = HostCopy()(state)
+    flat.zero_()
+    assert copied["a"].flatten().tolist() == [0.0, 1.0, 2.0] and copied["b"][0].tolist() == [3.0, 4.0, 5.0]
+    assert copied["a"].untyped_storage().data_ptr() == copied["b"][0].untyped_storage().data_ptr()
+    assert copied["b"][1][1] == 7 and isinstance(copied["p"], torch.nn.Parameter)

@@ -1,0 +1,67 @@
+"""Train on two hosts of two ranks, make something fail, and see that `ds-ring launch` goes on by itself.
+
+Hosts are network namespaces with a cable; the launcher stands outside and reaches them by a stand-in for ssh.
+Each round is a job of its own: real ranks, real checkpoints, one fault. A round is good if the job ends with
+status 0, its losses are those of the run that was never interrupted (to --tolerance), it went on from the
+newest checkpoint, and no process is left. Printed are the seconds from the fault to the next training step.
+
+Example:
+    python tools/relaunch_campaign.py --rounds 5
+    python tools/relaunch_campaign.py --rounds 1 --only "kill a node" --engine deepspeed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' hosts
+
+from tests.dist.relaunch_rounds import FAULTS, Round, play_round, uninterrupted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a row per round; the exit code is the number of bad rounds, 100 at most."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of each fault")
+    parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
+    parser.add_argument("--engine", choices=("torchrun", "deepspeed"), default="torchrun")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of a loss")
+    options = parser.parse_args(arguments)
+    bad, started = 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="relaunch-") as name:
+        expected = uninterrupted(Path(name, "whole"), options.engine)
+        for number in range(options.rounds):
+            for fault in FAULTS:
+                if options.only and not any(part in fault for part in options.only):
+                    continue
+                folder = Path(name, f"{fault.replace(' ', '-')}-{number}")
+                found = play_round(folder, fault, number, options.engine)
+                wrong = found.wrong(expected, options.tolerance)
+                bad += bool(wrong)
+                print(json.dumps(_row(fault, number, found, wrong)), flush=True)
+    print(f"{bad} bad rounds, {time.monotonic() - started:.0f} s", flush=True)
+    return min(bad, 100)
+
+
+def _row(fault: str, number: int, found: Round, wrong: str) -> dict[str, object]:
+    return {
+        "fault": fault,
+        "round": number,
+        "seconds": {name: round(value, 1) for name, value in found.seconds.items()},
+        "world_sizes": found.world_sizes,
+        "resumed_from": found.resumed_from,
+        "culprit": found.culprit,
+        "said": found.said,
+        "wrong": wrong,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
