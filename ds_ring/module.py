@@ -198,6 +198,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
         overlap=config.overlap,
         prune=config.prune,
         hop_timeout_s=float(config.hop_timeout_seconds),
+        first_pass_timeout_s=float(config.first_pass_timeout_seconds),
         check_finite=config.check_finite,
         recompute=float(config.recompute_attention),
         block_size=config.block_size,

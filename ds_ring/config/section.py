@@ -157,6 +157,9 @@ class RingConfig(Section):
     hop_timeout_seconds: Seconds = Field(
         default=60.0, description="longest wait for one hop's messages; at least heartbeat_timeout_seconds"
     )
+    first_pass_timeout_seconds: Seconds = Field(
+        default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
+    )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
     verify_first_batch: Flag = Field(
         default=False,
@@ -169,9 +172,7 @@ class RingConfig(Section):
 
     @classmethod
     def from_deepspeed(cls, source: Source) -> RingConfig:
-        """Read our section of a whole DeepSpeed JSON (a path or a dict). One RingConfigError names all
-        faults.
-        """
+        """Read our section of a whole DeepSpeed JSON (path or dict); one RingConfigError names all faults."""
         return resolve(source, cls)[0]
 
     def validate_world(self, world_size: int) -> None:
@@ -277,9 +278,8 @@ class RingConfig(Section):
     def _outlasts_the_heartbeat(cls, hop: float, info: ValidationInfo) -> float:
         heartbeat = info.data.get("heartbeat_timeout_seconds", 0)
         if hop < heartbeat:
-            expected, got = f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{hop:g}"
             advice = "raise it, or lower the other: a hop that gives up first cannot name the lost rank"
-            raise Refused(sentence(expected, got, advice))
+            raise Refused(sentence(f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{hop:g}", advice))
         return hop
 
 

@@ -26,6 +26,7 @@ from ds_ring.runtime.agreement import agree, begin_to_agree
 from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
+from ds_ring.runtime.first_pass import hop_deadline_s
 from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
@@ -111,7 +112,7 @@ class RingContext:
         layout = self.layout_for(q.shape[2] * parts)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
-        # Patterns count the heads of all Ulysses ranks: before the swap q has them all, after it H / U.
+        # Patterns count all Ulysses ranks' heads: before the swap q has them all, after it H / U.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
         return layout, self._kernel(q)
@@ -143,6 +144,8 @@ class RingContext:
             RingError: `refused`, on this rank.
             RingMismatchError: another rank refused its input, or calls with other arguments.
         """
+        if self.exchange is not None and refused is None:
+            self.exchange.hop_timeout_s = hop_deadline_s(self.mesh, self.options, operation, q, k)
         if self.exchange is None or is_fake(q):
             if refused is not None:
                 raise refused
@@ -159,7 +162,7 @@ class RingContext:
     def _settings(self) -> dict[str, str]:
         """Return what is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
         options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
-        del options["hop_timeout_s"]
+        del options["hop_timeout_s"], options["first_pass_timeout_s"]
         more = {"ranks per node": str(self.mesh.ranks_per_node)}
         return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
 
@@ -283,9 +286,7 @@ _forward_passes_so_far = 0
 def forward_passes() -> int:
     """Return how many forward passes of ring attention this process has begun, on all of its meshes.
 
-    A number of the process and not of a mesh: a model may attend on a mesh of its own, and what is asked with
-    it (`ring_use.py`) is whether any pass has run in between. Counted inside the operators, so
-    that a compiled graph's passes count when they run and not when they are traced.
+    Of the process: a model may attend on a mesh of its own. Counted when a compiled graph's passes run.
     """
     return _forward_passes_so_far
 

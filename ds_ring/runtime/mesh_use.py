@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from ds_ring.errors import RingMeshError, RingPeerError
@@ -20,12 +20,14 @@ class MeshUse:
     Attributes:
         closed: `RingMesh.close` was called.
         broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
+        shapes: of the passes so far; a first one compiles ([Note: compile skew]).
         aborted: ids of the process groups that were aborted then.
     """
 
     def __init__(self) -> None:
         self.closed = False
         self.broken: RingPeerError | None = None
+        self.shapes: set[Hashable] = set()
         self.aborted: set[int] = set()
         self._process = os.getpid()
         self._busy = threading.Lock()

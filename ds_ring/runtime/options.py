@@ -27,6 +27,8 @@ class Options:
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
+        first_pass_timeout_s: the same on a GPU in the first pass of a shape, forward and backward, where
+            ranks compile kernels, each at its own pace, and peers connect; hop_timeout_s where that is more.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
             part of them once; they are added in the accumulators' dtype either way.
@@ -46,6 +48,7 @@ class Options:
     overlap: bool = True
     prune: bool = True
     hop_timeout_s: float = 60.0
+    first_pass_timeout_s: float = 600.0
     check_finite: bool = False
     gradient_payload: str = "float32"
     kernel_options: tuple[tuple[str, Any], ...] = ()
@@ -87,11 +90,13 @@ class Options:
             raise RingConfigError(
                 f"recompute: expected a part of the sequence from 0 to 1, got {shown(self.recompute)}"
             )
-        if not _is_number(self.hop_timeout_s) or not 0 < self.hop_timeout_s <= LONGEST_S:
-            raise RingConfigError(
-                f"hop_timeout_s: expected seconds > 0, got {shown(self.hop_timeout_s)} (at most"
-                f" {LONGEST_S:g}); use 60, say"
-            )
+        for name, usual in (("hop_timeout_s", 60), ("first_pass_timeout_s", 600)):
+            seconds = getattr(self, name)
+            if not _is_number(seconds) or not 0 < seconds <= LONGEST_S:
+                raise RingConfigError(
+                    f"{name}: expected seconds > 0, got {shown(seconds)} (at most {LONGEST_S:g}); use"
+                    f" {usual}, say"
+                )
         if self.scale is not None:
             if not _is_number(self.scale):
                 raise RingConfigError(

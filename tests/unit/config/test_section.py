@@ -64,6 +64,7 @@ DESIGN_EXAMPLE: Json = {
         "dynamic_ring": False,
         "heartbeat_timeout_seconds": 10,
         "hop_timeout_seconds": 60,
+        "first_pass_timeout_seconds": 600,
         "check_finite": False,
         "verify_first_batch": False,
         "monitor": False,
@@ -142,6 +143,7 @@ def test_every_key_can_be_set() -> None:
         "dynamic_ring": False,
         "heartbeat_timeout_seconds": 2.5,
         "hop_timeout_seconds": 2.5,
+        "first_pass_timeout_seconds": 1.0,
         "check_finite": True,
         "verify_first_batch": True,
         "monitor": True,
@@ -746,7 +748,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "69f7fcba453b2c62"
+    assert RingConfig(ring_size=4).fingerprint() == "665ce2f17c25d70e"
 
 
 @pytest.mark.parametrize(
