@@ -27,8 +27,6 @@ class Options:
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
-        first_pass_timeout_s: the same on a GPU in the first pass of a shape, forward and backward, where
-            ranks compile kernels, each at its own pace, and peers connect; hop_timeout_s where that is more.
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
             part of them once; they are added in the accumulators' dtype either way.
@@ -40,6 +38,8 @@ class Options:
         chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
         offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
+        first_pass_timeout_s: as hop_timeout_s, on a GPU in the first pass of a shape, forward and backward,
+            where ranks compile kernels, each at its own pace, and peers connect; the larger one counts.
     """
 
     scale: float | None = None
@@ -48,7 +48,6 @@ class Options:
     overlap: bool = True
     prune: bool = True
     hop_timeout_s: float = 60.0
-    first_pass_timeout_s: float = 600.0
     check_finite: bool = False
     gradient_payload: str = "float32"
     kernel_options: tuple[tuple[str, Any], ...] = ()
@@ -57,6 +56,7 @@ class Options:
     recompute: float = 0.0
     score_mod: ScoreMod | None = None
     offload: bool | Literal["auto"] = False
+    first_pass_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
