@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .cluster import LOOPBACK, Cluster
@@ -18,7 +18,6 @@ _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
 }
 
 
-SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RANK_MODULE = "ds_ring_launcher.rank"
 
 
@@ -34,7 +33,6 @@ class Job:
     extra_args: tuple[str, ...] = ()
     secret: str | None = None
     attempt_folder: Path | None = None  # RUN/attempt-N; None where the YAML names no run_folder
-    interfaces: Mapping[str, str] = field(default_factory=dict)  # host -> what it reaches the master by
 
     @property
     def master_address(self) -> str:
@@ -47,16 +45,7 @@ class Job:
         """Return what the ranks get on top of the caller's: the device's defaults, the YAML's, the secret."""
         secret = {} if self.secret is None else {SECRET_VARIABLE: self.secret}
         run = {} if self.attempt_folder is None else {FOLDER_VARIABLE: str(self.attempt_folder)}
-        own = self.cluster.environment
-        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self._sockets, **own, **secret, **run}
-
-    @property
-    def _sockets(self) -> dict[str, str]:
-        """Return the interface of this host's sockets, where it was found out and nobody names one."""
-        # gloo asks the name service for this host's own name, which is loopback's on many systems.
-        found = self.interfaces.get(self.cluster.hosts[self.node_rank].name)
-        named = {*self.caller_environment, *self.cluster.environment}
-        return {} if found is None else {name: found for name in SOCKET_VARIABLES if name not in named}
+        return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret, **run}
 
     @property
     def rank_module(self) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 from .cluster import Cluster, Host
 from .remote import ssh_command
 
-LOOPBACK_DEVICE = "lo"
 _PROBE = "ds_ring_launcher.probe"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+LOOPBACK = "lo"
+
 
 def main() -> None:
     """Listen on a free port and say which, then connect to whoever the next line names."""
@@ -31,9 +33,21 @@ def addresses() -> dict[str, list[str]]:
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         mine = [one.address for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
-        if mine and name != "lo":
+        if mine and name != LOOPBACK:
             found[name] = mine
     return found
+
+
+def interface_to(address: str) -> str | None:
+    """Return the interface by which this host would reach an address; None for loopback, or if it cannot."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as route:
+            route.connect(target)  # of a datagram socket: looks the route up, sends nothing
+            own = str(route.getsockname()[0])
+    except OSError:
+        return None
+    return next((name for name, mine in addresses().items() if own in mine), None)
 
 
 def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
@@ -43,7 +57,7 @@ def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
             own = str(connection.getsockname()[0]).removeprefix("::ffff:")
     except OSError as error:
         return {"reached": False, "why": str(error.strerror or error)}
-    interface = next((name for name, mine in addresses().items() if own in mine), "lo")
+    interface = next((name for name, mine in addresses().items() if own in mine), LOOPBACK)
     return {"reached": True, "address": own, "interface": interface}
 
 

@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
 
 _FRAMES = 5  # the innermost ones that are kept: enough to tell one bug from another
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     script, *arguments = argv[len(before) :]
     rank, folder = int(os.environ.get("RANK", "0")), Path(os.environ[FOLDER_VARIABLE])
     _copy_output(folder / f"rank-{rank}.log")
+    _choose_interface()
     faulthandler.enable()
     _record_sigterm(folder, rank)
     sys.argv = [script, *before, *arguments]
@@ -95,6 +97,15 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _forget_our_frames(error: BaseException) -> None:
     error.__traceback__ = _own_frames(error.__traceback__)
+
+
+def _choose_interface() -> None:
+    """Name the interface that reaches rank 0 to gloo and NCCL, where nobody has named one."""
+    # gloo asks the name service for this host's own name, and on many systems that is loopback's.
+    wanted = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+    found = interface_to(os.environ["MASTER_ADDR"]) if wanted and "MASTER_ADDR" in os.environ else None
+    if found is not None:
+        os.environ.update(dict.fromkeys(wanted, found))
 
 
 def _record_sigterm(folder: Path, rank: int) -> None:

@@ -23,7 +23,7 @@ from .attempts import Decision, Outcome, culprit_event, decide, outcome_of
 from .cluster import Cluster
 from .job import Job
 from .marked import POLL_SECONDS
-from .presence import LOOPBACK_DEVICE, Presence, address_of_master, find_hosts
+from .presence import Presence, address_of_master, find_hosts
 from .process import say, signals_noted
 from .ring_sizes import hosts_for, read_config, ring_for, write_config
 from .run_folder import CONFIG, PREEMPTED, RunFolder
@@ -122,12 +122,7 @@ class _Run:
         port = self.job.port if not self.history else cluster.master_port or ports.choose_free_port()
         # A new secret, so that a rank of an older attempt that wakes up again is a stranger.
         told = secret.secret_for(cluster) if self.history else self.job.secret
-        interfaces = {
-            name: found for name, (_, found) in presence.interfaces.items() if found != LOOPBACK_DEVICE
-        }
-        return replace(
-            self.job, cluster=cluster, port=port, secret=told, attempt_folder=attempt, interfaces=interfaces
-        )
+        return replace(self.job, cluster=cluster, port=port, secret=told, attempt_folder=attempt)
 
     def _smaller(self, cluster: Cluster, presence: Presence, attempt: Path) -> Cluster:
         slots = sum(host.slots for host in presence.hosts)
@@ -158,6 +153,7 @@ class _Run:
             return newest
         say(f"converting {newest[0]} for {world_size} ranks")
         command = [sys.executable, "-m", "ds_ring_launcher.convert_checkpoint", str(folder), str(world_size)]
+        command.append(str(self.folder.attempt(self.number)))
         environment = {**self.job.caller_environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_CONVERT_SECONDS

@@ -7,6 +7,8 @@ newest checkpoint, and no process is left. Printed are the seconds from the faul
 
 Example:
     python tools/relaunch_campaign.py --rounds 5
+    python tools/relaunch_campaign.py --leave --rounds 10
+    python tools/relaunch_campaign.py --engines --tolerance 1e-6
     python tools/relaunch_campaign.py --rounds 1 --only "kill a node" --engine deepspeed
 """
 
@@ -21,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' hosts
 
-from tests.dist.relaunch_rounds import FAULTS, Round, play_round, uninterrupted
+from tests.dist.leave_rounds import LOCAL_ENGINES, kill_the_launcher, leave_when_told
+from tests.dist.relaunch_rounds import ENGINES, FAULTS, Round, play_round, same_losses_by, uninterrupted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,9 +35,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each fault")
     parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
     parser.add_argument("--engine", choices=("torchrun", "deepspeed"), default="torchrun")
+    parser.add_argument(
+        "--engines", action="store_true", help="compare the losses under every engine instead"
+    )
+    parser.add_argument("--leave", action="store_true", help="SIGTERM and kill -9 of the launcher instead")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of a loss")
     options = parser.parse_args(arguments)
     bad, started = 0, time.monotonic()
+    if options.leave:
+        return _leave(options.rounds)
+    if options.engines:
+        return _compare_engines(options.tolerance)
     with tempfile.TemporaryDirectory(prefix="relaunch-") as name:
         expected = uninterrupted(Path(name, "whole"), options.engine)
         for number in range(options.rounds):
@@ -48,6 +59,40 @@ def main(arguments: list[str] | None = None) -> int:
                 print(json.dumps(_row(fault, number, found, wrong)), flush=True)
     print(f"{bad} bad rounds, {time.monotonic() - started:.0f} s", flush=True)
     return min(bad, 100)
+
+
+def _leave(rounds: int) -> int:
+    """End jobs at random moments under every engine; return how many rounds are bad."""
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="leave-") as name:
+        for number in range(rounds):
+            for engine in LOCAL_ENGINES:
+                for act in (leave_when_told, kill_the_launcher):
+                    row = act(Path(name, f"{act.__name__}-{engine}-{number}"), engine, number)
+                    bad += bool(row["wrong"])
+                    print(
+                        json.dumps({"what": act.__name__, "engine": engine, "round": number, **row}),
+                        flush=True,
+                    )
+    return bad
+
+
+def _compare_engines(tolerance: float) -> int:
+    """Run one YAML under every engine; return how many have other losses than the first."""
+    found: dict[str, dict[int, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="engines-") as name:
+        for number, engine in enumerate(ENGINES):
+            started = time.monotonic()
+            found[engine] = losses = same_losses_by(engine, Path(name, str(number)))
+            expected = found[ENGINES[0]]
+            worst = max(abs(losses.get(step, 1e9) - loss) for step, loss in expected.items())
+            row = {"engine": engine, "steps": len(losses), "largest_difference": worst}
+            print(json.dumps(row | {"seconds": round(time.monotonic() - started)}), flush=True)
+    expected = found[ENGINES[0]]
+    return sum(
+        losses.keys() != expected.keys() or any(abs(losses[s] - expected[s]) > tolerance for s in expected)
+        for losses in found.values()
+    )
 
 
 def _row(fault: str, number: int, found: Round, wrong: str) -> dict[str, object]:

@@ -48,6 +48,22 @@ exec ip netns exec "${{names[$host]}}" env -i "${{kept[@]}}" bash -c "$*"
 """
 
 
+# Starts a task for each line of SLURM_HOSTFILE on that host, with the variables that srun gives it.
+_SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+mapfile -t hosts < "$SLURM_HOSTFILE"
+for task in "${{!hosts[@]}}"; do
+  variables=$(env -0 | grep -zE '^(DS_|MASTER_|OMP_)' | xargs -0 printf '%q ')
+  variables+=" SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2))"
+  variables+=" SLURM_NTASKS=${{#hosts[@]}} SLURM_STEP_TASKS_PER_NODE='2(x2)'"
+  {folder}/bin/ssh "${{hosts[$task]}}" "cd $PWD; env $variables $(printf '%q ' "$@")" &
+done
+for job in $(jobs -p); do wait "$job" || status=$?; done
+exit "${{status:-0}}"
+"""
+ENGINES = ("deepspeed", "torchrun", "mpirun", "slurm", "deepspeed, ssh: false")
+
+
 @dataclass
 class Round:
     """What became of one job.
@@ -138,6 +154,35 @@ def uninterrupted(folder: Path, engine: str) -> dict[int, float]:
     return found.losses
 
 
+def same_losses_by(engine: str, folder: Path) -> dict[int, float]:
+    """The losses of a job that the launcher, on the first host, starts with this engine."""
+    folder.mkdir(parents=True)
+    with two_hosts() as hosts:
+        (folder / "out").mkdir()
+        _write(folder, hosts, engine.split(",")[0], None)
+        apart = engine.endswith("ssh: false")
+        text = json.loads((folder / "cluster.yaml").read_text())
+        if apart:  # its line of the YAML, and the port that all calls must know
+            text |= {"ssh": False, "master_port": 29411, "relaunch": None}
+        (folder / "cluster.yaml").write_text(json.dumps(text))
+        calls = [["--node-rank", "0"], ["--node-rank", "1"]] if apart else [[]]
+        started = [_on_host(hosts, number, folder, call) for number, call in enumerate(calls)]
+        status = [process.wait(timeout=DEADLINE_SECONDS) for process in started]
+    logs = "".join((folder / f"log{number}").read_text() for number in range(len(calls)))
+    assert not any(status), logs[-3000:]
+    return {row["step"]: row["loss"] for row in _losses(folder)}
+
+
+def _on_host(hosts: Hosts, number: int, folder: Path, call: list[str]) -> subprocess.Popen[bytes]:
+    command = ["ip", "netns", "exec", hosts.names[number]]
+    command += [sys.executable, "-m", "ds_ring_launcher.cli", "launch", "cluster.yaml", *call]
+    with open(folder / f"log{number}", "w") as log:
+        return subprocess.Popen(
+            command, env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", _MARK: "engines"},
+            cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
 def play_round(folder: Path, fault: str | None, number: int, engine: str) -> Round:
     """Run one job with one fault."""
     (folder / "out/checkpoints").mkdir(parents=True)
@@ -167,7 +212,9 @@ def _write(folder: Path, hosts: Hosts, engine: str, fault: str | None) -> None:
     names = {"first": ADDRESSES[0], "second": ADDRESSES[1]}
     names |= {"first_name": hosts.names[0], "second_name": hosts.names[1]}
     (folder / "bin/ssh").write_text(_SSH.format(folder=folder, root=ROOT, mark=_MARK, **names))
-    (folder / "bin/ssh").chmod(stat.S_IRWXU)
+    (folder / "bin/srun").write_text(_SRUN.format(folder=folder))
+    for name in ("ssh", "srun"):
+        (folder / "bin" / name).chmod(stat.S_IRWXU)
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     act = FAULTS.get(fault or "")
     arguments = ["--output", str(folder / "out"), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
@@ -222,7 +269,8 @@ def _latest(folder: Path) -> str:
 
 def _losses(folder: Path) -> list[dict[str, Any]]:
     path = folder / "out/losses.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half there
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) -> Round:

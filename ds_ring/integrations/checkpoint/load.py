@@ -45,8 +45,11 @@ __all__ = ["guard_checkpoints", "load_checkpoint", "save_checkpoint", "verify_ch
 log = logging.getLogger(__name__)
 
 
-def guard_checkpoints(engine: DeepSpeedEngine) -> None:
-    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below."""
+def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None = None) -> None:
+    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below.
+
+    `attempt` is that of `FolderLocks`.
+    """
     if engine.checkpoint_engine.is_decoupled():
         raise RingConfigError(
             f"checkpoint: expected files that are complete when save_checkpoint returns, got"
@@ -54,7 +57,7 @@ def guard_checkpoints(engine: DeepSpeedEngine) -> None:
             ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
         )
     under_way = BackgroundSave()
-    save = partial(save_checkpoint, locks=FolderLocks(), under_way=under_way)
+    save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way)
     engine.save_checkpoint = types.MethodType(save, engine)
     engine.load_checkpoint = types.MethodType(partial(load_checkpoint, under_way=under_way), engine)
 

@@ -32,10 +32,20 @@ _MOST_BYTES = 4096
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
+# [Note: fencing] A job that is started again may find the lock held by its own attempt before: by a rank
+# that is stopped, or whose host is cut off from the launcher. Then the newer attempt puts a new lock file in
+# the place of the old one. If the older rank wakes up, it finds that the file is not the one that it has
+# locked, before it takes a checkpoint's name as well as before it begins to save, and is refused.
 class FolderLocks:
-    """Hold the folders that one engine saves in until the engine is gone."""
+    """Hold the folders that one engine saves in until the engine is gone.
 
-    def __init__(self) -> None:
+    Args:
+        attempt: which run this is (any text of its own) and which attempt of it, from 1; None where no
+            launcher starts the job again.
+    """
+
+    def __init__(self, attempt: tuple[str, int] | None = None) -> None:
+        self._attempt = attempt
         self._held: dict[Path, int] = {}  # descriptors by folder
         weakref.finalize(self, _close_all, self._held)
         # A worker process of a data loader must not keep the claim of a job that has ended.
@@ -53,13 +63,14 @@ class FolderLocks:
         descriptor = _open(folder / LOCK)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            _write(descriptor, _identity() | {"since": since})
+            _write(descriptor, self._owner())
         except BlockingIOError:
             owner = _read(descriptor)
             os.close(descriptor)
-            _refuse_another(folder, owner)
-            return  # another engine of this process holds it; asked again before the next save
+            if not self._is_before(owner):
+                _refuse_another(folder, owner)
+                return  # another engine of this process holds it; asked again before the next save
+            descriptor = self._replace(folder / LOCK)
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 os.close(descriptor)
@@ -73,6 +84,37 @@ class FolderLocks:
         if before is not None:
             os.close(before)
         self._held[folder] = descriptor
+
+    def require_still(self, folder: Path) -> None:
+        """Raise RingCheckpointError if a newer attempt has taken the folder over since it was claimed."""
+        folder = folder.resolve()
+        held = None if self._attempt is None else self._held.get(folder)
+        if held is not None and not _is_still(held, folder / LOCK):
+            raise RingCheckpointError(
+                f"{folder}: expected this to be the job's newest attempt, got a newer one that saves here"
+                " now; this one was taken for lost, and its checkpoint is not used"
+            )
+
+    def _owner(self) -> dict[str, Any]:
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        run, attempt = self._attempt or (None, None)
+        return _identity() | {"since": since, "run": run, "attempt": attempt}
+
+    def _is_before(self, owner: dict[str, Any]) -> bool:
+        """Return whether the owner is an earlier attempt of this run ([Note: fencing])."""
+        if self._attempt is None or owner.get("run") != self._attempt[0]:
+            return False
+        return isinstance(owner.get("attempt"), int) and owner["attempt"] < self._attempt[1]
+
+    def _replace(self, path: Path) -> int:
+        """Put a new lock file, locked by this process, in the place of the old one; return its descriptor."""
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.unlink(missing_ok=True)
+        descriptor = _open(new)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write(descriptor, self._owner())
+        os.replace(new, path)
+        return descriptor
 
 
 def _open(path: Path) -> int:

@@ -59,7 +59,12 @@ def stage_of(folder: Path) -> int:
     return int(state.get("zero_stage", state.get("optimizer_state_dict", {}).get("zero_stage", 0)))
 
 
-def resize_checkpoint(directory: str | os.PathLike[str], tag: str | None = None, workers: int = 1) -> str:
+def resize_checkpoint(
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    workers: int = 1,
+    attempt: tuple[str, int] | None = None,
+) -> str:
     """Convert a checkpoint for any number of ranks; return the new tag, `latest` from now on.
 
     The checkpoint that it is made from is verified first and stays as it is. However the conversion is cut
@@ -70,6 +75,7 @@ def resize_checkpoint(directory: str | os.PathLike[str], tag: str | None = None,
         directory: what `save_checkpoint` was given.
         tag: which checkpoint; None for the one that `latest` names.
         workers: processes that convert.
+        attempt: that of `FolderLocks`, where a launcher converts for the next attempt of a run.
 
     Raises:
         RingCheckpointMissingError: there is no such checkpoint.
@@ -83,7 +89,7 @@ def resize_checkpoint(directory: str | os.PathLike[str], tag: str | None = None,
     _require_conversion(root / tag)
     new, work = tag + SUFFIX, root / f".{tag}.resizing"
     try:
-        FolderLocks().claim(root)
+        FolderLocks(attempt).claim(root)
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         with weights_only_below(root):

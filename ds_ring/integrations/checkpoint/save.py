@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -83,8 +83,8 @@ def save_checkpoint(
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
         if background and not writes.fault:
-            commit = functools.partial(_seal_later, hidden, root / tag, engine.global_steps, save_latest)
-            under_way.start(functools.partial(commit, storage, writes))
+            later = _Later(hidden, root / tag, engine.global_steps, save_latest, storage, locks)
+            under_way.start(functools.partial(later.seal, writes))
             return bool(done)
         reports = together(writes.records)
         together(
@@ -99,29 +99,43 @@ def save_checkpoint(
             shutil.rmtree(hidden, ignore_errors=True)
         raise
     # The rename is the commit: before it the old checkpoint is whole, after it the new one.
-    together(lambda: give_its_name(hidden, root / tag) if storage.leads else None)
+    together(lambda: _commit(hidden, root / tag, locks) if storage.leads else None)
     if save_latest:
         together(lambda: write_at_once(root / LATEST, tag) if storage.leads else None)
     return bool(done)
 
 
-def _seal_later(
-    hidden: Path, folder: Path, global_steps: int, save_latest: bool, storage: Storage, writes: _Writes
-) -> None:
-    """Write this rank's files; on a storage's first rank seal the checkpoint once all have. In a thread."""
-    try:
-        reports = exchange_reports(_reports_of(hidden), storage, writes.records)
-        if reports is None:
-            return
-        _seal(hidden, storage, reports, global_steps)
-    except BaseException:
-        if storage.leads:
-            shutil.rmtree(hidden, ignore_errors=True)
-            shutil.rmtree(_reports_of(hidden), ignore_errors=True)
-        raise
+class _Later(NamedTuple):
+    """Hold what a thread needs to finish a checkpoint whose tensors are copied."""
+
+    hidden: Path
+    folder: Path
+    global_steps: int
+    save_latest: bool
+    storage: Storage
+    locks: FolderLocks
+
+    def seal(self, writes: _Writes) -> None:
+        """Write this rank's files; on a storage's first rank commit the checkpoint once all have."""
+        reports_folder = _reports_of(self.hidden)
+        try:
+            reports = exchange_reports(reports_folder, self.storage, writes.records)
+            if reports is None:
+                return
+            _seal(self.hidden, self.storage, reports, self.global_steps)
+        except BaseException:
+            if self.storage.leads:
+                shutil.rmtree(self.hidden, ignore_errors=True)
+                shutil.rmtree(reports_folder, ignore_errors=True)
+            raise
+        _commit(self.hidden, self.folder, self.locks)
+        if self.save_latest:
+            write_at_once(self.folder.parent / LATEST, self.folder.name)
+
+
+def _commit(hidden: Path, folder: Path, locks: FolderLocks) -> None:
+    locks.require_still(folder.parent)
     give_its_name(hidden, folder)
-    if save_latest:
-        write_at_once(folder.parent / LATEST, folder.name)
 
 
 def _reports_of(hidden: Path) -> Path:

@@ -38,7 +38,7 @@ from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
 from ds_ring.integrations.deepspeed.node_size import ranks_per_node
 from ds_ring.integrations.deepspeed.ring_use import RingUse
-from ds_ring.integrations.deepspeed.run_report import report_steps
+from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, report_steps
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.teach_compile import teach_compile
 from ds_ring.runtime.mesh import RingMesh
@@ -126,7 +126,7 @@ def _wrap_methods(
     else:
         only_evaluates(engine)
     if engine.checkpoint_engine is not None:
-        guard_checkpoints(engine)
+        guard_checkpoints(engine, attempt_of(attempt_folder()))
     # Last, so that it is outermost: a rank's failure is named whatever was called.
     name_culprits(engine, session.mesh)
 

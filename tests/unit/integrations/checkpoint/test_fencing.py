@@ -1,0 +1,61 @@
+"""A newer attempt of a run takes over the folder that a stopped rank of an older one still has locked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_ring.errors import RingCheckpointError
+from ds_ring.integrations.checkpoint.lock import LOCK, FolderLocks
+
+HOLD = """
+import sys
+from pathlib import Path
+from ds_ring.integrations.checkpoint.lock import FolderLocks
+locks = FolderLocks(("run", 1))
+locks.claim(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+for act in (locks.require_still, locks.claim):
+    try:
+        act(Path(sys.argv[1]))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the folder as attempt 1, and asks again when it gets a line."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_newer_attempt_takes_over_and_the_older_one_is_refused(
+    older: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    newer = FolderLocks(("run", 2))
+    newer.claim(tmp_path)
+    newer.require_still(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["attempt"] == 2
+    said = older.communicate("\n", timeout=60)[0].splitlines()
+    assert len(said) == 2 and all(line.startswith("RingCheckpointError") for line in said)
+    assert "a newer one that saves here now" in said[0] and "expected no other job" in said[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK]
+
+
+@pytest.mark.parametrize("attempt", [None, ("another run", 2), ("run", 1)])
+def test_others_are_refused(
+    older: subprocess.Popen[str], tmp_path: Path, attempt: tuple[str, int] | None
+) -> None:
+    with pytest.raises(RingCheckpointError, match="expected no other job that saves here"):
+        FolderLocks(attempt).claim(tmp_path)
