@@ -17,7 +17,7 @@ from .invocation import Invocation
 from .job import Job
 from .run_folder import PREEMPTED
 
-RANK_MODULE = "ds_ring_launcher.slurm_rank"
+_PLACE_MODULE = "ds_ring_launcher.slurm_rank"
 SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
 _ADVICE = (
     "call ds-ring inside a Slurm allocation; `ds-ring launch CLUSTER.yaml --sbatch` prints a script for one"
@@ -37,7 +37,7 @@ def slurm(job: Job) -> Invocation:
         "--distribution=arbitrary",
     ]
     argv += ["--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--unbuffered"]
-    argv += [*cluster.engine_args, sys.executable, "-u", "-m", RANK_MODULE]
+    argv += [*cluster.engine_args, sys.executable, "-u", "-m", _PLACE_MODULE]
     argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
     environment = {
         **job.environment,

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-from .marked import FAULT_GRACE_SECONDS, MARK, end_all, marked
+from .marked import MARK, ORPHAN_GRACE_SECONDS, end_all, marked
 
 _DONE = "done"
 
@@ -68,7 +68,7 @@ def main() -> None:
         print("ds-ring: the launcher was killed; ending this run's processes", file=sys.stderr, flush=True)
     except OSError:  # the terminal went with it
         pass
-    end_all(mark, FAULT_GRACE_SECONDS)
+    end_all(mark, ORPHAN_GRACE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+RANK_MODULE = "ds_ring_launcher.rank"  # runs the script in each rank, where there is a run_folder
 SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cluster import LOOPBACK, Cluster
-from .invocation import SECRET_VARIABLE, own_programs_first
+from .invocation import RANK_MODULE, SECRET_VARIABLE, own_programs_first
 from .run_folder import FOLDER_VARIABLE
 
 # One thread for each rank: ranks on a CPU share its cores, and torch takes all of them by default.
@@ -16,9 +16,6 @@ _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "cpu": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
     "cuda": {"DS_ACCELERATOR": "cuda"},
 }
-
-
-RANK_MODULE = "ds_ring_launcher.rank"
 
 
 @dataclass(frozen=True)

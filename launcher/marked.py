@@ -14,6 +14,7 @@ import psutil
 
 MARK = "DS_RING_LAUNCH_ID"
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
+ORPHAN_GRACE_SECONDS = 3.0  # of a run whose launcher was killed
 FAULT_GRACE_SECONDS = 5.0  # where nobody asked for the end: survivors say who failed, or end by themselves
 POLL_SECONDS = 0.1
 
@@ -65,6 +66,14 @@ def command_line(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.Error:
         return []
+
+
+def parent_of(process: psutil.Process) -> int | None:
+    """Return the process id of a process's parent; None where it is gone."""
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return None
 
 
 def send(process: psutil.Process, number: signal.Signals) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from .guardian import Guardian
-from .invocation import Invocation
+from .invocation import RANK_MODULE, Invocation
 from .marked import (
     FAULT_GRACE_SECONDS,
     GRACE_SECONDS,
@@ -28,6 +28,8 @@ from .marked import (
     command_line,
     end_all,
     marked,
+    parent_of,
+    send,
     wait_until_gone,
 )
 
@@ -76,7 +78,7 @@ def run(
         if not signals:
             return _status(engine.returncode, mark, script, signals)
         say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
-        _let_end(engine, invocation.end_signal, signals, grace)
+        _let_end(engine, invocation.end_signal, mark, signals, grace)
         return 128 + signals[0]
     finally:
         before = len(signals)
@@ -101,16 +103,22 @@ def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
 
 
 def _let_end(
-    engine: subprocess.Popen[bytes], end_signal: int | None, signals: list[int], grace: Grace
+    engine: subprocess.Popen[bytes], end_signal: int | None, mark: str, signals: list[int], grace: Grace
 ) -> None:
-    """Send the signal by which an engine ends its ranks in their own time, if it has one, and wait."""
-    if end_signal is None:
-        return
+    """Let the ranks alone hear that they are to end, and wait: their helpers must live while they save."""
     before, deadline = len(signals), time.monotonic() + grace.seconds
-    try:
-        os.kill(engine.pid, end_signal)  # a child that is not waited for yet: the pid is still its own
-    except ProcessLookupError:
-        return
+    if end_signal is not None:
+        try:
+            os.kill(engine.pid, end_signal)  # a child that is not waited for yet: the pid is still its own
+        except ProcessLookupError:
+            return
+    else:
+        ranks = {one.pid: one for one in marked(mark) if RANK_MODULE in command_line(one)[2:4]}
+        if not ranks:
+            return  # without a run_folder: a rank cannot be told from what it has started
+        for rank in ranks.values():
+            if parent_of(rank) not in ranks:  # no forked worker of a rank
+                send(rank, signal.SIGTERM)
     while engine.poll() is None and time.monotonic() < deadline and len(signals) == before:
         time.sleep(POLL_SECONDS)
 

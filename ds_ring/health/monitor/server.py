@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -287,6 +288,9 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+    # It ends after the ranks. Who tells all processes of a job to end tells the ranks, which may save first.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
