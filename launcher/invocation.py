@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .run_folder import FOLDER_VARIABLE
+
 RANK_MODULE = "ds_ring_launcher.rank"  # runs the script in each rank, where there is a run_folder
 SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
 
@@ -41,6 +43,8 @@ class Invocation:
     def as_shell(self) -> str:
         """Return the same as a shell script, with the names of private variables and not their values."""
         lines = []
+        if FOLDER_VARIABLE in self.environment:
+            lines.append(f"mkdir -p {shlex.quote(self.environment[FOLDER_VARIABLE])}")
         for path, text in self.files.items():
             lines.append(f"mkdir -p {shlex.quote(str(path.parent))}")
             lines.append(f"cat > {shlex.quote(str(path))} <<'EOF'\n{text}EOF")

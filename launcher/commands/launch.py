@@ -58,7 +58,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.dry_run:
         # Named and not made: the script that is printed makes it.
         folder = Path(tempfile.gettempdir()) / f"ds-ring-{port}"
-        _print(Job(cluster, node_rank, port, folder, caller, extra_args, told))
+        attempt = None if cluster.run_folder is None else cluster.run_folder / "attempt-1"
+        _print(Job(cluster, node_rank, port, folder, caller, extra_args, told, attempt))
         return 0
 
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:

@@ -57,7 +57,7 @@ def test_the_sbatch_script(workplace: Workplace, nodes: int, slots: int) -> None
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 2), (64, 8)])
 def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None:  # noqa: F811
-    secret = "environment: {TOKEN: my-token}\n"
+    secret = "environment: {TOKEN: my-token}\nrun_folder: run\n"
     path = workplace.write(f"engine: slurm\n{hosts(nodes, slots)}{secret}", world_size=slots)
     status, script = workplace.launch(path, "--dry-run")
     assert status == 0, script
@@ -65,6 +65,7 @@ def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None: 
     assert f"--nodes={nodes} --ntasks={nodes * slots} --distribution=arbitrary" in script
     tasks = script.split("<<'EOF'\n")[1].split("EOF")[0].split()
     assert tasks == [f"node-{n}" for n in range(nodes) for _ in range(slots)]
+    assert f"mkdir -p {workplace.folder}/run/attempt-1\n" in script and "-m ds_ring_launcher.rank" in script
     assert "my-token" not in script and "export MASTER_ADDR=node-0" in script
 
 
