@@ -11,10 +11,20 @@ from importlib import metadata
 
 from ds_ring.errors import RingError
 
-from .commands import check_model, launch, plan, profile, resize_checkpoint, simulate, tune, verify_checkpoint
+from .commands import (
+    check_model,
+    doctor,
+    launch,
+    plan,
+    profile,
+    resize_checkpoint,
+    simulate,
+    tune,
+    verify_checkpoint,
+)
 from .commands.parsers import Parser, readable
 
-COMMANDS = (launch, plan, simulate, profile, tune, check_model, verify_checkpoint, resize_checkpoint)
+COMMANDS = (launch, doctor, plan, simulate, profile, tune, check_model, verify_checkpoint, resize_checkpoint)
 
 WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
@@ -22,6 +32,7 @@ _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
+  ds-ring doctor cluster.yaml                              are hosts, network and ring as they must be?
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started
   ds-ring check-model llama                                is this model exact on a ring?
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest

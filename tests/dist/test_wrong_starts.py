@@ -61,7 +61,7 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     import ds_ring.integrations.deepspeed.initialize
     import ds_ring.integrations.transformers.attention
 
-    ds_ring.integrations.deepspeed.initialize._init_distributed(29500, None)  # finds the harness's process group
+    ds_ring.integrations.deepspeed.initialize.init_distributed(29500, None)  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
     if "args" not in arguments:

@@ -90,7 +90,7 @@ def initialize(
         if not dist.is_initialized():
             raise  # nobody hears of it: the launcher ends the ranks that wait for this one
         fault = error  # raised below, on all ranks together
-    device = _init_distributed(distributed_port, dist_init_required)
+    device = init_distributed(distributed_port, dist_init_required)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
     agree_on_config(ring_config, deepspeed_config | {"optimizer=": type(optimizer).__name__}, fault, watch)
     assert model is not None and ring_config is not None  # else there was a fault
@@ -229,7 +229,9 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
         check_dataset(training_data)
 
 
-def _init_distributed(distributed_port: int, dist_init_required: bool | None) -> torch.device:
+def init_distributed(
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, dist_init_required: bool | None = None
+) -> torch.device:
     """Start (or find) the process groups; return this rank's device, made current."""
     if get_accelerator().device_name() == "cpu":
         # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
