@@ -47,6 +47,7 @@ def base_of(command: str, folder: Path) -> list[str]:
     sizes = ["--tokens", "64", "--heads", "2", "--head-dim", "8"]
     return {
         "launch": ["--dry-run", str(folder / "cluster.yaml")],
+        "doctor": [str(folder / "cluster.yaml"), "--no-ring"],
         "plan": ["--tokens", "512", "--devices", "2", "--hardware", "cpu", "--dtype", "float32",
                  "--hf-config", str(folder / "config.json")],
         "simulate": [*sizes, "--ring-sizes", "2"],

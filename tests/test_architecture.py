@@ -63,6 +63,7 @@ IMPORTERS = {
     "runtime.ulysses": {"runtime.exchange"},
     "estimator.tuning.probe": {"runtime.kernels"},  # pairs that a kernel executes
     "estimator.tuning.links": {"runtime.exchange"},  # measures it
+    "profiling.self_test": {"runtime.exchange"},  # the same of one link at a time
     "integrations.deepspeed.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_positions": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
