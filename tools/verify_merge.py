@@ -9,6 +9,7 @@ checked: speed, races, anything on a real GPU (`pytest tests/gpu` does). Needs t
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -32,6 +33,7 @@ TARGETS = {"A100": 80, "H100": 90}
 
 def main() -> int:
     """Compile, then interpret in a process of its own (Triton reads how it runs once); 1 if either fails."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if importlib.util.find_spec("triton") is None:
         print("triton is not installed: nothing was checked")
         return 1

@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ds_ring import RingConfig
+from launcher.cluster_file import read_cluster
 from launcher.ports import choose_free_port
 from tests.document_readers import read_command, read_python
 from tests.documents import DOCUMENTS, ROOT, Block, Place, anchors, blocks, changed, inline_commands, links
@@ -324,6 +325,13 @@ def packed(place: Place, text: str) -> None:
     assert "peak memory per rank" in output
 
 
+def cluster_keys(place: Place, text: str) -> None:
+    """Keys of a cluster YAML, beside those of the quick start."""
+    path = place.folder / "configs/with_more_keys.yaml"
+    path.write_text((place.folder / "configs/quickstart.yaml").read_text() + text)
+    assert read_cluster(path).relaunch is not None
+
+
 def only_reads(why: str) -> Callable[[Place, str], None]:
     """An entry of BLOCKS for what is not run here, and why not."""
     assert why
@@ -379,7 +387,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "result = ds_ring.simulate(": simulate_in_python,
     # launcher/README.md
     "ds-ring launch": launch,
-    "run_folder: ../runs/mine": only_reads("tests/integration/test_relaunch.py starts such jobs"),
+    "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
