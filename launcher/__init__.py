@@ -17,6 +17,9 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     relaunch.py      attempts of a job until it is done: attempts.py decides, presence.py (probe.py) finds the
                      hosts, ring_sizes.py the ring, convert_checkpoint.py fits the checkpoint to it
     run_folder.py    the folder of a run: logs, faults and figures by rank and attempt (layout: its docstring)
+    run_status.py    what is known of a run from that folder (saved_checkpoints.py: its checkpoints), for
+                     status_table.py and status_page.py (status_chart.py: its curves), which status_keeper.py
+                     renews while the launcher lives
     rank.py          runs inside a rank: its log, and what ended it, go into that folder
     process.py       runs a command line, ends every process it led to (marked.py finds them)
     guardian.py      ends them where the launcher itself was killed

@@ -19,18 +19,22 @@ from .commands import (
     profile,
     resize_checkpoint,
     simulate,
+    status,
     tune,
     verify_checkpoint,
 )
 from .commands.parsers import Parser, readable
 
-COMMANDS = (launch, doctor, plan, simulate, profile, tune, check_model, verify_checkpoint, resize_checkpoint)
+COMMANDS = (
+    launch, doctor, status, plan, simulate, profile, tune, check_model, verify_checkpoint, resize_checkpoint
+)  # fmt: skip
 
 WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
+  ds-ring status runs/mine                                 how far it is
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
   ds-ring doctor cluster.yaml                              are hosts, network and ring as they must be?
   ds-ring plan --hf-config config.json --tokens 1048576 --hardware h100    what it needs, before it is started

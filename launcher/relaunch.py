@@ -28,6 +28,7 @@ from .process import say, signals_noted
 from .ring_sizes import hosts_for, read_config, ring_for, write_config
 from .run_folder import CONFIG, PREEMPTED, RunFolder
 from .start import start
+from .status_keeper import page_kept
 
 HOSTS_MISSING = 69  # sysexits.h's EX_UNAVAILABLE
 _OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
@@ -47,7 +48,8 @@ def run(job: Job) -> int:
     Raises:
         HostsMissing: at the first attempt a host is not there.
     """
-    with signals_noted() as signals:
+    assert job.cluster.run_folder is not None
+    with signals_noted() as signals, page_kept(job.cluster.run_folder):
         return _Run(job, signals).until_done()
 
 
@@ -90,6 +92,7 @@ class _Run:
             hosts={host.name: host.slots for host in job.cluster.hosts}, missing=presence.missing,
             sequence_parallel_size=read_config(job.cluster.deepspeed_config).get("sequence_parallel_size", 1),
             checkpoint=None if before is None else before[0], interfaces=presence.interfaces,
+            checkpoints=None if self._checkpoints is None else str(self._checkpoints),
         )  # fmt: skip
         status = start(job, self.signals) if not self.signals else 128 + self.signals[0]
         progressed = newest_checkpoint(self._checkpoints) != before

@@ -7,20 +7,27 @@ its script. All hosts see one folder (as they do the checkpoints). Times are sec
       attempts.jsonl              one JSON object a line, in the order in which things happened:
           {"event": "start", "attempt": 1, "at": .., "engine": "torchrun", "hosts": {"node-0": 2},
            "world_size": 2, "sequence_parallel_size": 2, "checkpoint": "global_step40" or null,
-           "missing": {"node-1": "why"}, "interfaces": {"node-0": ["10.0.0.1", "eth0"]}}
+           "missing": {"node-1": "why"}, "interfaces": {"node-0": ["10.0.0.1", "eth0"]},
+           "checkpoints": their folder, or null}
           {"event": "fault", "attempt": 1, "at": .., "kind": "error" | "lost" | "storage" | "unknown",
            "rank": 1 or null, "host": "node-0" or null, "step": 7 or null, "what": "one line",
            "frames": ["train.py:12"]}
           {"event": "end", "attempt": 1, "at": .., "status": 1, "verdict": "done" | "failed" |
            "preempted" | "interrupted", "next": "again" | "stop", "why": "one line", "wait_seconds": 1.0}
+      launcher.json               {"at", "host", "pid"} of `ds-ring launch`, renewed each minute
+      status.html                 the status page, renewed by it each minute and after every event
       attempt-1/
           rank-0.log              stdout and stderr of rank 0, as the terminal shows them
           rank-0.fault.json       what ended it, if that was an exception: see `RankFault`
           rank-0.exit.json        {"rank": 0, "status": 75, "at": ..}: its script ended by itself
           rank-0.metrics.json     its latest figures, replaced at most twice a second
                                   (`ds_ring/integrations/deepspeed/run_report.py` writes them):
-              {"rank", "at", "step", "loss" or null, "step_seconds", "memory_bytes", "ring_rank",
-               "world_size"}
+              {"rank", "at", "step", "loss" or null, "step_seconds", "tokens_per_second" of all ranks or null,
+               "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank, "hops", "hop_seconds",
+               "wait_seconds", "bytes"}] of a step within the last ten seconds or so}
+              "nan" and "inf" are words, as JSON has no such numbers
+          history.jsonl           of rank 0: {"step", "at", "loss", "tokens_per_second", "step_seconds"}, two
+                                  lines a second at most; of 4,000 every other one is left out
           ds_config.json          the DeepSpeed JSON, where it differs from the YAML's (a smaller ring)
 """
 
@@ -40,6 +47,9 @@ FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N
 TOLD_TO_END = 143  # 128 + SIGTERM, which an engine sends to the ranks that are left
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: saved and left, to be started again
 CONFIG = "ds_config.json"
+LAUNCHER = "launcher.json"
+HISTORY = "history.jsonl"
+PAGE = "status.html"
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
-        return list(_objects((self.path / ATTEMPTS).read_text().splitlines()))
+        return _lines(self.path / ATTEMPTS)
 
 
 def write_fault(folder: Path, fault: RankFault) -> None:
@@ -112,13 +122,19 @@ def write_exit(folder: Path, rank: int, status: int) -> None:
 
 def faults_of(folder: Path) -> list[RankFault]:
     """Return the faults of an attempt, the first one first."""
-    found = (RankFault(**{**one, "frames": tuple(one["frames"])}) for one in _files(folder, "fault"))
+    found = []
+    for one in _files(folder, "fault"):
+        try:
+            found.append(RankFault(**{**one, "frames": tuple(one["frames"])}))
+        except (KeyError, TypeError):  # another version's
+            continue
     return sorted(found, key=lambda fault: fault.at)
 
 
 def exits_of(folder: Path) -> dict[int, int]:
     """Return the exit status of each rank whose script ended by itself."""
-    return {int(one["rank"]): int(one["status"]) for one in _files(folder, "exit")}
+    found = _files(folder, "exit")
+    return {one["rank"]: one["status"] for one in found if _is_whole(one, "rank", "status")}
 
 
 def silent_ranks(folder: Path) -> list[int]:
@@ -129,7 +145,22 @@ def silent_ranks(folder: Path) -> list[int]:
 
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the latest figures of each rank that has written some."""
-    return {int(one["rank"]): one for one in _files(folder, "metrics")}
+    return {one["rank"]: one for one in _files(folder, "metrics") if _is_whole(one, "rank")}
+
+
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the course of an attempt, oldest first."""
+    return _lines(folder / HISTORY)
+
+
+def launcher_of(run: Path) -> list[dict[str, Any]]:
+    """Return what the launcher said last, as a list of one; nothing where there is none."""
+    return _lines(run / LAUNCHER)
+
+
+def write_launcher(run: Path) -> None:
+    """Say that this process looks after the run."""
+    write_json(run / LAUNCHER, {"at": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -145,9 +176,22 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(f"rank-*.{kind}.json")):
         try:
-            yield from _objects([path.read_text(encoding="utf-8")])
+            text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
+        yield from _objects([text])
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return list(_objects(text.split("\n")))
+
+
+def _is_whole(one: dict[str, Any], *names: str) -> bool:
+    return all(type(one.get(name)) is int for name in names)
 
 
 def _objects(texts: list[str]) -> Iterator[dict[str, Any]]:

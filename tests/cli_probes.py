@@ -54,6 +54,7 @@ def base_of(command: str, folder: Path) -> list[str]:
         "profile": [*sizes, "--ring-sizes", "2", "--no-pictures", "--output", str(folder / "out")],
         "tune": ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2",
                  "--threads", "0"],  # refused after everything else: no rank is started
+        "status": [str(folder / "run")],
         "verify-checkpoint": [str(folder / "checkpoints")],
         "resize-checkpoint": [str(folder / "checkpoints"), "--world-size", "2"],
         "check-model": [str(folder / "config.json"), "--deadline-seconds", "0"],  # the same
@@ -188,6 +189,7 @@ def file_probes(folder: Path) -> Iterator[Probe]:
         # /dev/null and the like are no hardware either
         yield Probe(f"plan --hardware {name}", ["plan", *base, "--hardware", path])
         yield Probe(f"plan --hf-config {name}", ["plan", *base, "--hf-config", path])
+        yield Probe(f"status {name}", ["status", path])
         # an empty name is this folder: it has no checkpoint either
         yield Probe(f"verify-checkpoint {name}", ["verify-checkpoint", path], (2, 3))
         for option in ("--output", "--hardware-output"):
@@ -416,4 +418,5 @@ def cli_probes(folder: Path) -> list[Probe]:
     _file(folder, "ds.json", json.dumps(SECTION))
     _file(folder, "config.json", json.dumps(MODEL))
     (folder / "checkpoints").mkdir()
+    (folder / "run/attempt-1").mkdir(parents=True)
     return [*option_probes(folder), *file_probes(folder), *content_probes(folder)]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
 
 def lacks_fp16() -> str:
     """Return why DeepSpeed's CPU accelerator refuses fp16, or "": the processor's instructions decide."""
@@ -55,6 +57,12 @@ def lacks_mpirun() -> str:
     """Return where to get Open MPI's mpirun, or ""."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return "" if shutil.which("mpirun", path=path) else "no mpirun here: pip install 'ds_ring[mpi]' brings it"
+
+
+def lacks_chromium() -> str:
+    """Return where to get a browser that needs no screen, or ""."""
+    found = any(shutil.which(name) for name in CHROMIUM)
+    return "" if found else "no chromium here: 'apt-get install chromium' brings it on Debian"
 
 
 def lacks_compiler() -> str:
@@ -98,6 +106,7 @@ def _run(*command: str) -> None:
 NEEDS: dict[str, Callable[[], str]] = {
     "fp16": lacks_fp16,
     "bf16": lacks_bf16,
+    "chromium": lacks_chromium,
     "compiler": lacks_compiler,
     "mounts": cache(lacks_mounts),
     "mpirun": lacks_mpirun,

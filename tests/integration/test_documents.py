@@ -389,6 +389,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring launch": launch,
     "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
+    "ds-ring status": only_reads("tests/integration/test_status_page.py has a run to look at"),
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring profile": profile,

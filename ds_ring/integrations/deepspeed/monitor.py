@@ -81,7 +81,7 @@ def monitor_ring(engine: Any, session: RingSession) -> None:
 
     def after(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if engine.module.training:
-            seen.tokens += _tokens((*args, *kwargs.values()), session)
+            seen.tokens += tokens_of((*args, *kwargs.values()), session)
         else:
             del trace.spans[seen.spans :]
 
@@ -111,7 +111,7 @@ def monitor_ring(engine: Any, session: RingSession) -> None:
     engine.step = step_and_report
 
 
-def _tokens(given: tuple[Any, ...], session: RingSession) -> float:
+def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
     """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
     sharding = session.batches.current
     tensors = [x for x in given if isinstance(x, torch.Tensor) and x.ndim >= 2]

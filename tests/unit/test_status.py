@@ -1,0 +1,223 @@
+"""What is known of a run from its folder, whatever stands in it, and the page that shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.run_history import RunHistory
+from ds_ring_launcher import cli
+from ds_ring_launcher.run_folder import RunFolder, write_exit, write_json
+from ds_ring_launcher.run_status import SILENT_SECONDS, read_run
+from ds_ring_launcher.status_chart import HEIGHT, MOST_POINTS, WIDTH, Point, chart
+from ds_ring_launcher.status_keeper import page_kept, write_page
+from ds_ring_launcher.status_page import page_of
+
+NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
+
+
+def figures(folder: Path, rank: int, step: int, **more: Any) -> None:
+    loss: dict[str, Any] = {"rank": rank, "at": time.time(), "step": step, "memory_bytes": 3 << 20}
+    write_json(folder / f"rank-{rank}.metrics.json", loss | more)
+
+
+def course(folder: Path, *losses: Any, first: int = 1) -> None:
+    with open(folder / "history.jsonl", "a") as file:
+        for step, loss in enumerate(losses, first):
+            file.write(json.dumps({"step": step, "loss": loss, "tokens_per_second": 1000.0}) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run whose first attempt lost rank 1 on a host that is missing in the second, which is under way."""
+    found = RunFolder(tmp_path / "run")
+    for attempt in (1, 2):
+        assert found.start_attempt() == attempt
+        hosts = {"node-0": 1, "node-1": 1} if attempt == 1 else {"node-0": 1}
+        missing = {} if attempt == 1 else {"node-1": NASTY}
+        found.record("start", attempt, engine="torchrun", hosts=hosts, world_size=len(hosts), missing=missing,
+                     sequence_parallel_size=len(hosts), checkpoint=None if attempt == 1 else "global_step2",
+                     checkpoints=str(tmp_path / "checkpoints"))  # fmt: skip
+        folder = found.attempt(attempt)
+        course(folder, 4.0, 3.0, "nan", first=attempt)
+        for rank in range(len(hosts)):
+            link = {
+                "from": 1 - rank,
+                "hops": 2,
+                "hop_seconds": 0.01 + rank,
+                "wait_seconds": 0.001,
+                "bytes": 9,
+            }
+            figures(folder, rank, attempt + 2, links=[link])
+        if attempt == 1:
+            found.record("fault", 1, kind="lost", rank=1, host="node-1", step=4, what=NASTY, frames=[])
+            found.record("end", 1, status=1, verdict="failed", next="again", why="lost", wait_seconds=1.0)
+    tag = tmp_path / "checkpoints" / "global_step2"
+    tag.mkdir(parents=True)
+    write_json(tag / "ds_ring_manifest.json", {"global_steps": 2, "files": [{"bytes": 7}, {"bytes": 5}]})
+    (tag.parent / "latest").write_text("global_step2")
+    (tag.parent / "global_step4").mkdir()  # being saved
+    return found
+
+
+def test_a_run_under_way_is_known(run: RunFolder) -> None:
+    status = read_run(run.path)
+    assert status.state == "running" and [one.verdict for one in status.attempts] == ["failed", None]
+    assert status.attempts[0].faults == (NASTY,) and list(status.attempts[1].missing) == ["node-1"]
+    assert [one.last_step for one in status.attempts] == [3, 4]
+    (rank,) = status.ranks
+    assert (rank.host, rank.step, rank.memory_bytes, rank.state) == ("node-0", 4, 3 << 20, "at work")
+    assert [(one.tag, one.step, one.total_bytes, one.is_latest) for one in status.checkpoints] == [
+        ("global_step2", 2, 12, True)
+    ]
+    assert [(one.attempt, one.step) for one in status.course] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (2, 2),
+        (2, 3),
+        (2, 4),
+    ]
+    assert status.age_seconds is not None and status.age_seconds < 5
+    json.dumps(status.document(), allow_nan=False)
+    assert status.document()["latest"]["loss"] == "nan"
+
+
+def test_a_run_of_which_nothing_is_heard_is_silent(run: RunFolder) -> None:
+    late = time.time() + SILENT_SECONDS + 1
+    assert read_run(run.path, late).state == "silent"
+    (run.path / "launcher.json").write_text(json.dumps({"at": late - 30}))
+    assert read_run(run.path, late).state == "running"
+    run.record("end", 2, status=1, verdict="failed", next="stop", why="a bug", wait_seconds=0.0)
+    assert read_run(run.path, late).state == "failed"
+
+
+def test_whatever_stands_in_the_files_is_read(run: RunFolder) -> None:
+    folder = run.attempt(2)
+    write_exit(folder, 3, 75)
+    for name, text in {
+        "history.jsonl": b'{"step": 9, "loss": 1.0}\n{"step": 10, "lo',
+        "rank-0.metrics.json": b'{"rank": 0, "st',
+        "rank-1.metrics.json": b"\xff\x00[]",
+        "rank-2.metrics.json": b'{"rank": 2, "step": "x", "memory_bytes": true, "links": [3, {}]}',
+        "rank-4.exit.json": b'{"rank": "four"}',
+        "rank-5.fault.json": b'{"frames": 3, "rank": 5}',
+    }.items():
+        (folder / name).write_bytes(text)
+    with open(run.path / "attempts.jsonl", "ab") as file:
+        file.write(b'[1]\n{"event": "start", "attempt": 2, "hosts": 4}\n\xff\xfe\n{"event": "en')
+    status = read_run(run.path)
+    assert [(one.rank, one.step, one.state) for one in status.ranks] == [
+        (0, None, "at work"), (2, None, "at work"), (3, None, "left with status 75")
+    ]  # fmt: skip
+    assert status.course[-1].step == 9 and status.links == ()
+    page_of(status)
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "another folder", "an attempt"])
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, run: RunFolder, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    paths = {"nothing": "no-such", "a file": "file", "another folder": ".", "an attempt": "run/attempt-1"}
+    path = tmp_path / paths[what]
+    with pytest.raises(RingConfigError, match="expected the folder of a run"):
+        read_run(path)
+    assert cli.main(["status", str(path)]) == 2
+    assert "expected the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"), [("done", 0), ("failed", 1), ("interrupted", 1), ("preempted", 75), (None, 0)]
+)
+def test_the_exit_status_is_that_of_the_state(
+    run: RunFolder, verdict: str | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if verdict is not None:
+        run.record("end", 2, status=status, verdict=verdict, next="stop", why=verdict, wait_seconds=0.0)
+    assert cli.main(["status", str(run.path), "--page", "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["state"] == (verdict or "running")
+    assert cli.main(["status", str(run.path)]) == status
+    printed = capsys.readouterr().out
+    assert "global_step2" in printed and "node-1" in printed and "\x1b" not in printed and "[bold]" in printed
+    page = (run.path / "status.html").read_text()
+    assert ('http-equiv="refresh"' in page) == (verdict is None)
+
+
+class Tags(HTMLParser):
+    """The elements of a page, and what they refer to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+
+
+def test_the_page_shows_what_files_say_as_text_and_fetches_nothing(run: RunFolder) -> None:
+    write_page(run.path)
+    page = (run.path / "status.html").read_text()
+    seen = Tags(page)
+    assert seen.tags.count("script") == 1 and not {"img", "link", "iframe"} & set(seen.tags)
+    assert not {"src", "href", "onerror"} & {name for name, _ in seen.attributes}
+    assert "&lt;script&gt;document.title" in page and "\x1b" not in page and "http://" not in page
+    assert seen.tags.count("polyline") == 4  # two charts, two attempts
+
+
+def test_a_chart_stays_inside_its_box() -> None:
+    losses = [5.0, 4.0, math.nan, math.inf, 3.0, 1e30, 2.0]
+    points = [Point(1, step, value) for step, value in enumerate(losses)]
+    svg = chart("<loss>", points, fault_steps=[3, 99])
+    numbers = [float(x) for text in re.findall(r'points="([^"]+)"', svg) for x in re.split("[ ,]", text)]
+    assert numbers and min(numbers) >= 0 and max(numbers[::2]) <= WIDTH and max(numbers[1::2]) <= HEIGHT
+    assert svg.count("not finite") == 2 and svg.count('class="fault"') == 1 and "<loss>" not in svg
+    for odd in ([0.0], [1.0, 1.0], [-1e-320, 1e-320], [1e308, -1e308], [1e300], [math.nan]):
+        chart("x", [Point(1, 7, value) for value in odd])
+    many = chart("x", [Point(1, step, step % 7) for step in range(50_000)])
+    assert len(many) < 30 * MOST_POINTS
+
+
+def test_the_page_is_renewed_while_the_launcher_lives(run: RunFolder) -> None:
+    page = run.path / "status.html"
+    with page_kept(run.path):
+        deadline = time.monotonic() + 20
+        while not page.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        first = page.read_text()
+        run.record("fault", 2, kind="error", rank=0, host="node-0", step=5, what="a new fault", frames=[])
+        while "a new fault" not in page.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "a new fault" in page.read_text() and "a new fault" not in first
+        run.record("end", 2, status=1, verdict="failed", next="stop", why="a bug", wait_seconds=0.0)
+    assert "run: failed" in page.read_text() and json.loads((run.path / "launcher.json").read_text())["pid"]
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.path / "status.html").mkdir()
+    with page_kept(run.path):
+        pass
+    assert capsys.readouterr().err.count("the status page cannot be written") == 1
+
+
+def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path / "history.jsonl", most_lines=8)
+    for step in range(1, 101):
+        history.add({"step": step})
+        lines = (tmp_path / "history.jsonl").read_text().splitlines()
+        assert len(lines) <= 8
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == list(range(1, 100, 16))
