@@ -53,7 +53,7 @@ def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[Blo
     """
     ours, theirs = (tiles.k, tiles.q) if by_key else (tiles.q, tiles.k)
     low, high = _band(tiles, by_key)
-    tile, row, first, last = _pieces(ours, block)
+    tile, row, first, last = cut_at_blocks(ours, block)
     low, high, length = low[tile], high[tile], theirs.length[tile]
     slot, step = theirs.slot[tile], theirs.slot_step[tile]
     # What any of the piece's tokens sees, and what all of them see: index i sees i + low .. i + high.
@@ -90,7 +90,7 @@ def _band(tiles: Tiles, by_key: bool) -> tuple[IntArray, IntArray]:
     return (-high, -low) if by_key else (low, high)
 
 
-def _pieces(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def cut_at_blocks(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut one side of every tile at block borders: tile, block, index of the first and of the last token."""
     dense = axis.slot_step <= block
     last_slot = axis.slot + (axis.length - 1) * axis.slot_step

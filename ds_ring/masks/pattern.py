@@ -18,6 +18,7 @@ from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.near_runs import near_pairs
 from ds_ring.masks.pair_mask import PairMask
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import JsonKey
@@ -203,7 +204,8 @@ class BoundPattern(Pattern):
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """Return the non-empty tiles of two shards given by their runs (start, step, length), slot order."""
-        return self.cut(Tiles.rectangles(q_runs, k_runs))
+        branches = {branch for one in self.branches_by_head for branch in one}
+        return self.cut(Tiles.rectangles(q_runs, k_runs, near_pairs(branches, q_runs, k_runs)))
 
     def cut(self, rectangles: Tiles) -> Tiles:
         """Return the non-empty tiles of some rectangles."""

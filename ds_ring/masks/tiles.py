@@ -229,12 +229,14 @@ class Tiles:
         return cut.sides(q, cut.k.take(k_first, np.minimum(side, cut.k.length - k_first)))
 
     @staticmethod
-    def rectangles(q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """Return every (query run x key run) rectangle of two shards, all FULL."""
+    def rectangles(
+        q_runs: IntArray, k_runs: IntArray, pairs: tuple[IntArray, IntArray] | None = None
+    ) -> Tiles:
+        """Return (query run x key run) rectangles of two shards, all FULL: of some pairs, or of all."""
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
-        q_index, k_index = np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq)
-        zeros, ones = np.zeros(nq * nk, dtype=np.int64), np.ones(nq * nk, dtype=np.int64)
+        q_index, k_index = pairs or (np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq))
+        zeros, ones = (make(len(q_index), dtype=np.int64) for make in (np.zeros, np.ones))
         # FULL, for all heads in the group, m = 1, without weight and mask
         return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 

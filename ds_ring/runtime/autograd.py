@@ -78,7 +78,7 @@ def ring_attention_op(
             return run()
         memory, rows = context.mesh.host_memory, None
         if context.options.recompute:
-            first, slots = first_queries(context, q.shape[2])
+            first, slots = first_queries(context, q.shape[2], q.device.type)
             rows = KeptRows(slots.to(q.device), lambda: run(first.handle))
         call = (handle, q.shape, k.shape, v.shape, q.dtype)
         return kept_or_run(call, run, memory if memory.enabled else None, rows)

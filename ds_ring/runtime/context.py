@@ -27,7 +27,7 @@ from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sink
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.first_pass import hop_deadline_s
-from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
+from ds_ring.runtime.kernels import Asked, Kernel, block_side, get_kernel
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
@@ -68,26 +68,22 @@ class RingContext:
             self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
         CONTEXTS[self.handle] = self
 
-    def layout_for(self, local_tokens: int) -> Layout:
-        """Return the layout of a call whose ring shards have so many slots."""
+    def layout_for(self, local_tokens: int, device_type: str) -> Layout:
+        """Return the layout of a call whose ring shards have so many slots, on a kind of device."""
         if isinstance(self.layout, Layout):
             return self.layout
-        ring = self.mesh.ring_size
+        mesh, options = self.mesh, self.options
+        block = block_side(options.kernel, device_type, (self.pattern,), options.block_size)
         return make_layout(
-            self.layout,
-            tokens=max(local_tokens, 1) * ring,
-            ring_size=ring,
-            pattern=self.pattern,
-            multiple_of=self.mesh.ulysses_size,
-        )
+            self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
+            pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
+        )  # fmt: skip
 
     @property
     def _pattern_here(self) -> Pattern:
         """Return the pattern of this rank's heads in a pass: a dilated one goes by the head's number."""
-        mesh = self.mesh
-        if mesh.ulysses_size == 1:
-            return self.pattern
-        return HeadsOfPart(self.pattern, mesh.ulysses_rank, mesh.ulysses_size)
+        mesh, own = self.mesh, self.pattern
+        return own if mesh.ulysses_size == 1 else HeadsOfPart(own, mesh.ulysses_rank, mesh.ulysses_size)
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of all Ulysses ranks' query heads those of q [B, H, S, D] are in a pass."""
@@ -109,7 +105,7 @@ class RingContext:
             raise self.refused.with_traceback(None)
         check_tensors(q, k, v)
         check_heads(q.shape[1], k.shape[1], parts)
-        layout = self.layout_for(q.shape[2] * parts)
+        layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
         # Patterns count all Ulysses ranks' heads: before the swap q has them all, after it H / U.
@@ -206,7 +202,7 @@ class RingContext:
             # Not raised here: the others wait for this rank's header ([Note: refusals] in agreement.py).
             refused = error
         operation = "attention forward" if grad_out is None else "attention backward"
-        more = {} if refused is not None else _more_fields(v, sinks)
+        more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
         agreed = self.agree(operation, q, k, refused, more, options.overlap and options.transport == "ring")
         _note_forward_pass(grad_out)
         plan = build_plan(
@@ -219,6 +215,11 @@ class RingContext:
             ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
         )
         return plan, kernel, self._scale(q), agreed
+
+    def _chosen(self, layout: Layout, kernel: Kernel) -> dict[str, object]:
+        """Return what a name stands for here: by "auto" it goes by the kernel, which all ranks must have."""
+        names = {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
+        return {} if isinstance(self.layout, Layout) else {**names}
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
         """Call `runtime/finite.py`'s, if the options ask for it."""
@@ -242,7 +243,7 @@ class RingContext:
             check_tensors(q, k, v)
             check_heads(q.shape[1], k.shape[1], 1)
             check_sinks(sinks, q, q.shape[1])
-            layout = self.layout_for(k.shape[2])
+            layout = self.layout_for(k.shape[2], k.device.type)
             check_keys(k.shape[2], layout.local_tokens)
             self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)

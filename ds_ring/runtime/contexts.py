@@ -60,18 +60,19 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
     return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
 
 
-def first_queries(context: RingContext, local_tokens: int) -> tuple[RingContext, Tensor]:
+def first_queries(context: RingContext, local_tokens: int, device_type: str) -> tuple[RingContext, Tensor]:
     """Return the context that computes again what `options.recompute` says, and the slots that it leaves out.
 
     Args:
         context: of the whole pass.
         local_tokens: slots of a rank's shard.
+        device_type: of the tensors.
 
     Returns:
         the context of the sequence's first queries, and this rank's slots of later ones, int64.
     """
     if local_tokens not in context.first_queries:
-        layout, options = context.layout_for(local_tokens), context.options
+        layout, options = context.layout_for(local_tokens, device_type), context.options
         count = max(1, int(layout.tokens * options.recompute))
         first = context_for(context.pattern & FirstQueries(count), layout, context.mesh, options)
         later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)

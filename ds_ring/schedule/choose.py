@@ -1,24 +1,28 @@
 """Layouts that are made for a pattern: residue, balanced, auto. Owns the choice and its cost function.
 
 [Note: the cost of a layout]
-Work is what the fullest rank computes: the pairs of its queries, over the mean of all ranks ("imbalance").
+Work is what the fullest rank executes: the pairs of its queries, over the mean of all ranks ("imbalance").
 Bytes are the tokens that the plan sends. Layers with different patterns share a layout: bytes are summed over
 the layers, and so is the work of the fullest rank, since ranks wait for each other in every layer. A layout
-whose imbalance is at most `EVEN` is even enough; of these the one that sends least is taken; where none is,
-the most even one. Memory is not traded: shards differ by at most `SLACK` in tokens.
+whose imbalance is at most `EVEN` is even enough; of these the one that sends least is taken, of those that
+send alike the one of the fewest runs; where none is, the most even one. Memory is not traded: shards differ
+by at most `SLACK` in tokens.
+A kernel that computes in blocks executes whole blocks (executed.py). There what executes at most EVEN times
+the least is even enough, and residue layouts are compared, too.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.partitions import Residue
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import BoundPattern, Head, Pattern
+from ds_ring.schedule.executed import FEW_RANKS, executed_of_fullest
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
@@ -26,6 +30,7 @@ from ds_ring.schedule.plan import one_way, sampled_origins
 EVEN = 1.05  # imbalance up to here counts as even
 SLACK = 1.10  # tokens of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
+MOST_RUNS = 1024  # of a shard in the residue layout that "auto" takes: tables of tiles grow faster than runs
 COMPARED = 4  # even layouts, those of the fewest runs first, whose traffic is compared
 _log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         layout: the layout.
-        imbalance: pairs of the fullest rank over the mean.
+        imbalance: pairs that the fullest rank executes over the mean of those attended.
         tokens_sent: per K/V head, in a forward pass, over the sampled shards.
     """
 
@@ -93,9 +98,10 @@ def tokens_sent(pattern: Pattern, layout: Layout) -> int:
     return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
-def _best(mix: Mix, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
+def _best(mix: Mix, options: list[Option], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all that were compared by what they send; [Note: the cost of a layout]."""
-    even = sorted((o for o in options if o.imbalance <= EVEN), key=lambda o: len(o.layout.runs(0)))
+    even = [o for o in options if o.imbalance <= EVEN * least]
+    even.sort(key=lambda o: len(o.layout.runs(0)))
     compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
     rated = [
         Candidate(*option, sum(layers * tokens_sent(one, option.layout) for one, layers in mix))
@@ -104,8 +110,11 @@ def _best(mix: Mix, options: list[Option]) -> tuple[Candidate, list[Candidate]]:
     return min(rated, key=lambda c: c.tokens_sent), rated
 
 
-def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Compare contiguous, zigzag and, where these are uneven, balanced layouts; take one and log why."""
+def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1) -> Layout:
+    """Compare contiguous, zigzag and, where these are uneven, balanced layouts; take one and log why.
+
+    For a kernel that computes in blocks of `block` x `block` slots, residue layouts as well.
+    """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
@@ -114,10 +123,40 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout
     # pieces mean more runs, so they are tried only where no chunk layout is even
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
-    best, rated = _best(bound, options)
+    least = 1.0
+    # Where no dilation is, runs are long in all of these layouts, and blocks add to all alike.
+    if block > 1 and (ring_size <= FEW_RANKS or any(_dilations_in(one) for one, _ in mix)):
+        options = _in_blocks([*options, *_residue_options(tokens, ring_size, multiple_of, mix)], bound, block)
+        least = min(o.imbalance for o in options)
+    best, rated = _best(bound, options, least)
     others = "; ".join(str(c) for c in rated if c is not best) or "no other was even enough"
-    _log.info("ds_ring: layout auto took %s for %s; compared with: %s", best, in_words(mix), others)
+    blocks = f" in blocks of {block}" if block > 1 else ""
+    _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
     return best.layout
+
+
+def _in_blocks(options: list[Option], mix: Mix, block: int) -> list[Option]:
+    """Return the options with what the fullest rank executes in blocks, over the mean of pairs attended."""
+    mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
+    executed = (
+        sum(
+            layers * executed_of_fullest(cast(BoundPattern, one), option.layout, block) for one, layers in mix
+        )
+        for option in options
+    )
+    return [Option(option.layout, found / mean) for option, found in zip(options, executed, strict=True)]
+
+
+def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
+    """Return the residue layouts of a dilated pattern; none where it has none, or shards of too many runs."""
+    try:
+        shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
+    except RingLayoutError:
+        return []
+    few = [one for one in shapes if tokens // ring_size <= MOST_RUNS * (one.window // one.moduli[-1])]
+    if not few:
+        _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MOST_RUNS)
+    return [Option(layout, 1.0) for layout in few]
 
 
 def in_words(mix: Mix) -> str:
@@ -228,6 +267,15 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
     Raises:
         RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
     """
+    shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
+    if ring_size == 1:
+        return shapes[0]
+    options = [Option(layout, imbalance(mix, layout)) for layout in shapes]
+    return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
+
+
+def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[ResidueLayout]:
+    """Return the residue layouts of contiguous and of zigzag windows; errors as of `make_residue`."""
     dilations = next(filter(None, (_dilations_in(one) for one, _ in mix)), None)
     if dilations is None:
         raise RingLayoutError(
@@ -242,13 +290,7 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
             f'layout "residue": the rates {rates} repeat after {moduli[-1]} tokens, more'
             f' than the smallest segment {window}; take "auto" or "contiguous"'
         )
-    shapes = (
-        ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), chunks) for chunks in (1, 2)
-    )
-    if ring_size == 1:
-        return next(shapes)
-    options = [Option(layout, imbalance(mix, layout)) for layout in shapes]
-    return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
+    return [ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), n) for n in (1, 2)]
 
 
 def _dilations_in(pattern: Pattern) -> list[Residue]:

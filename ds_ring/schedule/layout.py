@@ -255,7 +255,8 @@ class ResidueLayout(Layout):
         return max(self.valid_tokens(rank) for rank in range(self.ring_size))
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, windows of {self.window}, moduli {self.moduli}"
+        how = f"windows of {self.window}, moduli {self.moduli}, chunks {self.chunks_per_rank}"
+        return f"{super().__str__()}, {how}"
 
 
 def make_contiguous(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:

@@ -31,6 +31,7 @@ def make_layout(
     ring_size: int,
     pattern: Pattern | Mapping[Pattern, int] | None = None,
     multiple_of: int = 1,
+    block_size: int = 1,
 ) -> Layout:
     """Build a layout by name.
 
@@ -43,6 +44,8 @@ def make_layout(
         pattern: what will be attended. Where layers differ, how many layers have each pattern:
             `{SlidingWindow(512): 5, Causal(): 1}`; the layout is chosen for all of them together.
         multiple_of: pad every shard to a multiple of this many slots.
+        block_size: side in slots of the blocks in which the kernel computes, for "auto", which takes what
+            executes least: that of the JSON with "flex"; 1 with kernels that compute pairs exactly.
 
     Raises:
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
@@ -52,7 +55,8 @@ def make_layout(
     ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
     multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
-    return _made(name, tokens, ring_size, _mix_of(pattern), multiple_of)
+    block_size = whole_number(block_size, "make_layout: block_size", RingLayoutError)
+    return _made(name, tokens, ring_size, _mix_of(pattern), multiple_of, block_size if name == "auto" else 1)
 
 
 def _mix_of(pattern: object) -> Mix:
@@ -72,6 +76,7 @@ def _mix_of(pattern: object) -> Mix:
 
 # kept, because a layout made for a pattern takes tiles of the whole sequence
 @lru_cache(maxsize=256)
-def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int) -> Layout:
-    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix)
+def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int) -> Layout:
+    more = (block,) if block > 1 else ()  # which "auto" alone takes
+    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, *more)
     return made

@@ -201,6 +201,7 @@ CALLS: dict[str, Call] = {
             "tokens": counted(8),
             "ring_size": counted(2, 1 << 40),
             "multiple_of": counted(2),
+            "block_size": counted(2),
             "pattern": Argument(tuple(x for x in NO_PATTERN if x is not None), (None, Causal())),
         },
     ),

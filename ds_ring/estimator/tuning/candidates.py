@@ -16,7 +16,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.estimator.tuning.request import Request
 from ds_ring.module import options_from_config
-from ds_ring.registry import LAYOUTS
+from ds_ring.registry import KERNELS, LAYOUTS
 from ds_ring.schedule.head_chunks import head_chunks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
@@ -99,7 +99,9 @@ def _all(request: Request) -> Iterator[TuningCandidate]:
 def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
     """Return the layout of that name for `tokens`; RingLayoutError where the patterns have none."""
     mix = dict(request.mix)
-    return make_layout(name, tokens=tokens, ring_size=ring, pattern=mix, multiple_of=ulysses)
+    sizes = {"tokens": tokens, "ring_size": ring, "multiple_of": ulysses}
+    block = request.base.block_size if KERNELS[request.kernel].takes_blocks else 1
+    return make_layout(name, pattern=mix, **sizes, block_size=block)
 
 
 def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:

@@ -61,7 +61,9 @@ class ShardingSource(Protocol):
     def mesh(self) -> RingMesh:
         """Return this process's place."""
 
-    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
+    def sharding(
+        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
+    ) -> GraphSharding:
         """Return the sharding of the batch in the model; `local_tokens` where the graph knows them."""
 
 
@@ -74,12 +76,14 @@ class StaticSource:
     layout: Layout | str
     options: Options
 
-    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
+    def sharding(
+        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
+    ) -> GraphSharding:
         options = Options(**{**vars(self.options), "scale": scale})
         context = context_for(self.pattern, self.layout, self.mesh, options)
         layout = self.layout if isinstance(self.layout, Layout) else None
         if layout is None and local_tokens is not None:
-            layout = context.layout_for(local_tokens * self.mesh.ulysses_size)
+            layout = context.layout_for(local_tokens * self.mesh.ulysses_size, device_type)
         tokens = UNBOUNDED if layout is None else layout.tokens
         pattern = self.pattern
         if mask.said is not None:
@@ -108,7 +112,9 @@ class SessionSource:
     def mesh(self) -> RingMesh:
         return self.session.mesh
 
-    def sharding(self, local_tokens: int | None, scale: float | None, mask: LayerFacts) -> GraphSharding:
+    def sharding(
+        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
+    ) -> GraphSharding:
         sharding = self.session.batches.current
         pattern = sharding.pattern_of(mask.said, None, mask.mixed)
         parts = sharding.attention(scale, pattern).contexts
@@ -174,7 +180,8 @@ def place_op(
     mesh = registered.source.mesh
     try:
         tokens = int(positions.shape[-1]) if checked else None
-        sharding = registered.source.sharding(tokens, scale, LayerFacts(_said(causal, window), mixed))
+        facts = LayerFacts(_said(causal, window), mixed)
+        sharding = registered.source.sharding(tokens, scale, facts, positions.device.type)
         mesh = sharding.mesh
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)

@@ -26,6 +26,7 @@ from ds_ring.integrations.deepspeed.image_batch import count_of, taken_places, w
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.runtime.kernels import block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
@@ -86,13 +87,14 @@ class BatchCutter:
 
     def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        mix = self.patterns.counted(tokens, self.needs.layers)
+        mix, config = self.patterns.counted(tokens, self.needs.layers), self.config
         return make_layout(
-            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else self.config.layout,
+            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout,
             tokens=tokens,
             ring_size=mesh.ring_size,
             pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
             multiple_of=mesh.ulysses_size,
+            block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
         )
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
+import torch
+
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load
 from ds_ring.runtime.kernels.interface import Asked, Kernel
 from ds_ring.runtime.kernels.rates import fastest, kind_of, rates_of
 
-__all__ = ["Asked", "Kernel", "get_kernel"]
+__all__ = ["Asked", "Kernel", "block_side", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +74,26 @@ def get_kernel(
             )
         sizes["scores"] = scores
     return _made(name, options, tuple(sizes.items()))
+
+
+def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_size: int) -> int:
+    """Return the side of the blocks in which a kernel computes, for `make_layout`; 1 for one that does not.
+
+    A layout is chosen before there are tensors: "auto" is looked up for bfloat16 and a head dimension that
+    all kernels take.
+
+    Args:
+        name: of a row of `KERNELS`, or "auto"; an unknown one is refused where it is made.
+        device_type: of the tensors.
+        patterns: of the layers; blocks count if the kernel of one of them computes in them.
+        block_size: of the JSON.
+    """
+    names = {name}
+    if name == "auto" and device_type in FAST_KERNELS:
+        asked = (Asked(device_type, torch.bfloat16, 128, pattern) for pattern in patterns)
+        names = {_chosen(device_type, None, one) for one in asked}
+    rows = (KERNELS[one] for one in names if one in KERNELS)
+    return block_size if any(row.takes_blocks for row in rows) else 1
 
 
 @lru_cache(maxsize=16)
