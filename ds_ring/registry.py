@@ -73,7 +73,9 @@ KERNELS = {
         "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
     ),
     "flash": KernelRow(
-        "ds_ring.runtime.kernels.flash.FlashKernel", refuses="ds_ring.runtime.kernels.flash.refused"
+        "ds_ring.runtime.kernels.flash.FlashKernel",
+        workspace="ds_ring.schedule.workspace.flash_bytes",
+        refuses="ds_ring.runtime.kernels.flash.refused",
     ),
 }
 

@@ -117,6 +117,7 @@ def _setting(
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
+    hardware.runs(config.kernel)  # likewise
     said = said_of_layers(options.hf_config, model.layers)
     batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
     setting = Setting(
@@ -136,6 +137,8 @@ def _setting(
         prune=config.prune,
         chunk_bytes=config.chunk_bytes,
         gradient_payload=config.gradient_payload,
+        kernel=config.kernel,
+        block_size=config.block_size,
     )
     return _with_options(setting, options, config)
 

@@ -52,6 +52,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "local_tokens": found.layout.local_tokens,
         "batch": setting.batch,
         "layout": found.layout.name,
+        "kernel": setting.kernel_that_runs,
         "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
         "pattern": in_words(setting.mix) if len(setting.mix) > 1 else str(setting.mix[0][0]),
         "dtype": setting.dtype,
@@ -145,6 +146,7 @@ def print_report(
     console.print(
         f"{setting.model.parameters / 1e9:.2f} billion parameters, {setting.tokens:,} tokens on"
         f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
+        f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
         f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
     )

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from ds_ring.config.messages import Section, Takes, config_error, problems_of, sentence
 from ds_ring.errors import RingConfigError
+from ds_ring.registry import FAST_KERNELS
 
 DTYPES = ("float32", "bfloat16", "float16")
 _RATE = "a number above 0"
@@ -58,6 +59,15 @@ class AttentionEfficiency(Section):
     backward: Fraction = Field(description="of 10 D FLOPs a pair")
 
 
+KernelOrNone = Annotated[
+    Literal["cpu", "flex", "flash"] | None, Takes("the name of a kernel, or null", "write flash, say")
+]
+ByKernel = Annotated[
+    dict[Literal["cpu", "flex", "flash"], AttentionEfficiency] | None,
+    Takes("a mapping of kernels to efficiencies, or null", "write 'flash: {forward: 0.5, backward: 0.4}'"),
+]
+
+
 class Hardware(Section):
     """Describe one kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
 
@@ -71,6 +81,12 @@ class Hardware(Section):
     attention_efficiency: Annotated[
         AttentionEfficiency, Takes("a mapping with forward and backward", "write 'forward: 0.5'")
     ] = Field(description="fractions of peak_flops")
+    kernel: KernelOrNone = Field(
+        default=None, description="whose attention_efficiency it is; without it what auto takes on this kind"
+    )
+    attention_by_kernel: ByKernel = Field(
+        default=None, description="the same of other kernels, for plans with that kernel in the JSON"
+    )
     matmul_efficiency: Fraction = Field(description="of peak_flops in the model's other matrices")
     call_overhead_s: Wait = Field(description="fixed cost of a kernel call")
     intra_node_bytes_per_s: Rate = Field(
@@ -99,6 +115,28 @@ class Hardware(Section):
             what = sentence(f"one of {', '.join(known)}", dtype, advice)
             raise RingConfigError(f"hardware {self.name}: dtype: {what}")
         return found
+
+    def runs(self, kernel: str) -> str:
+        """Return the kernel that a name of the JSON stands for: "auto" is the file's own.
+
+        Raises:
+            RingConfigError: the file has no rates of it.
+        """
+        own = self.kernel or FAST_KERNELS[self.kind]
+        found = own if kernel == "auto" else kernel
+        others = self.attention_by_kernel or {}
+        if found != own and found not in others:
+            known = ", ".join((own, *others))
+            advice = "add it under attention_by_kernel, or take another file"
+            raise RingConfigError(
+                f"hardware {self.name}: kernel: {sentence(f'one of {known}', found, advice)}"
+            )
+        return found
+
+    def efficiency(self, kernel: str) -> AttentionEfficiency:
+        """Return the efficiency of a kernel that `runs` has returned."""
+        by_name = {str(name): found for name, found in (self.attention_by_kernel or {}).items()}
+        return by_name.get(kernel, self.attention_efficiency)
 
 
 def hardware_from(values: dict[str, Any], source: str) -> Hardware:

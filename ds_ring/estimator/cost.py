@@ -119,6 +119,7 @@ def pass_cost(
     dtype: str,
     bytes_per_s: float,
     overlap: bool = True,
+    executed_of: Callable[[Tiles], int] | None = None,
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
@@ -132,13 +133,16 @@ def pass_cost(
         dtype: in which products run.
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
+        executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
     """
     classes = _classes(parts)
     lines, is_inside = [], _is_inside(classes[0])
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-        work = {key: work_of(one, shape, executed_pairs, is_inside) for key, one in steps.items()}
+        work = {
+            key: work_of(one, shape, executed_of or executed_pairs, is_inside) for key, one in steps.items()
+        }
         lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
         # The same in both directions; the last turn's figures stay.
@@ -161,7 +165,7 @@ def _is_inside(head_class: HeadClassPlan) -> Callable[[int], bool]:
 
 
 def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:
-    efficiency = hardware.attention_efficiency
+    efficiency = hardware.efficiency(shape.kernel)
     fraction = efficiency.backward if backward else efficiency.forward
     return Rates(
         hardware.flops(dtype) * fraction,

@@ -8,6 +8,7 @@ What one pass costs is `cost.py`'s, its memory `pass_memory.py`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from ds_ring.config.hardware import Hardware
@@ -15,7 +16,10 @@ from ds_ring.estimator.cost import Part, PassCost, pass_cost
 from ds_ring.estimator.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring.estimator.training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.masks.tiles import Tiles
+from ds_ring.registry import KERNELS
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.executed import executed_of_fullest, is_dilated
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
@@ -67,12 +71,17 @@ def total_cost(passes: Iterable[LayerPass]) -> PassCost:
     return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
 
 
+def blocks_of(setting: Setting) -> int:
+    """Return the side of the blocks in which the kernel computes; 1 for one that does not."""
+    return setting.block_size if KERNELS[setting.kernel_that_runs].takes_blocks else 1
+
+
 def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
     """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
     mix = setting.mix
     layout = make_layout(
         setting.layout, tokens=setting.tokens, ring_size=setting.ring_size, pattern=dict(mix),
-        multiple_of=setting.ulysses_size,
+        multiple_of=setting.ulysses_size, block_size=blocks_of(setting),
     )  # fmt: skip
     heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
     return [
@@ -87,6 +96,25 @@ def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
     ]  # fmt: skip
 
 
+def executed_of(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
+    """Return how a kernel of such blocks counts a table of a dilated pattern; None where edges alone matter.
+
+    Every tile counts as the fullest rank's do on average (`schedule/executed.py`). Searches go without: they
+    underestimate arithmetic, so that what they say hides does.
+    """
+    if block == 1 or not is_dilated(plan.pattern):
+        return None
+    waste = _waste(plan.pattern, plan.layout, block)
+    return lambda tiles: round(waste * int(tiles.pairs.sum()))
+
+
+@lru_cache(maxsize=16)
+def _waste(pattern: Pattern, layout: Layout, block: int) -> float:
+    """Return the pairs that the fullest rank executes over the most that a rank attends, of head 0."""
+    bound = bound_to_one_head(pattern)
+    return executed_of_fullest(bound, layout, block) / max(int(work_of_ranks(bound, layout).max()), 1)
+
+
 def pass_shape(setting: Setting, layout: Layout) -> PassShape:
     """Return the tensors of a pass on one rank."""
     model, element = setting.model, ELEMENT_BYTES[setting.dtype]
@@ -97,7 +125,7 @@ def pass_shape(setting: Setting, layout: Layout) -> PassShape:
         head_dim=model.head_dim,
         element_bytes=element,
         chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
-        kernel=FAST_KERNELS[setting.hardware.kind],
+        kernel=setting.kernel_that_runs,
         contiguous=setting.ulysses_size > 1,
     )
 
@@ -152,12 +180,13 @@ def layer_passes(setting: Setting, progress: Progress | None = None) -> LayerPas
     layout = plans[0][0].layout
     shape, needs, costs = pass_shape(setting, layout), [], []
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
+    executed = [executed_of(plan, blocks_of(setting)) for plan, _ in plans]
     for done, rank in enumerate(ranks):
         if progress is not None:
             progress(done, len(ranks))
         parts = [parts_of(plan, rank) for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
-        costs.append([pass_cost(mine, shape, *rates) for mine in parts])
+        costs.append([pass_cost(mine, shape, *rates, one) for mine, one in zip(parts, executed, strict=True)])
     slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
     passes = zip(plans, slowest, strict=True)
     return LayerPasses(

@@ -16,6 +16,7 @@ from ds_ring.estimator.estimate import Estimate, estimate, fits, training_step
 from ds_ring.estimator.layer_passes import LayerPasses, layer_passes
 from ds_ring.estimator.pass_memory import PassMemory
 from ds_ring.estimator.training_setting import Setting
+from ds_ring.registry import FAST_KERNELS
 
 _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
@@ -206,6 +207,9 @@ def with_cheapest_options(setting: Setting) -> Setting:
 def json_of(setting: Setting) -> dict[str, Any]:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     whole: dict[str, Any] = {}
+    kernel = setting.kernel_that_runs
+    if kernel != FAST_KERNELS[setting.hardware.kind]:  # what "auto" takes where no rates were measured
+        whole["ring_attention"] = {"kernel": kernel}
     tiles = {"--tiled-loss": setting.loss_tokens, "--tiled-mlp": setting.mlp_tokens}
     for option in OPTIONS:
         if option.section is None or not option.is_on(setting):

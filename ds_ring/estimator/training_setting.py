@@ -49,6 +49,9 @@ class Setting:
     prune: bool = True
     chunk_bytes: int | None = None
     gradient_payload: str = "float32"
+    # kernel, block_size: as in the JSON
+    kernel: str = "auto"
+    block_size: int = 128
     # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
@@ -64,6 +67,11 @@ class Setting:
     def devices(self) -> int:
         """Return the number of devices."""
         return self.zero.world
+
+    @property
+    def kernel_that_runs(self) -> str:
+        """Return the kernel that a name stands for on this hardware; RingConfigError if it has no rates."""
+        return self.hardware.runs(self.kernel)
 
     @property
     def usable_bytes(self) -> float:

@@ -27,7 +27,8 @@ from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sink
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
 from ds_ring.runtime.first_pass import hop_deadline_s
-from ds_ring.runtime.kernels import Asked, Kernel, block_side, get_kernel
+from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
+from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
@@ -199,8 +200,7 @@ class RingContext:
             check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
         except RingError as error:
-            # Not raised here: the others wait for this rank's header ([Note: refusals] in agreement.py).
-            refused = error
+            refused = error  # not raised here: the others wait for this header ([Note: refusals])
         operation = "attention forward" if grad_out is None else "attention backward"
         more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
         agreed = self.agree(operation, q, k, refused, more, options.overlap and options.transport == "ring")
@@ -258,8 +258,8 @@ class RingContext:
             }
         except RingError as error:
             refused = error
-        direction = "forward" if grad_out is None else "backward"
-        self.agree(f"replicated attention {direction}", q, k, refused, fields)
+        way = "forward" if grad_out is None else "backward"
+        self.agree(f"replicated attention {way}", q, k, refused, fields)
         _note_forward_pass(grad_out)
         tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
         return tiles, kernel, self._scale(q)
@@ -294,8 +294,7 @@ def forward_passes() -> int:
 
 def _note_forward_pass(grad_out: Tensor | None) -> None:
     global _forward_passes_so_far
-    if grad_out is None:
-        _forward_passes_so_far += 1
+    _forward_passes_so_far += grad_out is None
 
 
 CONTEXTS: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()

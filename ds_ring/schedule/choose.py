@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.partitions import Residue
 from ds_ring.masks.pattern import BoundPattern, Head, Pattern
-from ds_ring.schedule.executed import FEW_RANKS, executed_of_fullest
+from ds_ring.schedule.executed import FEW_RANKS, executed_of_fullest, is_dilated
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
         return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
 
 
-def bound_to_one_head(pattern: Pattern) -> Pattern:
+def bound_to_one_head(pattern: Pattern) -> BoundPattern:
     """Return the pattern of head 0: layouts are chosen for one head, since the heads' work is alike."""
     return pattern.bind((0,), 1, 1)
 
@@ -125,7 +125,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
     least = 1.0
     # Where no dilation is, runs are long in all of these layouts, and blocks add to all alike.
-    if block > 1 and (ring_size <= FEW_RANKS or any(_dilations_in(one) for one, _ in mix)):
+    if block > 1 and (ring_size <= FEW_RANKS or any(is_dilated(one) for one, _ in mix)):
         options = _in_blocks([*options, *_residue_options(tokens, ring_size, multiple_of, mix)], bound, block)
         least = min(o.imbalance for o in options)
     best, rated = _best(bound, options, least)
@@ -139,9 +139,7 @@ def _in_blocks(options: list[Option], mix: Mix, block: int) -> list[Option]:
     """Return the options with what the fullest rank executes in blocks, over the mean of pairs attended."""
     mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
     executed = (
-        sum(
-            layers * executed_of_fullest(cast(BoundPattern, one), option.layout, block) for one, layers in mix
-        )
+        sum(layers * executed_of_fullest(bound_to_one_head(one), option.layout, block) for one, layers in mix)
         for option in options
     )
     return [Option(option.layout, found / mean) for option, found in zip(options, executed, strict=True)]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from ds_ring.masks.blocks import block_intervals, cut_at_blocks
-from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.partitions import Residue
+from ds_ring.masks.pattern import BoundPattern, Head, Pattern
 from ds_ring.masks.tiles import Axis
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import IntArray, Layout
@@ -21,6 +22,12 @@ from ds_ring.schedule.plan import one_way, sampled_origins
 
 ROWS = 32
 FEW_RANKS = 8
+
+
+def is_dilated(pattern: Pattern) -> bool:
+    """Return whether a dilation is among what a pattern is made of."""
+    primitives = (one for branch in pattern.branches(Head()) for one in branch.queries.primitives)
+    return any(isinstance(one, Residue) for one in primitives)
 
 
 def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:

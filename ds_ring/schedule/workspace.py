@@ -1,8 +1,9 @@
 """What a kernel needs while it computes one hop, beside its inputs and results. Arithmetic, no torch.
 
 Owns the sizes of the CPU kernel's calls (`runtime/kernels/calls.py` cuts by them) and formulas for the
-kernels `cpu` and `flex`. The CPU figures were read off the profiler's allocation events (torch 2.13) and hold
-to the byte for rectangles and triangles; `flex` was read from the code and has not been measured.
+kernels `cpu`, `flex` and `flash`. The CPU figures were read off the profiler's allocation events (torch 2.13)
+and hold to the byte for rectangles and triangles; `flex` and `flash` were read from the code and have not
+been measured.
 """
 
 from __future__ import annotations
@@ -146,3 +147,28 @@ def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
         return elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
     return queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
+
+
+# [Note: what FlashAttention allocates]
+# Read from aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of PyTorch (`mha_fwd`, `mha_bwd`):
+# forward out and a float32 lse; backward dq, dk, dv in the inputs' dtype, softmax_d float32 [B, H, S] and
+# dq_accum float32 [B, S, H, D], with S rounded up to 128 and D to 32 (64 above 128), and where queries share
+# K/V heads dk and dv of every query head. A hop counts as one call, which it is for a causal zigzag ring;
+# branches of LongNet are calls one after the other, of no more slots each. Beside it the kernel has grad_out
+# and out of a pass with tokens first (`FlashKernel._once_a_pass`), and the merge float32 forms.
+def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+    """Count one call for the whole hop; [Note: what FlashAttention allocates]."""
+    queries, keys, wide = shape.rows * shape.queries, shape.kv_rows * shape.keys, shape.wide
+    if not backward:
+        merged = FLOAT if shape.element_bytes < FLOAT else 0
+        return queries * (wide * (shape.element_bytes + merged) + 6 * FLOAT)
+    rounded = shape.rows * _up(shape.queries, 128)
+    accumulators = rounded * (_up(wide, 32 if wide <= 128 else 64) + 1) * FLOAT
+    expanded = 2 * shape.rows * shape.keys if shape.rows != shape.kv_rows else 0
+    results = (queries + 2 * keys + expanded) * wide
+    kept = 2 * queries * wide * shape.element_bytes + queries * FLOAT
+    return accumulators + results * shape.element_bytes + kept
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -26,7 +26,7 @@ from ds_ring.integrations.deepspeed.image_batch import count_of, taken_places, w
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.transformers.model_needs import ModelNeeds
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.kernels import block_side
+from ds_ring.runtime.context import block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
