@@ -34,17 +34,47 @@ def branch_form(tiles: Tiles) -> Tiles:
     """
     if not len(tiles) or ((tiles.weight < 0).all() and (tiles.multiplicity == 1).all()):
         return tiles
-    by_class = _by_class(tiles)
     anew = _cut_anew(tiles)
-    fewer = anew is not None and len(anew) <= len(by_class)
-    if anew is None or not fewer or _counted(anew) != _counted(by_class):
-        return by_class
-    return anew
+    if anew is not None:
+        parts, pairs = _of_classes(tiles)
+        # by class there are at least so many tiles, each of which may be cut further
+        if len(anew) <= parts and int((anew.pairs * anew.multiplicity).sum()) == pairs:
+            return anew
+    return _by_class(tiles)
 
 
-def _counted(tiles: Tiles) -> int:
-    """Return the pairs, each as often as its m."""
-    return int((tiles.pairs * tiles.multiplicity).sum())
+def _of_classes(tiles: Tiles) -> tuple[int, int]:
+    """Count what `_by_class` would return: parts that are not empty, and pairs with their m."""
+    plain = tiles.weight < 0
+    parts, pairs = int(plain.sum()), int((tiles.pairs * tiles.multiplicity)[plain].sum())
+    for number, weights in enumerate(tiles.weights):
+        weighted = tiles.rows(tiles.weight == number)
+        if not len(weighted):
+            continue
+        least, most = distances_of_kind(weighted)
+        for residue, modulus in weights.classes:
+            q, k = weighted.q.residue(residue, modulus), weighted.k.residue(residue, modulus)
+            # positions of both sides have one step: query i and key j are apart + (i - j) * step
+            step, apart = q.position_step, q.position - k.position
+            above = np.maximum(-((apart - least) // step), -k.length)
+            below = np.minimum((most - apart) // step, q.length)
+            counts = _pairs_up_to(q.length, k.length, below) - _pairs_up_to(q.length, k.length, above - 1)
+            counts = np.where(above <= below, counts, 0)
+            parts, pairs = (
+                parts + int((counts > 0).sum()),
+                pairs + int((counts * weighted.multiplicity).sum()),
+            )
+    return parts, pairs
+
+
+def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
+    """Count pairs of 0 <= i < queries and 0 <= j < keys with i - j <= most."""
+    # row i has keys - max(i - most, 0) of them, if that is positive
+    whole = np.clip(most + 1, 0, queries)
+    last = np.clip(most + keys, whole, queries)
+    rows = last - whole
+    first = keys - (whole - most)
+    return whole * keys + rows * first - rows * (rows - 1) // 2
 
 
 def _by_class(tiles: Tiles) -> Tiles:
@@ -83,6 +113,9 @@ def _runs(axis: Axis) -> Axis:
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
     rows = np.unique(np.stack(columns, axis=1), axis=0)
     slot, slot_step, position, step, length = rows.T
+    merged = _merged(rows)
+    if merged is not None:
+        return merged
     size = int((slot + slot_step * (length - 1)).max()) + 1
     where: IntArray = np.full(size, -1, dtype=np.int64)
     row = np.repeat(np.arange(len(rows)), length)
@@ -104,3 +137,39 @@ def _runs(axis: Axis) -> Axis:
     next_one = np.minimum(starts + 1, len(slots) - 1)
     steps = [np.where(ends > starts, x[next_one] - x[starts], 1) for x in (slots, places)]
     return Axis(slots[starts], steps[0], places[starts], steps[1], ends - starts + 1)
+
+
+def _merged(rows: IntArray) -> Axis | None:
+    """Return the runs that the densest rows make up, if all other rows lie inside; None if they do not.
+
+    Args:
+        rows: int64 [n, 5] of (slot, slot step, position, position step, length), as of an `Axis`.
+    """
+    several = rows[:, 4] > 1
+    if not several.any():
+        return None
+    dense = int(rows[several, 1].min())
+    base, others = rows[several & (rows[:, 1] == dense)], rows[~(several & (rows[:, 1] == dense))]
+    base = base[np.argsort(base[:, 0], kind="stable")]
+    found: list[list[int]] = []  # slot, position, position step, length
+    for slot, _, position, step, length in base.tolist():
+        ahead = (slot - found[-1][0]) // dense if found else 0  # tokens from the run's first one on
+        touches = bool(found) and slot == found[-1][0] + ahead * dense and ahead <= found[-1][3]
+        if touches and step == found[-1][2] and position == found[-1][1] + ahead * step:
+            found[-1][3] = max(found[-1][3], ahead + length)
+        elif touches and ahead < found[-1][3]:
+            return None
+        else:
+            found.append([slot, position, step, length])
+    slot, position, step, length = np.array(found).T
+    if (slot[1:] <= (slot + (length - 1) * dense)[:-1]).any():
+        return None
+    run = np.searchsorted(slot, others[:, 0], side="right") - 1
+    ahead = others[:, 0] - slot[run]
+    last = ahead + (others[:, 4] - 1) * others[:, 1]
+    inside = (run >= 0) & (ahead % dense == 0) & (last <= (length[run] - 1) * dense)
+    inside &= others[:, 2] == position[run] + ahead // dense * step[run]
+    inside &= (others[:, 4] == 1) | (others[:, 3] * dense == others[:, 1] * step[run])
+    if not inside.all() or len(found) > MANY_RUNS:
+        return None
+    return Axis(slot, np.full_like(slot, dense), position, step, length)
