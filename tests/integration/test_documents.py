@@ -327,7 +327,8 @@ def packed(place: Place, text: str) -> None:
 
 def cluster_keys(place: Place, text: str) -> None:
     """Keys of a cluster YAML, beside those of the quick start."""
-    path = place.folder / "configs/with_more_keys.yaml"
+    path = place.folder / "cluster/with_more_keys.yaml"  # configs/ is the repository's own
+    path.parent.mkdir(exist_ok=True)
     path.write_text((place.folder / "configs/quickstart.yaml").read_text() + text)
     assert read_cluster(path).relaunch is not None
 
