@@ -16,6 +16,7 @@ import pytest
 
 from ds_ring_launcher import process
 from ds_ring_launcher.invocation import Invocation
+from ds_ring_launcher.marked import GRACE_SECONDS
 
 pytestmark = pytest.mark.alone
 
@@ -32,12 +33,15 @@ def heard_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run(*argv: str) -> int:
-    return process.run(Invocation(list(argv), {}), dict(os.environ), SCRIPT)
+def run(*argv: str, grace_seconds: float = GRACE_SECONDS) -> int:
+    """As `start.py` calls it: signals are noted around it."""
+    made = Invocation(list(argv), {})
+    with process.signals_noted() as signals:
+        return process.run(made, dict(os.environ), SCRIPT, signals, process.Grace(grace_seconds))
 
 
-def run_python(code: str, *arguments: str) -> int:
-    return run(sys.executable, "-c", code, *arguments)
+def run_python(code: str, *arguments: str, grace_seconds: float = GRACE_SECONDS) -> int:
+    return run(sys.executable, "-c", code, *arguments, grace_seconds=grace_seconds)
 
 
 def is_alive(pid: int) -> bool:
@@ -66,7 +70,7 @@ def test_death_by_a_signal_is_a_failure() -> None:
 def test_environment_and_files_are_there(tmp_path: Path) -> None:
     code = f"import os; raise SystemExit(open({str(tmp_path / 'hostfile')!r}).read() != os.environ['A'])"
     made = Invocation([sys.executable, "-c", code], {"A": "x y"}, {tmp_path / "hostfile": "x y"})
-    assert process.run(made, {}, SCRIPT) == 0
+    assert process.run(made, {}, SCRIPT, [], process.Grace()) == 0
 
 
 @pytest.mark.parametrize("child", [SLEEPS, IGNORES_SIGTERM], ids=["sleeps", "ignores SIGTERM"])
@@ -74,10 +78,9 @@ def test_environment_and_files_are_there(tmp_path: Path) -> None:
 def test_nothing_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: str, status: int
 ) -> None:
-    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.5)
     monkeypatch.setattr(process, "_SETTLE_SECONDS", 0.5)
     code = f"{LEAVES_A_CHILD}\nraise SystemExit({status})"
-    assert run_python(code, str(tmp_path / "pid"), child) == status
+    assert run_python(code, str(tmp_path / "pid"), child, grace_seconds=0.5) == status
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
@@ -123,7 +126,7 @@ def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     sender.start()
     started = time.monotonic()
     assert run_python(LEAVES_A_CHILD + SLEEPS, str(pid_file), IGNORES_SIGTERM) == 128 + signal.SIGINT
-    assert time.monotonic() - started < process._GRACE_SECONDS / 2
+    assert time.monotonic() - started < GRACE_SECONDS / 2
     sender.join()
     assert not is_alive(int(pid_file.read_text()))
 

@@ -259,5 +259,5 @@ def test_a_fake_pass_leaves_nothing_that_a_real_one_meets() -> None:
 def test_a_row_of_the_registry_is_a_kernel_of_its_name(name: str) -> None:
     row = KERNEL_ROWS[name]
     assert load(row.home).name == name
-    # what "auto" takes is what `ds-ring plan` must know
-    assert (row.device is None) == (row.workspace is None) and (row.workspace is None or load(row.workspace))
+    # what `ds-ring plan` must know; "reference" is for comparisons and is never planned
+    assert (name == "reference") == (row.workspace is None) and (row.workspace is None or load(row.workspace))
