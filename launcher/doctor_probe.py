@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import psutil
 PACKAGES = ("ds_ring", "torch", "deepspeed", "numpy", "transformers", "pydantic", "mpi4py")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MARK = ".ds-ring-doctor-"
+_LINK_SECONDS = 1.5  # Linux tells of a link that came up once a second at most
 
 Answer = dict[str, Any]
 
@@ -109,6 +111,14 @@ def _devices() -> Answer:
 
 def interfaces() -> dict[str, Answer]:
     """Return addresses, state and rate (Mbit/s, 0 where unknown) of each interface."""
+    found = _interfaces()
+    if any(one["addresses"] and not one["up"] for one in found.values()):
+        time.sleep(_LINK_SECONDS)
+        found = _interfaces()
+    return found
+
+
+def _interfaces() -> dict[str, Answer]:
     states = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
