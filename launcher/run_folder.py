@@ -1,6 +1,6 @@
 """Lay out the folder of a run: logs and faults by rank and attempt, and a line for everything that happens.
 
-Owns names and formats; decides nothing. Imports the standard library only, since every rank imports it before
+Owns names and formats; decides nothing. Imports nothing that takes time, since every rank imports it before
 its script. All hosts see one folder (as they do the checkpoints). Times are seconds since 1970.
 
     RUN/                          `run_folder` of the cluster YAML
@@ -41,6 +41,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ds_ring.replaced_file import replace_text
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N
@@ -165,10 +167,8 @@ def write_launcher(run: Path) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a small file at once: a reader sees the old text or the new one. A full disk is left alone."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(value), encoding="utf-8")
-        os.replace(part, path)
+        replace_text(path, json.dumps(value))
     except OSError:
         pass
 

@@ -6,13 +6,13 @@ wrong here is said once and ends no run.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ds_ring.errors import RingConfigError
+from ds_ring.replaced_file import replace_text
 
 from .process import say
 from .run_folder import ATTEMPTS, PAGE, write_launcher
@@ -45,10 +45,7 @@ def write_page(run: Path) -> None:
         RingConfigError: that is no folder of a run.
         OSError: the page could not be written.
     """
-    text = page_of(read_run(run))
-    part = run / f".{PAGE}.{os.getpid()}"
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, run / PAGE)
+    replace_text(run / PAGE, page_of(read_run(run)))
 
 
 class _Keeper:

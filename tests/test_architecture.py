@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 LAYERS = [
-    ["errors", "checked_numbers", "tables", "registry"],
+    ["errors", "checked_numbers", "tables", "registry", "replaced_file"],
     ["masks"],
     ["config"],
     ["schedule"],

@@ -7,9 +7,10 @@ torch nor DeepSpeed.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from ds_ring.replaced_file import replace_text
 
 FILE = "history.jsonl"
 MOST_LINES = 4000  # some 500 KB
@@ -50,6 +51,4 @@ class RunHistory:
     def _thin_out(self) -> None:
         self._lines = self._lines[::2]
         self._every *= 2
-        part = self._path.with_name(f".{self._path.name}.part")
-        part.write_text("".join(self._lines), encoding="utf-8")
-        os.replace(part, self._path)
+        replace_text(self._path, "".join(self._lines))

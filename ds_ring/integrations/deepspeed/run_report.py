@@ -35,6 +35,7 @@ from ds_ring.integrations.deepspeed.link_times import link_times
 from ds_ring.integrations.deepspeed.monitor import tokens_of
 from ds_ring.integrations.deepspeed.run_history import FILE, RunHistory
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.replaced_file import replace_text
 from ds_ring.runtime.trace import Trace
 
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
@@ -224,9 +225,7 @@ def _finite(value: float) -> float | str:
 
 def _write(path: Path, figures: dict[str, Any]) -> None:
     """Replace the file at once; a full disk ends no training."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(json.dumps(figures), encoding="utf-8")
-        os.replace(part, path)
+        replace_text(path, json.dumps(figures))
     except OSError:
         pass
