@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import inf, isnan
 from statistics import median
 from typing import Any, NamedTuple
@@ -42,17 +42,16 @@ class Finding(NamedTuple):
 def judge_hosts(cluster: Cluster, found: HostAnswers) -> list[Finding]:
     """Return the findings about hosts, in the order in which they should be read."""
     answers = found.answers
-    judges: list[Callable[[], Finding]] = [
-        lambda: _presence(cluster, found),
-        lambda: _port(answers),
-        lambda: _interfaces(cluster, found),
-        lambda: _versions(answers),
-        lambda: _devices(cluster, answers),
-        lambda: _files(cluster, answers),
-        lambda: _configuration(answers),
-        lambda: _folders(cluster, found),
+    return [
+        _presence(cluster, found),
+        _port(answers),
+        _interfaces(cluster, found),
+        _versions(answers),
+        _devices(cluster, answers),
+        _files(cluster, answers),
+        _configuration(answers),
+        _folders(cluster, found),
     ]
-    return [judge() for judge in judges]
 
 
 def _presence(cluster: Cluster, found: HostAnswers) -> Finding:

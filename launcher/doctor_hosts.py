@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import subprocess
 import threading
 import time
 import uuid
@@ -19,12 +18,11 @@ from typing import Any
 from . import doctor_probe
 from .cluster import Cluster
 from .job import Job
-from .presence import find_hosts
-from .remote import ssh_command
+from .presence import AskedHost, find_hosts
 
 MEETING_SECONDS = 20.0  # in which all hosts must have answered, by default
 _LOOK_SECONDS = 0.1
-_IMPORT_SECONDS = 5.0
+_IMPORT_SECONDS, _END_SECONDS = 5.0, 2.0
 _OF_ONE_HOST = (
     "environment",
     "script",
@@ -103,78 +101,29 @@ def _by_ssh(job: Job, seconds: float) -> HostAnswers:
     cluster, token = job.cluster, uuid.uuid4().hex
     presence = find_hosts(cluster, seconds / 2)
     found = HostAnswers(missing=dict(presence.missing), ways=dict(presence.interfaces))
-    present = {host.name for host in presence.hosts}
     asked = {
-        host.name: _Probe(host.name, cluster.ssh_port, request_for(job, index, token))
-        for index, host in enumerate(cluster.hosts)
-        if host.name in present
+        host.name: AskedHost(host.name, cluster.ssh_port, "ds_ring_launcher.doctor_probe")
+        for host in presence.hosts
     }
     deadline = time.monotonic() + seconds / 2
     try:
+        for index, host in enumerate(cluster.hosts):
+            if host.name in asked:
+                asked[host.name].ask(request_for(job, index, token))
         for name, probe in asked.items():
-            answer = probe.answer(0, deadline)
+            answer = probe.answer(deadline)
             if answer is None:
-                found.missing[name] = f"its examination did not end: {probe.silence()}"
+                found.missing[name] = f"its examination did not end: {probe.silence(seconds / 2)}"
             else:
                 found.answers[name] = answer
         for probe in asked.values():
-            probe.say("look")
+            probe.ask({"look": True})
         for name, probe in asked.items():
-            found.seen[name] = (probe.answer(1, deadline) or {"seen": {}})["seen"]
+            found.seen[name] = (probe.answer(deadline) or {"seen": {}})["seen"]
     finally:
         for probe in asked.values():
-            probe.end()
+            probe.end(_END_SECONDS)  # it removes its mark first
     return found
-
-
-class _Probe:
-    """Talk to doctor_probe.py on one host."""
-
-    def __init__(self, host: str, ssh_port: int | None, request: dict[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            ssh_command(host, ssh_port, "ds_ring_launcher.doctor_probe"), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        self._lines: list[str] = []
-        self._errors: list[str] = []
-        self._readers = [
-            threading.Thread(target=into.extend, args=(stream,), daemon=True)
-            for into, stream in ((self._lines, self._process.stdout), (self._errors, self._process.stderr))
-        ]
-        for reader in self._readers:
-            reader.start()
-        self.say(json.dumps(request))
-
-    def say(self, line: str) -> None:
-        """Send a line; a host that is gone says so by not answering."""
-        assert self._process.stdin is not None
-        try:
-            print(line, file=self._process.stdin, flush=True)
-        except OSError:
-            pass
-
-    def answer(self, number: int, deadline: float) -> dict[str, Any] | None:
-        """Return an answer by its number; None where there is none before the deadline."""
-        while len(self._lines) <= number and time.monotonic() < deadline and self._readers[0].is_alive():
-            time.sleep(_LOOK_SECONDS / 10)
-        try:
-            found = json.loads(self._lines[number])
-        except (IndexError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
-
-    def silence(self) -> str:
-        """Return why there was no answer."""
-        return self._errors[-1].strip() if self._errors else "no answer"
-
-    def end(self) -> None:
-        """Let it remove its mark, then end it."""
-        self.say("end")
-        try:
-            self._process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 # [Note: a meeting without ssh]

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from . import probe
+
 PACKAGES = ("ds_ring", "torch", "deepspeed", "numpy", "transformers", "pydantic", "mpi4py")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MARK = ".ds-ring-doctor-"
@@ -39,7 +41,7 @@ def examine(request: Answer) -> Answer:
         "devices": _devices(),
         "interfaces": interfaces(),
         "chosen": {name: environment[name] for name in INTERFACE_VARIABLES if environment.get(name)},
-        "own_address": _own_address(),
+        "own_address": _resolved(os.uname().nodename),  # where gloo listens if nothing is chosen
         "names": {name: _resolved(name) for name in request["names"]},
         "cluster": request["cluster"],
         "files": {name: _digest(Path(path)) for name, path in request["files"].items()},
@@ -122,19 +124,10 @@ def _interfaces() -> dict[str, Answer]:
     states = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
-        addresses = [one.address for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
         state = states.get(name)
         is_up, mbit = (state.isup, state.speed) if state else (False, 0)
-        found[name] = {"addresses": addresses, "up": is_up, "mbit": mbit}
+        found[name] = {"addresses": probe.internet_addresses(entries), "up": is_up, "mbit": mbit}
     return found
-
-
-def _own_address() -> str | None:
-    """Return what this host's name stands for: gloo listens there where no interface is chosen."""
-    try:
-        return str(socket.getaddrinfo(os.uname().nodename, None)[0][4][0])
-    except OSError:
-        return None
 
 
 def _resolved(name: str) -> str | None:
@@ -145,15 +138,11 @@ def _resolved(name: str) -> str | None:
 
 
 def way_to(address: str) -> Answer:
-    """Return the own address and interface from which packets to a host leave; sends none."""
+    """Return the own address and interface from which packets to a host leave, or why there is none."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as speaks:
-            speaks.connect(where)
-            own = str(speaks.getsockname()[0])
+        own, name = probe.way_to(address)
     except OSError as error:
         return {"address": None, "interface": None, "why": str(error.strerror or error)}
-    name = next((name for name, one in interfaces().items() if own in one["addresses"]), None)
     return {"address": own, "interface": name, "why": ""}
 
 

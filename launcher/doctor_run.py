@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import yaml
@@ -85,30 +82,21 @@ def _run(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
-    said: list[str] = []
-    complaints: list[str] = []
-    readers = [
-        threading.Thread(target=into.extend, args=(stream,), daemon=True)
-        for into, stream in ((said, process.stdout), (complaints, process.stderr))
-    ]
-    for reader in readers:
-        reader.start()
-    status: int | None
-    try:
-        status = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGTERM)  # the launcher ends its ranks, on all hosts
+    with process:
+        try:
+            said, complaints = process.communicate(timeout=seconds)
+            return process.returncode, said.splitlines(), complaints.splitlines()
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks, on all hosts
             try:
-                process.wait(timeout=_GRACE_SECONDS)
+                said, complaints = process.communicate(timeout=_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-    for reader in readers:
-        reader.join(timeout=5.0)
-    return status, said, complaints
+                said, complaints = process.communicate()
+            return None, said.splitlines(), complaints.splitlines()
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def _last_words(lines: list[str]) -> str:

@@ -45,7 +45,7 @@ def find_hosts(cluster: Cluster, seconds: float) -> Presence:
     if not cluster.asks_by_ssh:
         return Presence(cluster.hosts)
     deadline = time.monotonic() + seconds
-    asked = {host.name: _Asked(host.name, cluster.ssh_port) for host in cluster.hosts}
+    asked = {host.name: AskedHost(host.name, cluster.ssh_port, _PROBE) for host in cluster.hosts}
     try:
         greetings = {name: one.answer(deadline) for name, one in asked.items()}
         missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
@@ -76,12 +76,12 @@ def address_of_master(cluster: Cluster, name: str) -> str:
     return cluster.master_address or first if name == first else name
 
 
-class _Asked:
-    """Talk to the probe on one host."""
+class AskedHost:
+    """Talk through ssh to a module on one host, which answers a line of JSON by another one."""
 
-    def __init__(self, host: str, ssh_port: int | None) -> None:
+    def __init__(self, host: str, ssh_port: int | None, module: str) -> None:
         self._process = subprocess.Popen(
-            ssh_command(host, ssh_port, _PROBE), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            ssh_command(host, ssh_port, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -90,10 +90,11 @@ class _Asked:
             threading.Thread(target=work, daemon=True).start()
 
     def ask(self, question: dict[str, Any]) -> None:
+        """Send a question; a host that is gone says so by not answering."""
         assert self._process.stdin is not None
         try:
             print(json.dumps(question), file=self._process.stdin, flush=True)
-        except OSError:  # it is gone: its answer says so
+        except OSError:
             pass
 
     def answer(self, deadline: float) -> dict[str, Any] | None:
@@ -112,9 +113,18 @@ class _Asked:
         said = self._said[-1].strip() if self._said else "it said nothing"
         return f"ssh ended with status {status}: {said}"
 
-    def end(self) -> None:
-        self._process.kill()  # the probe ends with its input
-        self._process.wait()
+    def end(self, patience_s: float = 0.0) -> None:
+        """End it: by the end of its input, and after so many seconds by a signal."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:  # what was asked last could not be sent
+            pass
+        try:
+            self._process.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

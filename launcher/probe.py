@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
@@ -32,22 +33,41 @@ def addresses() -> dict[str, list[str]]:
     """Return the addresses of this host's interfaces, loopback left out."""
     found = {}
     for name, entries in psutil.net_if_addrs().items():
-        mine = [one.address for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
+        mine = internet_addresses(entries)
         if mine and name != LOOPBACK:
             found[name] = mine
     return found
 
 
+def internet_addresses(entries: Iterable[Any]) -> list[str]:
+    """Return the IPv4 and IPv6 addresses among psutil's entries of an interface."""
+    return [str(one.address) for one in entries if one.family in (socket.AF_INET, socket.AF_INET6)]
+
+
 def interface_to(address: str) -> str | None:
     """Return the interface by which this host would reach an address; None for loopback, or if it cannot."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as route:
-            route.connect(target)  # of a datagram socket: looks the route up, sends nothing
-            own = str(route.getsockname()[0])
+        _, name = way_to(address)
     except OSError:
         return None
-    return next((name for name, mine in addresses().items() if own in mine), None)
+    return None if name == LOOPBACK else name
+
+
+def way_to(address: str) -> tuple[str, str]:
+    """Return the own address and interface by which this host would reach an address.
+
+    Raises:
+        OSError: it cannot, or the name is not known.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as route:
+        route.connect(target)  # of a datagram socket: looks the route up, sends nothing
+        own = str(route.getsockname()[0])
+    return own, _interface_of(own)
+
+
+def _interface_of(own: str) -> str:
+    return next((name for name, mine in addresses().items() if own in mine), LOOPBACK)
 
 
 def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
@@ -57,8 +77,7 @@ def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
             own = str(connection.getsockname()[0]).removeprefix("::ffff:")
     except OSError as error:
         return {"reached": False, "why": str(error.strerror or error)}
-    interface = next((name for name, mine in addresses().items() if own in mine), LOOPBACK)
-    return {"reached": True, "address": own, "interface": interface}
+    return {"reached": True, "address": own, "interface": _interface_of(own)}
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -17,25 +17,23 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_ring import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flash_executors import Flash, Operators
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.pending import Pending
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import build_plan
+from tests.host_waits import fake_ring
 
 FORWARD_US, BACKWARD_US = 60.0, 90.0  # of a hop, processor time; the goal
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
@@ -79,16 +77,6 @@ class DeviceExchange(Exchange):
 
     def _on_device(self, tensor: Tensor, group: object) -> bool:
         return True
-
-
-@contextmanager
-def fake_ring(rank: int, ring_size: int) -> Iterator[RingMesh]:
-    """Hold the mesh of one rank whose other ranks are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ring_size)
-    try:
-        yield RingMesh.from_world(ring_size)
-    finally:
-        dist.destroy_process_group()
 
 
 def flash_without_operators() -> FlashKernel:

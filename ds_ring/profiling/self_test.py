@@ -270,20 +270,13 @@ def _link(mesh: RingMesh) -> Link | None:
     exchange, found = Exchange(mesh), None
     device = _kind(mesh)[1]
     for source in range(mesh.ring_size):
-        with _alone(mesh):
-            target = (source + 1) % mesh.ring_size
-            if mesh.ring_rank in (source, target):
-                timed = _timed(exchange, mesh.ring_rank == source, target, source, device)
-                if mesh.ring_rank == source:
-                    found = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
+        target = (source + 1) % mesh.ring_size
+        if mesh.ring_rank in (source, target):
+            timed = _timed(exchange, mesh.ring_rank == source, target, source, device)
+            if mesh.ring_rank == source:
+                found = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
+        dist.barrier(group=mesh.ring_group)  # the others wait until this link has been measured
     return found
-
-
-@contextmanager
-def _alone(mesh: RingMesh) -> Iterator[None]:
-    """Let the other ranks wait until a link has been measured."""
-    yield
-    dist.barrier(group=mesh.ring_group)
 
 
 def _timed(

@@ -192,17 +192,26 @@ def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path: Path) -> None:
     assert found["ring"] == (NOT_LOOKED_AT, "mend first: port")
 
 
+TWO_HOSTS: dict[str, Any] = {
+    "hosts": [{"name": f"node-{n}", "slots": 2} for n in (0, 1)],
+    "ssh": False, "master_address": "10.231.0.1", "master_port": 29511,
+}  # fmt: skip
+
+
+def findings_in(log: Path) -> list[dict[str, str]]:
+    """What the command printed; torch may have warned before it."""
+    text = log.read_text()
+    found: list[dict[str, str]] = json.loads(text[text.index("{") :])["findings"]
+    return found
+
+
 @pytest.mark.needs("namespaces")
 @pytest.mark.slow
 @pytest.mark.alone
 def test_two_hosts_meet_and_differ(tmp_path: Path) -> None:
     """An interface that is not there and a JSON of another version, both on host 1."""
-    keys = {
-        "hosts": [{"name": f"node-{n}", "slots": 2} for n in (0, 1)],
-        "ssh": False, "master_address": "10.231.0.1", "master_port": 29511,
-    }  # fmt: skip
     changed = ({"environment": {"GLOO_SOCKET_IFNAME": "ib7"}}, {"section": {"layout": "striped"}})
-    paths = [write(tmp_path, n, **keys, **(changed[0] | changed[1] if n else {})) for n in (0, 1)]
+    paths = [write(tmp_path, n, **TWO_HOSTS, **(changed[0] | changed[1] if n else {})) for n in (0, 1)]
     with two_hosts() as hosts:
         words = ("-m", "ds_ring_launcher.cli", "doctor", "--json", "--no-ring")
         calls = [
@@ -211,8 +220,7 @@ def test_two_hosts_meet_and_differ(tmp_path: Path) -> None:
         ]
         assert [call.wait(timeout=120) for call in calls] == [1, 1]
     for n in (0, 1):
-        text = (tmp_path / f"{n}.log").read_text()
-        found = {one["what"]: one for one in json.loads(text[text.index("{") :])["findings"]}
+        found = {one["what"]: one for one in findings_in(tmp_path / f"{n}.log")}
         assert found["hosts"]["state"] == OK, found
         assert "node-1: GLOO_SOCKET_IFNAME=ib7: there is no such interface" in found["interfaces"]["says"]
         assert "ring_attention.layout of the DeepSpeed JSON" in found["configuration"]["says"]
@@ -222,17 +230,12 @@ def test_two_hosts_meet_and_differ(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_host_that_never_came_is_named(tmp_path: Path) -> None:
-    keys = {
-        "hosts": [{"name": f"node-{n}", "slots": 2} for n in (0, 1)],
-        "ssh": False, "master_address": "10.231.0.1", "master_port": 29511,
-    }  # fmt: skip
-    path = write(tmp_path, **keys)
+    path = write(tmp_path, **TWO_HOSTS)
     with two_hosts() as hosts:
         words = ("-m", "ds_ring_launcher.cli", "doctor", str(path), "--json", "--host-seconds", "2")
         call = hosts.start(0, *words, "--node-rank", "0", log=tmp_path / "log")
         assert call.wait(timeout=60) == 1
-    text = (tmp_path / "log").read_text()
-    found = json.loads(text[text.index("{") :])["findings"]
+    found = findings_in(tmp_path / "log")
     assert found[0]["state"] == WRONG and "node-1: did not come to 10.231.0.1" in found[0]["says"]
 
 
