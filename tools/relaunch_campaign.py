@@ -1,9 +1,11 @@
 """Train on two hosts of two ranks, make something fail, and see that `ds-ring launch` goes on by itself.
 
-Hosts are network namespaces with a cable; the launcher stands outside and reaches them by a stand-in for ssh.
-Each round is a job of its own: real ranks, real checkpoints, one fault. A round is good if the job ends with
-status 0, its losses are those of the run that was never interrupted (to --tolerance), it went on from the
-newest checkpoint, and no process is left. Printed are the seconds from the fault to the next training step.
+Hosts are network namespaces with a cable and OpenSSH's server, the launcher is called on a login node; under
+Slurm its daemons run on the hosts, and the launcher in an allocation (needs the packages openssh-server,
+slurmctld, slurmd, slurm-client and munge, and root). Each round is a job of its own: real ranks, real
+checkpoints, one fault. A round is good if the job ends with status 0, its losses are those of the run
+that was never interrupted (to --tolerance), it went on from the newest checkpoint, and no process is left.
+Printed are the seconds from the fault to the next training step.
 
 Example:
     python tools/relaunch_campaign.py --rounds 5
@@ -15,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -23,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' hosts
 
-from tests.dist.leave_rounds import LOCAL_ENGINES, kill_the_launcher, leave_when_told
+from tests.dist.leave_rounds import PLACES, kill_the_launcher, leave_when_told
 from tests.dist.relaunch_rounds import ENGINES, FAULTS, Round, play_round, same_losses_by, uninterrupted
 
 
@@ -33,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each fault")
-    parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
-    parser.add_argument("--engine", choices=("torchrun", "deepspeed"), default="torchrun")
+    parser.add_argument("--only", nargs="*", default=[], help="rounds whose name contains one of these")
+    parser.add_argument("--engine", choices=("torchrun", "deepspeed", "slurm"), default="torchrun")
     parser.add_argument(
         "--engines", action="store_true", help="compare the losses under every engine instead"
     )
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     bad, started = 0, time.monotonic()
     if options.leave:
-        return _leave(options.rounds)
+        return _leave(options.rounds, options.only)
     if options.engines:
         return _compare_engines(options.tolerance)
     with tempfile.TemporaryDirectory(prefix="relaunch-") as name:
@@ -61,20 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
     return min(bad, 100)
 
 
-def _leave(rounds: int) -> int:
+def _leave(rounds: int, only: list[str]) -> int:
     """End jobs at random moments under every engine; return how many rounds are bad."""
     bad = 0
     with tempfile.TemporaryDirectory(prefix="leave-") as name:
-        for number in range(rounds):
-            for engine in LOCAL_ENGINES:
-                for act in (leave_when_told, kill_the_launcher):
-                    row = act(Path(name, f"{act.__name__}-{engine}-{number}"), engine, number)
-                    bad += bool(row["wrong"])
-                    print(
-                        json.dumps({"what": act.__name__, "engine": engine, "round": number, **row}),
-                        flush=True,
-                    )
-    return bad
+        for number, (engine, far), act in itertools.product(
+            range(rounds), PLACES, (leave_when_told, kill_the_launcher)
+        ):
+            what = {"what": act.__name__, "engine": engine, "hosts": 2 if far else 1, "round": number}
+            if only and not any(part in f"{act.__name__} {engine}" for part in only):
+                continue
+            row = act(Path(name, "-".join(map(str, what.values()))), engine, far, number)
+            bad += bool(row["wrong"])
+            print(json.dumps({**what, **row}), flush=True)
+    return min(bad, 100)
 
 
 def _compare_engines(tolerance: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ PORT = 29400  # free: the namespaces are new
 _numbers = itertools.count()
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command; OSError with what it said where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: exit code {done.returncode}, {done.stderr.strip()}")
@@ -53,13 +55,13 @@ class Hosts:
     def __enter__(self) -> Hosts:
         try:
             for name in self.names:
-                _run("ip", "netns", "add", name)
+                run("ip", "netns", "add", name)
             pair = ["type", "veth", "peer", "name", self.devices[1], "netns", self.names[1]]
-            _run("ip", "-n", self.names[0], "link", "add", self.devices[0], *pair)
+            run("ip", "-n", self.names[0], "link", "add", self.devices[0], *pair)
             for number, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
-                _run("ip", "-n", name, "addr", "add", f"10.231.0.{number + 1}/24", "dev", device)
-                _run("ip", "-n", name, "link", "set", device, "up")
-                _run("ip", "-n", name, "link", "set", "lo", "up")
+                run("ip", "-n", name, "addr", "add", f"10.231.0.{number + 1}/24", "dev", device)
+                run("ip", "-n", name, "link", "set", device, "up")
+                run("ip", "-n", name, "link", "set", "lo", "up")
         except BaseException:
             self.close()
             raise
@@ -74,15 +76,15 @@ class Hosts:
         """The rate of the cable, in both directions, Mbit/s."""
         for name, device in zip(self.names, self.devices, strict=True):
             shape = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "400ms"]
-            _run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape)
+            run("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape)
 
     def cut(self) -> None:
         """Pull the cable."""
-        _run("ip", "-n", self.names[0], "link", "set", self.devices[0], "down")
+        run("ip", "-n", self.names[0], "link", "set", self.devices[0], "down")
 
     def mend(self) -> None:
         """Put it back."""
-        _run("ip", "-n", self.names[0], "link", "set", self.devices[0], "up")
+        run("ip", "-n", self.names[0], "link", "set", self.devices[0], "up")
 
     def start(self, host: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
         """A Python process on a host; its output goes to a file."""
@@ -97,11 +99,21 @@ class Hosts:
         self._processes.append(process)
         return process
 
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to everything that runs on a host."""
+        listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            try:
+                os.kill(int(pid), number)
+            except ProcessLookupError:
+                continue
+
     def close(self) -> None:
-        """End what was started here, and remove the namespaces."""
+        """End all that runs here, and remove the namespaces."""
+        for host in range(len(self.names)):
+            self.signal(host, signal.SIGKILL)
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

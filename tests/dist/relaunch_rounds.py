@@ -1,6 +1,6 @@
 """Rounds of the relaunch campaign: a job on two hosts, one fault, and what became of it.
 
-Owns the hosts, the stand-in for ssh and the faults; `relaunch_train.py` is what the ranks run.
+Owns the job and the faults; `relaunch_train.py` is what the ranks run.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ds_ring_launcher.run_folder import RunFolder, faults_of
-from tests.dist.namespaces import ROOT, Hosts, two_hosts
+from tests.dist.namespaces import ROOT, Hosts
+from tests.dist.slurm_cluster import slurm_on
+from tests.dist.ssh_hosts import ADDRESSES, SshHosts, ssh_hosts
 from tests.machine import small_disk
 
 STEPS, SAVE_EVERY, FAULT_STEP = 14, 2, 7
 DEADLINE_SECONDS = 400.0
-ADDRESSES = ("10.231.0.1", "10.231.0.2")
-_MARK = "DS_RING_TEST_MARK"
+MARK = "DS_RING_TEST_MARK"
 _DISK_BYTES = 6 << 20
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -37,30 +38,6 @@ CONFIG = {
     "sequence_parallel_size": 4,
     "ring_attention": {"layout": "zigzag", "heartbeat_timeout_seconds": 5},
 }
-_SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -[po] ]] && shift; shift; done
-host=$1; shift
-[[ -e {folder}/gone-$host ]] && {{ echo "ssh: connect to host $host: No route to host" >&2; exit 255; }}
-[[ -e {folder}/stopped-$host ]] && exec sleep 60
-declare -A names=([{first}]={first_name} [{second}]={second_name})
-kept=(PATH="$PATH" HOME="$HOME" PYTHONPATH={root} {mark}="${mark}")
-exec ip netns exec "${{names[$host]}}" env -i "${{kept[@]}}" bash -c "$*"
-"""
-
-
-# Starts a task for each line of SLURM_HOSTFILE on that host, with the variables that srun gives it.
-_SRUN = """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done
-mapfile -t hosts < "$SLURM_HOSTFILE"
-for task in "${{!hosts[@]}}"; do
-  variables=$(env -0 | grep -zE '^(DS_|MASTER_|OMP_)' | xargs -0 printf '%q ')
-  variables+=" SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2))"
-  variables+=" SLURM_NTASKS=${{#hosts[@]}} SLURM_STEP_TASKS_PER_NODE='2(x2)'"
-  {folder}/bin/ssh "${{hosts[$task]}}" "cd $PWD; env $variables $(printf '%q ' "$@")" &
-done
-for job in $(jobs -p); do wait "$job" || status=$?; done
-exit "${{status:-0}}"
-"""
 ENGINES = ("deepspeed", "torchrun", "mpirun", "slurm", "deepspeed, ssh: false")
 
 
@@ -105,22 +82,11 @@ class Round:
 
 
 def _kill_node(hosts: Hosts, folder: Path, node: int) -> None:
-    (folder / f"gone-{ADDRESSES[node]}").touch()
-    _signal_node(hosts, node, signal.SIGKILL)
+    hosts.signal(node, signal.SIGKILL)
 
 
 def _stop_node(hosts: Hosts, folder: Path, node: int) -> None:
-    (folder / f"stopped-{ADDRESSES[node]}").touch()
-    _signal_node(hosts, node, signal.SIGSTOP)
-
-
-def _signal_node(hosts: Hosts, node: int, number: signal.Signals) -> None:
-    listed = subprocess.run(["ip", "netns", "pids", hosts.names[node]], capture_output=True, text=True)
-    for pid in listed.stdout.split():
-        try:
-            os.kill(int(pid), number)
-        except ProcessLookupError:
-            continue
+    hosts.signal(node, signal.SIGSTOP)
 
 
 def _cut(hosts: Hosts, folder: Path, node: int) -> None:
@@ -155,68 +121,82 @@ def uninterrupted(folder: Path, engine: str) -> dict[int, float]:
 
 
 def same_losses_by(engine: str, folder: Path) -> dict[int, float]:
-    """The losses of a job that the launcher, on the first host, starts with this engine."""
-    folder.mkdir(parents=True)
-    with two_hosts() as hosts:
-        (folder / "out").mkdir()
-        _write(folder, hosts, engine.split(",")[0], None)
-        apart = engine.endswith("ssh: false")
-        text = json.loads((folder / "cluster.yaml").read_text())
-        if apart:  # its line of the YAML, and the port that all calls must know
-            text |= {"ssh": False, "master_port": 29411, "relaunch": None}
-        (folder / "cluster.yaml").write_text(json.dumps(text))
+    """The losses of a job that the launcher starts with this engine."""
+    (folder / "out").mkdir(parents=True)
+    # Where every host has its own call: a line more, and the port that all calls must know.
+    apart = {"ssh": False, "master_port": 29411, "relaunch": None} if engine.endswith("ssh: false") else {}
+    with ssh_hosts(f"{MARK}=engines") as hosts:
+        write_job(folder, engine.split(",")[0], **apart)
         calls = [["--node-rank", "0"], ["--node-rank", "1"]] if apart else [[]]
-        started = [_on_host(hosts, number, folder, call) for number, call in enumerate(calls)]
-        status = [process.wait(timeout=DEADLINE_SECONDS) for process in started]
-    logs = "".join((folder / f"log{number}").read_text() for number in range(len(calls)))
-    assert not any(status), logs[-3000:]
-    return {row["step"]: row["loss"] for row in _losses(folder)}
+        with launcher_place(hosts, engine.split(",")[0], "engines") as place:
+            places = [replace(place, prefix=on_host(name)) for name in hosts.names] if apart else [place]
+            started = [launch(folder, *both) for both in zip(places, calls, strict=True)]
+            status = [process.wait(timeout=DEADLINE_SECONDS) for process in started]
+    assert not any(status), (folder / "log").read_text()[-3000:]
+    return {row["step"]: row["loss"] for row in losses_of(folder)}
 
 
-def _on_host(hosts: Hosts, number: int, folder: Path, call: list[str]) -> subprocess.Popen[bytes]:
-    command = ["ip", "netns", "exec", hosts.names[number]]
-    command += [sys.executable, "-m", "ds_ring_launcher.cli", "launch", "cluster.yaml", *call]
-    with open(folder / f"log{number}", "w") as log:
+@dataclass(frozen=True)
+class Place:
+    """Where the launcher is called: before its command line, and in which environment."""
+
+    prefix: list[str]
+    environment: dict[str, str]
+
+
+@contextmanager
+def launcher_place(hosts: SshHosts, engine: str, mark: str) -> Iterator[Place]:
+    """On the login node; on the first host for mpirun, and for Slurm, in an allocation."""
+    environment = {**os.environ, MARK: mark, "PATH": f"{hosts.programs}:{os.environ['PATH']}"}
+    if engine == "slurm":
+        with slurm_on(hosts) as slurm:
+            environment |= slurm.environment | {"SLURM_JOB_ID": slurm.allocate()}
+            yield Place(slurm.command(), environment)
+    else:
+        yield Place(on_host(hosts.names[0] if engine == "mpirun" else hosts.login), environment)
+
+
+def on_host(name: str) -> list[str]:
+    """What stands before a command line that is to run on a host."""
+    return ["ip", "netns", "exec", name]
+
+
+def launch(folder: Path, place: Place, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Start the launcher on the job in `folder`; its output goes to `log` there."""
+    command = [*place.prefix, sys.executable, "-m", "ds_ring_launcher.cli", "launch", "cluster.yaml"]
+    with open(folder / "log", "a") as log:
         return subprocess.Popen(
-            command, env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", _MARK: "engines"},
-            cwd=folder, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [*command, *arguments], env=place.environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def play_round(folder: Path, fault: str | None, number: int, engine: str) -> Round:
     """Run one job with one fault."""
     (folder / "out/checkpoints").mkdir(parents=True)
     mark = uuid.uuid4().hex
-    with two_hosts() as hosts, small_disk(folder / "out/checkpoints", _DISK_BYTES):
-        _write(folder, hosts, engine, fault)
-        started = subprocess.Popen(
-            [sys.executable, "-m", "ds_ring_launcher.cli", "launch", "cluster.yaml"],
-            env={**os.environ, _MARK: mark, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
-            cwd=folder, stdout=open(folder / "log", "w"), stderr=subprocess.STDOUT,  # noqa: SIM115
-        )  # fmt: skip
+    with (
+        small_disk(folder / "out/checkpoints", _DISK_BYTES),  # first: hosts see what is mounted before them
+        ssh_hosts(f"{MARK}={mark}") as hosts,
+        launcher_place(hosts, engine, mark) as place,
+    ):
+        write_job(folder, engine, FAULTS.get(fault or ""))
+        started = launch(folder, place, [])
         try:
             node = 1 if number % 2 == 0 else 0  # that of rank 0, too
             at, saved = _strike(folder, hosts, fault, node, started)
             status = started.wait(timeout=DEADLINE_SECONDS)
             if fault == "stop a node":
-                _signal_node(hosts, node, signal.SIGCONT)  # it comes back after all
-            left = _left(mark)
+                hosts.signal(node, signal.SIGCONT)  # it comes back after all
+            left = left_behind(mark)
         finally:
-            for process in [started, *_marked(mark)]:
+            for process in [started, *marked(mark)]:
                 process.kill()
         return _round(folder, status, at, saved, left)
 
 
-def _write(folder: Path, hosts: Hosts, engine: str, fault: str | None) -> None:
-    (folder / "bin").mkdir()
-    names = {"first": ADDRESSES[0], "second": ADDRESSES[1]}
-    names |= {"first_name": hosts.names[0], "second_name": hosts.names[1]}
-    (folder / "bin/ssh").write_text(_SSH.format(folder=folder, root=ROOT, mark=_MARK, **names))
-    (folder / "bin/srun").write_text(_SRUN.format(folder=folder))
-    for name in ("ssh", "srun"):
-        (folder / "bin" / name).chmod(stat.S_IRWXU)
-    (folder / "ds.json").write_text(json.dumps(CONFIG))
-    act = FAULTS.get(fault or "")
+def write_job(folder: Path, engine: str, act: object = None, ring: int = 4, **changed: Any) -> None:
+    """Write the cluster YAML, with some lines changed, and the DeepSpeed JSON."""
+    (folder / "ds.json").write_text(json.dumps(CONFIG | {"sequence_parallel_size": ring}))
     arguments = ["--output", str(folder / "out"), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
     arguments += ["--fault-step", str(FAULT_STEP), "--step-seconds", "0.3"]
     arguments += ["--fault", act] if isinstance(act, str) else []
@@ -232,7 +212,7 @@ def _write(folder: Path, hosts: Hosts, engine: str, fault: str | None) -> None:
         "run_folder": "run",
         "relaunch": {"checkpoints": "out/checkpoints", "host_seconds": 8},
     }
-    (folder / "cluster.yaml").write_text(json.dumps(lines))  # JSON is YAML
+    (folder / "cluster.yaml").write_text(json.dumps(lines | changed))  # JSON is YAML
 
 
 def _strike(
@@ -248,7 +228,7 @@ def _strike(
     if isinstance(act, str):
         _wait(started, struck.exists)
         return float(struck.read_text()), _latest(folder)
-    _wait(started, lambda: len(_losses(folder)) >= FAULT_STEP)
+    _wait(started, lambda: len(losses_of(folder)) >= FAULT_STEP)
     at, saved = time.time(), _latest(folder)
     act(hosts, folder, node)
     if fault == "fill the disk":
@@ -267,14 +247,15 @@ def _latest(folder: Path) -> str:
     return (folder / "out/checkpoints/latest").read_text().strip()
 
 
-def _losses(folder: Path) -> list[dict[str, Any]]:
+def losses_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines that rank 0 has written, a step each."""
     path = folder / "out/losses.jsonl"
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half there
     return [json.loads(line) for line in whole.splitlines()]
 
 
 def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) -> Round:
-    rows, events = _losses(folder), RunFolder(folder / "run").events()
+    rows, events = losses_of(folder), RunFolder(folder / "run").events()
     found = Round(status, (folder / "log").read_text(), {row["step"]: row["loss"] for row in rows}, [], left=left)
     found.world_sizes = [event["world_size"] for event in events if event["event"] == "start"]
     ends = [event for event in events if event["event"] == "end"]
@@ -290,19 +271,21 @@ def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) ->
     return found
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes of a job, on all hosts."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):
             continue
     return found
 
 
-def _left(mark: str) -> list[str]:
+def left_behind(mark: str) -> list[str]:
+    """The processes of a job that are there ten seconds later."""
     deadline = time.monotonic() + 10
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return [" ".join(process.cmdline())[:200] for process in left]
