@@ -51,7 +51,9 @@ def slurm(job: Job) -> Invocation:
         files,
         programs={"srun": _ADVICE},
         private=job.private,
-        end_signal=signal.SIGUSR1,  # srun hands it on to all tasks; its own SIGTERM leaves them no time
+        # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
+        # there makes a SIGTERM of it (rank.py).
+        end_signal=signal.SIGUSR1 if job.rank_module else None,
     )
 
 

@@ -109,15 +109,25 @@ def _choose_interface() -> None:
 
 
 def _record_sigterm(folder: Path, rank: int) -> None:
-    """Write down that the rank was told to end, where the script does not handle that itself."""
+    """Write down that the rank was told to end, where the script does not handle that itself.
+
+    Slurm's word for it is SIGUSR1 (engine_slurm.py): a script that knows SIGTERM alone hears it as SIGTERM.
+    """
+    own = os.getpid()  # forked workers inherit the handlers, and Slurm signals them, too
 
     # An engine tells the others to end as soon as one rank is gone: who is gone is the one that says nothing.
     def end(number: int, frame: FrameType | None) -> None:
-        write_exit(folder, rank, TOLD_TO_END)
+        if os.getpid() == own:
+            write_exit(folder, rank, TOLD_TO_END)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            os.kill(own, signal.SIGTERM)
+
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGUSR1, pass_on)
 
 
 def _status(code: object) -> int:

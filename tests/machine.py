@@ -65,6 +65,20 @@ def lacks_chromium() -> str:
     return "" if found else "no chromium here: 'apt-get install chromium' brings it on Debian"
 
 
+def lacks_slurm() -> str:
+    """Return why there can be no Slurm of two hosts, or ""."""
+    from tests.dist.slurm_cluster import why_not
+
+    return why_not()
+
+
+def lacks_sshd() -> str:
+    """Return why there can be no two hosts that ssh reaches, or ""."""
+    from tests.dist.ssh_hosts import why_no_sshd
+
+    return why_no_sshd() or lacks_namespaces()
+
+
 def lacks_compiler() -> str:
     """Return why torch.compile's default backend cannot work on this machine's processor, or ""."""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -112,6 +126,8 @@ NEEDS: dict[str, Callable[[], str]] = {
     "mpirun": lacks_mpirun,
     "namespaces": lacks_namespaces,
     "pdoc": lacks_pdoc,
+    "slurm": lacks_slurm,
+    "sshd": lacks_sshd,
 }
 
 

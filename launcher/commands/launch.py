@@ -33,7 +33,11 @@ def add(commands: Commands) -> None:
     launch = add_command(commands, "launch", run, _HELP, _DESCRIPTION, _EXAMPLE, usage=_USAGE)
     launch.add_argument("config", metavar="CONFIG.yaml", type=Path, help="the cluster YAML")
     launch.add_argument("--dry-run", action="store_true", help="print the command as a script, start nothing")
-    launch.add_argument("--sbatch", action="store_true", help="engine slurm: print a script for sbatch")
+    launch.add_argument(
+        "--sbatch",
+        action="store_true",
+        help="engine slurm: print a script for sbatch, and make the run_folder that its log goes to",
+    )
     launch.add_argument(
         "--node-rank", type=int, metavar="N", help="with ssh: false: which host this is, from 0"
     )
@@ -78,6 +82,8 @@ def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -
         raise RingConfigError(
             f"--sbatch: expected engine: slurm in the YAML, got {cluster.engine}; change it"
         )
+    if cluster.run_folder is not None:  # Slurm fails a job whose log has no folder, without a word
+        cluster.run_folder.mkdir(parents=True, exist_ok=True)
     print(sbatch_script(cluster, config, extra_args), end="")
     return 0
 

@@ -1,39 +1,27 @@
-"""The engine slurm: its scripts as text, parsed by bash, and run with a stand-in for srun and scontrol."""
+"""The engine slurm: its scripts as text, and run by a Slurm of two nodes that the tests start themselves."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import stat
 import subprocess
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from ds_ring_launcher.run_folder import RunFolder
 from ds_ring_launcher.slurm_rank import environment_of
-from tests.integration.test_launch import DS_RING, REPORT, Workplace, workplace  # noqa: F401  a fixture
-
-# Starts a task for each line of SLURM_HOSTFILE, here, with the variables that srun gives it.
-FAKE_SRUN = """#!/bin/bash
-printf '%s\\n' "$@" > {folder}/srun.arguments
-while [[ $1 == -* ]]; do shift; done
-mapfile -t hosts < "$SLURM_HOSTFILE"
-export SLURM_NTASKS=${{#hosts[@]}} SLURM_STEP_TASKS_PER_NODE='2(x2)'
-for task in "${{!hosts[@]}}"; do
-  SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) "$@" &
-done
-trap 'kill -USR1 $(jobs -p)' USR1
-for job in $(jobs -p); do wait "$job" || status=$?; done
-wait
-exit "${{status:-0}}"
-"""
-
-
-def program(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-    (folder / name).chmod(stat.S_IRWXU)
+from tests.dist.namespaces import two_hosts
+from tests.dist.slurm_cluster import NODES, SlurmCluster, slurm_on
+from tests.integration.test_launch import (
+    DS_RING,
+    REPORT,
+    Workplace,
+    command_lines,
+    workplace,  # noqa: F401  a fixture
+)
+from tests.integration.test_relaunch import COUNT, RUN
 
 
 def hosts(count: int, slots: int) -> str:
@@ -69,48 +57,80 @@ def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None: 
     assert "my-token" not in script and "export MASTER_ADDR=node-0" in script
 
 
-def test_ranks_get_their_place_from_slurm(workplace: Workplace) -> None:  # noqa: F811
-    program(workplace.folder, "srun", FAKE_SRUN.format(folder=workplace.folder))
-    path = workplace.write(f"engine: slurm\n{hosts(2, 2)}environment: {{TOKEN: my-token}}\n", REPORT, 4)
-    caller = {"PATH": f"{workplace.folder}{os.pathsep}{os.environ['PATH']}"}
-    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
-    assert status == 0, output
-    assert "my-token" not in (workplace.folder / "srun.arguments").read_text()
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    with two_hosts() as both, slurm_on(both) as cluster:
+        yield cluster
+
+
+NODE_LINES = "hosts: [" + ", ".join(f"{{name: {node}, slots: 2}}" for node in NODES) + "]\n"
+
+
+@pytest.mark.needs("slurm")
+def test_ranks_get_their_place_from_slurm(workplace: Workplace, slurm: SlurmCluster) -> None:  # noqa: F811
+    path = workplace.write(f"engine: slurm\n{NODE_LINES}environment: {{TOKEN: my-token}}\n", REPORT, 4)
+    job = slurm.allocate()
+    caller = {**slurm.environment, "SLURM_JOB_ID": job}
+    started = workplace.start(slurm.command(*DS_RING, str(path), "--", "--sleep"), **caller)
+    workplace.wait_for_reports(4)
+    assert "my-token" not in command_lines()
     for rank in range(4):
         found = workplace.report(rank)["environment"]
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "TOKEN")
-        assert [found[name] for name in names] == [str(rank), "4", str(rank % 2), "2", "node-0", "my-token"]
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "SLURMD_NODENAME", "TOKEN")
+        node = NODES[rank // 2]
+        assert [found[name] for name in names] == [
+            str(rank),
+            "4",
+            str(rank % 2),
+            "2",
+            NODES[0],
+            node,
+            "my-token",
+        ]
         assert len(found["DS_RING_SECRET"]) == 64
+    started.send_signal(signal.SIGTERM)
+    status, output = workplace.finish(started)
+    assert status == 128 + signal.SIGTERM, output
+    slurm.ask("scancel", job)
 
 
 def test_without_srun_it_says_what_to_do(workplace: Workplace) -> None:  # noqa: F811
-    status, output = workplace.launch(workplace.write(f"engine: slurm\n{hosts(2, 1)}"))
+    path = workplace.write(f"engine: slurm\n{hosts(2, 1)}")
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], PATH=str(workplace.folder)))
     assert status == 2 and "expected the program srun on PATH" in output and "--sbatch" in output
 
 
-@pytest.mark.parametrize(("leaves", "requeued"), [(75, True), (1, False)])
-def test_a_preempted_job_is_put_back_into_the_queue(
+@pytest.mark.needs("slurm")
+def test_a_preempted_job_goes_back_into_the_queue_and_ends(
     workplace: Workplace,  # noqa: F811
-    leaves: int,
-    requeued: bool,
+    slurm: SlurmCluster,
 ) -> None:
-    path = workplace.write(f"engine: slurm\n{hosts(2, 1)}")
-    _, script = workplace.launch(path, "--sbatch")
-    told = f"bash -c 'trap \"sleep 0.3; exit {leaves}\" USR1; touch ready; while :; do sleep 0.05; done' &"
-    script = re.sub(r"^.* launch .* &$", lambda _: told, script, flags=re.MULTILINE)
-    assert told in script
-    program(workplace.folder, "scontrol", f'#!/bin/bash\necho "$@" > {workplace.folder}/requeued\n')
-    caller = {"PATH": f"{workplace.folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
-    started = workplace.start(["bash", "-c", script], **caller)
-    deadline = time.monotonic() + 20
-    while not (workplace.folder / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    started.send_signal(signal.SIGUSR1)
-    status, output = workplace.finish(started)
-    assert status == leaves, output
-    told_scontrol = workplace.folder / "requeued"
-    assert told_scontrol.exists() == requeued
-    assert not requeued or told_scontrol.read_text() == "requeue 42\n"
+    path = workplace.write(f"engine: slurm\n{NODE_LINES}{RUN}", COUNT, 4)
+    _, script = workplace.launch(path, "--sbatch", "--", "--fault", "preempted", "--steps", "12")
+    (workplace.folder / "job").write_text(script)
+    job = slurm.ask(
+        "sbatch", f"--export=ALL,DS_RING_TEST_MARK={workplace.mark}", str(workplace.folder / "job")
+    )
+    job = job.removeprefix("Submitted batch job ")
+    wait_until(lambda: len(list(workplace.folder.glob("ready-*"))) == 4)
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@... sends ahead of time
+    wait_until(lambda: "Restarts=1" in slurm.ask("scontrol", "show", "job", job))
+    assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    wait_until(lambda: "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", job))
+    events = RunFolder(workplace.folder / "run").events()
+    assert [(one["event"], one["attempt"]) for one in events] == [
+        ("start", 1), ("end", 1), ("start", 2), ("end", 2)
+    ]  # fmt: skip
+    assert events[2]["checkpoint"] is not None and events[3]["status"] == 0
+    assert (workplace.folder / "checkpoints/latest").read_text() == "12"
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
