@@ -104,10 +104,16 @@ def _wrong_interfaces(cluster: Cluster, one: Mapping[str, Any], reached: tuple[A
             elif reached[1] and reached[1] not in matching:
                 yield f"{variable}={value}, but the master is reached by {reached[1]} ({reached[0]})"
     own = one["own_address"] or ""
-    if not cluster.is_local and "GLOO_SOCKET_IFNAME" not in one["chosen"] and own.startswith("127."):
+    # With a run_folder every rank names the interface by itself (rank.py).
+    if (
+        not cluster.is_local
+        and cluster.run_folder is None
+        and "GLOO_SOCKET_IFNAME" not in one["chosen"]
+        and own.startswith("127.")
+    ):
         yield (
-            f"its own name {one['node']} stands for {own}, where gloo would listen; set GLOO_SOCKET_IFNAME"
-            f" in environment, it has {has}"
+            f"its own name {one['node']} stands for {own}, where gloo would listen; set run_folder, or"
+            f" GLOO_SOCKET_IFNAME in environment, it has {has}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Ask every host of a cluster what it is: through ssh, or where each host is started by its own call.
+"""Ask every host of a cluster what it is: through ssh or srun, or where each host has a call of its own.
 
 Owns how answers come together; what a host examines is doctor_probe.py's, what the answers mean is
 doctor_findings.py's.
@@ -18,7 +18,7 @@ from typing import Any
 from . import doctor_probe
 from .cluster import Cluster
 from .job import Job
-from .presence import AskedHost, find_hosts
+from .presence import AskedHost, ask_hosts
 
 MEETING_SECONDS = 20.0  # in which all hosts must have answered, by default
 _LOOK_SECONDS = 0.1
@@ -86,7 +86,7 @@ def ask(job: Job, seconds: float = MEETING_SECONDS) -> HostAnswers:
     """Return what all hosts say, in at most so many seconds and a little."""
     if job.cluster.is_local:
         return _here(job)
-    return _by_ssh(job, seconds) if job.cluster.reaches_out else _meet(job, seconds)
+    return _from_here(job, seconds) if job.cluster.reaches_out else _meet(job, seconds)
 
 
 def _here(job: Job) -> HostAnswers:
@@ -96,14 +96,13 @@ def _here(job: Job) -> HostAnswers:
     return found
 
 
-def _by_ssh(job: Job, seconds: float) -> HostAnswers:
-    """Ask through ssh, all hosts at once."""
+def _from_here(job: Job, seconds: float) -> HostAnswers:
+    """Ask all hosts at once."""
     cluster, token = job.cluster, uuid.uuid4().hex
-    presence = find_hosts(cluster, seconds / 2)
+    presence = ask_hosts(cluster, seconds / 2)
     found = HostAnswers(missing=dict(presence.missing), ways=dict(presence.interfaces))
     asked = {
-        host.name: AskedHost(host.name, cluster.ssh_port, "ds_ring_launcher.doctor_probe")
-        for host in presence.hosts
+        host.name: AskedHost(cluster, host.name, "ds_ring_launcher.doctor_probe") for host in presence.hosts
     }
     deadline = time.monotonic() + seconds / 2
     try:

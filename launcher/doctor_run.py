@@ -68,6 +68,8 @@ def _cluster_of_self_test(job: Job) -> dict[str, object]:
     if cluster.is_local:
         return {**told, "hosts": "local", "slots": cluster.hosts[0].slots}
     told |= {"hosts": [host.model_dump() for host in cluster.hosts], "ssh": cluster.ssh}
+    if cluster.run_folder is not None:  # as in the run itself, ranks then choose their interface
+        told["run_folder"] = str(cluster.run_folder / "doctor")
     for name in ("ssh_port", "master_address", "master_port"):
         if getattr(cluster, name) is not None:
             told[name] = getattr(cluster, name)

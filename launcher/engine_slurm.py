@@ -18,8 +18,9 @@ from .job import Job
 from .run_folder import PREEMPTED
 
 _PLACE_MODULE = "ds_ring_launcher.slurm_rank"
+_AS_THEY_ARE = ("--mpi=none", "--cpu-bind=none", "--unbuffered")  # nothing of MPI's, nothing held back
 SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
-_ADVICE = (
+SRUN_ADVICE = (
     "call ds-ring inside a Slurm allocation; `ds-ring launch CLUSTER.yaml --sbatch` prints a script for one"
 )
 
@@ -36,8 +37,15 @@ def slurm(job: Job) -> Invocation:
         f"--ntasks={cluster.world_size}",
         "--distribution=arbitrary",
     ]
-    argv += ["--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--unbuffered"]
-    argv += [*cluster.engine_args, sys.executable, "-u", "-m", _PLACE_MODULE]
+    argv += [
+        "--kill-on-bad-exit=1",
+        *_AS_THEY_ARE,
+        *cluster.engine_args,
+        sys.executable,
+        "-u",
+        "-m",
+        _PLACE_MODULE,
+    ]
     argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
     environment = {
         **job.environment,
@@ -49,12 +57,18 @@ def slurm(job: Job) -> Invocation:
         argv,
         job.with_own_programs(environment),
         files,
-        programs={"srun": _ADVICE},
+        programs={"srun": SRUN_ADVICE},
         private=job.private,
         # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
         # there makes a SIGTERM of it (rank.py).
         end_signal=signal.SIGUSR1 if job.rank_module else None,
     )
+
+
+def srun_command(host: str, module: str) -> list[str]:
+    """Return the command line that runs a module on one host of the allocation, beside what runs there."""
+    argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_AS_THEY_ARE]
+    return [*argv, sys.executable, "-u", "-m", module]
 
 
 def sbatch_script(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str:

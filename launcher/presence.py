@@ -1,12 +1,14 @@
 """Find out which hosts of a cluster can take part now: they answer, and they reach the host of rank 0.
 
-Asks all hosts at once through ssh (probe.py answers there). The first host that answers is the master's; one
-that answers and does not reach it, because a cable is cut or an interface is wrong, takes no part.
+Asks all hosts at once, through ssh or Slurm's srun (probe.py answers there). The first host that answers is
+the master's; one that answers and does not reach it, because a cable is cut or an interface is wrong, takes
+no part.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import threading
@@ -14,8 +16,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from .checks import require_program
 from .cluster import Cluster, Host
-from .remote import ssh_command
+from .engine_slurm import SRUN_ADVICE, srun_command
+from .remote import SSH_ADVICE, ssh_command
 
 _PROBE = "ds_ring_launcher.probe"
 
@@ -36,16 +40,28 @@ class Presence:
 
 
 def find_hosts(cluster: Cluster, seconds: float) -> Presence:
-    """Return which hosts can take part now; nobody is asked where this machine runs all of it.
+    """Return which hosts can take part now; nobody is asked where this machine runs all of it, or Slurm does.
 
     Args:
-        cluster: whose hosts one call reaches by ssh.
+        cluster: whose hosts one call reaches.
         seconds: for all answers together.
     """
-    if not cluster.asks_by_ssh:
-        return Presence(cluster.hosts)
+    # In an allocation all hosts are there: Slurm ends a job that loses one.
+    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else Presence(cluster.hosts)
+
+
+def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
+    """Return which hosts answer, and reach the first one that does.
+
+    Args:
+        cluster: whose hosts one call reaches.
+        seconds: for all answers together.
+
+    Raises:
+        RingConfigError: there is no ssh here, or no srun.
+    """
     deadline = time.monotonic() + seconds
-    asked = {host.name: AskedHost(host.name, cluster.ssh_port, _PROBE) for host in cluster.hosts}
+    asked = {host.name: AskedHost(cluster, host.name, _PROBE) for host in cluster.hosts}
     try:
         greetings = {name: one.answer(deadline) for name, one in asked.items()}
         missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
@@ -77,11 +93,26 @@ def address_of_master(cluster: Cluster, name: str) -> str:
 
 
 class AskedHost:
-    """Talk through ssh to a module on one host, which answers a line of JSON by another one."""
+    """Talk to a module on one host, which answers a line of JSON by another one.
 
-    def __init__(self, host: str, ssh_port: int | None, module: str) -> None:
+    Args:
+        cluster: says what reaches its hosts.
+        host: of its list.
+        module: what runs there.
+
+    Raises:
+        RingConfigError: what reaches hosts is not on PATH.
+    """
+
+    def __init__(self, cluster: Cluster, host: str, module: str) -> None:
+        if cluster.engine == "slurm":
+            command, advice = srun_command(host, module), SRUN_ADVICE
+        else:
+            command, advice = ssh_command(host, cluster.ssh_port, module), SSH_ADVICE
+        self._by = command[0]
+        require_program(self._by, os.environ.get("PATH", os.defpath), advice)
         self._process = subprocess.Popen(
-            ssh_command(host, ssh_port, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -111,7 +142,7 @@ class AskedHost:
         if status is None:
             return f"no answer within {seconds:g} s"
         said = self._said[-1].strip() if self._said else "it said nothing"
-        return f"ssh ended with status {status}: {said}"
+        return f"{self._by} ended with status {status}: {said}"
 
     def end(self, patience_s: float = 0.0) -> None:
         """End it: by the end of its input, and after so many seconds by a signal."""
