@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ds_ring_launcher import checks, process, relaunch, secret
+    from ds_ring_launcher import checks, placement, process, relaunch, secret
     from ds_ring_launcher.cluster_file import read_cluster
     from ds_ring_launcher.job import Job
     from ds_ring_launcher.start import start
@@ -57,6 +57,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.sbatch:
         return _print_sbatch(cluster, options.config, extra_args)
     caller = dict(os.environ)
+    cluster = placement.placed(cluster, caller)
     told = secret.secret_for(cluster)
 
     if options.dry_run:

@@ -48,7 +48,15 @@ KillWait=5
 MinJobAge=300
 NodeName={nodes[0]} NodeAddr={nodes[0]} CPUs={slots}
 NodeName={nodes[1]} NodeAddr={nodes[1]} CPUs={slots}
-PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+NodeName=gpu[0-7] NodeAddr={nodes[1]} Port=7000 CPUs=8 State=DOWN
+TopologyPlugin=topology/tree
+PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES State=UP MaxTime=INFINITE
+"""
+# gpu0 to gpu7 are not there; Slurm knows their switches all the same.
+_TOPOLOGY = """\
+SwitchName=leaf0 Nodes=gpu[0,3,5-6],{nodes[0]}
+SwitchName=leaf1 Nodes=gpu[1-2,4,7],{nodes[1]}
+SwitchName=spine Switches=leaf[0-1]
 """
 
 
@@ -87,6 +95,7 @@ class SlurmCluster:
         name = socket.gethostname().split(".")[0]
         text = _CONF.format(name=name, nodes=NODES, folder=folder, slots=SLOTS)
         (folder / "slurm.conf").write_text(text)
+        (folder / "topology.conf").write_text(_TOPOLOGY.format(nodes=NODES))
         (folder / "munge.key").write_bytes(os.urandom(64))
         (folder / "munge.key").chmod(0o400)
         files = [f"--{what}={folder}/munge.{what.split('-')[0]}" for what in ("socket", "key-file", "pid-file")]
@@ -96,7 +105,7 @@ class SlurmCluster:
         for number, node in enumerate(NODES):
             self._daemon(*self._on(number), "slurmd", "-D", "-N", node)
         deadline = time.monotonic() + _READY_SECONDS
-        while (said := self.ask("sinfo", "--noheader", "-o", "%D %T")) != f"{len(NODES)} idle":
+        while (said := self.ask("sinfo", "--noheader", "-p", "all", "-o", "%D %T")) != f"{len(NODES)} idle":
             if time.monotonic() > deadline:
                 raise OSError(f"the nodes are not idle: {said!r}; {self._last_words()}")
             time.sleep(0.1)

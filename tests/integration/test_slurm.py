@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ds_ring_launcher import placement
+from ds_ring_launcher.cluster import Cluster, Host
 from ds_ring_launcher.run_folder import RunFolder
 from ds_ring_launcher.slurm_rank import environment_of
 from tests.dist.namespaces import two_hosts
@@ -98,6 +100,24 @@ def test_without_srun_it_says_what_to_do(workplace: Workplace) -> None:  # noqa:
     path = workplace.write(f"engine: slurm\n{hosts(2, 1)}")
     status, output = workplace.finish(workplace.start([*DS_RING, str(path)], PATH=str(workplace.folder)))
     assert status == 2 and "expected the program srun on PATH" in output and "--sbatch" in output
+
+
+@pytest.mark.needs("slurm")
+def test_hosts_of_one_switch_are_neighbours(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_scontrol", lambda *what: slurm.ask("scontrol", "show", *what))
+    of_slurm = {"engine": "slurm", "script": __file__, "deepspeed_config": __file__}
+    hosts = tuple(Host(name=f"gpu{n}", slots=8) for n in range(8))
+    cluster = Cluster.model_validate({"hosts": hosts, **of_slurm})
+    found = placement.placed(cluster, {"SLURM_JOB_ID": "1"})
+    assert [host.name for host in found.hosts] == [f"gpu{n}" for n in (0, 3, 5, 6, 1, 2, 4, 7)]
+    assert placement.placed(cluster, {}) is cluster
+
+
+def test_a_host_without_a_switch_stays_where_it_was() -> None:
+    hosts = [Host(name=name, slots=1) for name in "acbd"]
+    tree = {"a": ["top", "left"], "b": ["top", "left"], "c": ["top", "right"]}
+    assert [host.name for host in placement.by_switch(hosts, tree)] == ["a", "b", "c", "d"]
+    assert placement.by_switch(hosts, {}) == tuple(hosts)
 
 
 @pytest.mark.needs("slurm")

@@ -73,7 +73,7 @@ def test_healthy_hosts_have_nothing_wrong() -> None:
         ("port", HostAnswers({"node-0": answer("node-0", port_holder="nc")}), ["node-0 by nc"]),
         ("interfaces", of_two(chosen={"GLOO_SOCKET_IFNAME": "ib7"}), ["node-1", "no such interface", "eth0"]),
         ("interfaces", of_two(chosen={"GLOO_SOCKET_IFNAME": "lo"}), ["node-1", "reached by eth0 (10.0.0.2)"]),
-        ("interfaces", of_two(own_address="127.0.1.1"), ["127.0.1.1", "set run_folder, or GLOO_SOCKET_IFNAME"]),
+        ("interfaces", of_two(own_address="127.0.1.1"), ["127.0.1.1", "set run_folder, or GLOO_SOCKET"]),
         ("interfaces", of_two(names={"node-0": None}), ["node-1 does not know the name node-0"]),
         ("versions", of_two(versions={"torch": "2.11.0"}), ["torch 2.13.0 on node-0, 2.11.0 on node-1"]),
         ("script", of_two(files={"script": None}), ["node-1", "copy it there"]),
