@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from . import process
 from .invocation import Invocation, own_programs_first
-from .marked import FAULT_GRACE_SECONDS
+from .marked import FAULT_GRACE_SECONDS, ORPHAN_GRACE_SECONDS
 
 # Stands in a request for the folder that the agent makes; no path of a real file begins with it.
 FOLDER = Path("/ds-ring-agent-folder")
@@ -69,8 +69,8 @@ def _listen(stdin: IO[str], grace: process.Grace) -> None:
         line = stdin.readline()
         silent.cancel()
         word = line.strip()
-        if not line or word == END_AFTER_FAULT:  # nobody waits for a checkpoint
-            grace.seconds = min(grace.seconds, FAULT_GRACE_SECONDS)
+        if not line or word == END_AFTER_FAULT:  # nobody waits for a checkpoint, nor for anything at all
+            grace.seconds = min(grace.seconds, FAULT_GRACE_SECONDS if line else ORPHAN_GRACE_SECONDS)
         if not line or word in (END, END_AFTER_FAULT):
             _end("" if line else "lost the launcher")
             return
