@@ -12,6 +12,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     ports.py         free ports
     job.py           what goes into an engine; invocation.py: what comes out
     engines.py       job -> command line; the table of engines (engine_deepspeed.py, engine_slurm.py)
+    open_files.py    the limit of open files
     secret.py        one secret for all ranks of a launch
     start.py         one attempt of a job, here or on all hosts
     relaunch.py      attempts of a job until it is done: attempts.py decides, presence.py (probe.py) finds the

@@ -20,6 +20,7 @@ from typing import IO, Any
 from . import process
 from .invocation import Invocation, own_programs_first
 from .marked import FAULT_GRACE_SECONDS, ORPHAN_GRACE_SECONDS
+from .open_files import raise_file_limit
 
 # Stands in a request for the folder that the agent makes; no path of a real file begins with it.
 FOLDER = Path("/ds-ring-agent-folder")
@@ -42,6 +43,7 @@ def main(stdin: IO[str]) -> int:
         return _refuse(f"expected the launcher's folder on this host, too: {error}; share it, or make it")
     if not Path(request["script"]).is_file():
         return _refuse(f"script: expected a Python file, got no {request['script']}; copy it to this host")
+    raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder:
         invocation = _invocation(request, folder)
         grace = process.Grace(request["grace_seconds"])

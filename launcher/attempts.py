@@ -15,6 +15,7 @@ from .cluster import Host, Relaunch
 from .run_folder import PREEMPTED, TOLD_TO_END, RankFault, exits_of, faults_of, silent_ranks
 
 SIGNAL_STATUS = 128  # shells add the number of a signal to it
+_NAMED = 8  # ranks or hosts in a line
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
         host, step = host_of(rank, hosts), next((f.step for f in faults if f.step is not None), None)
         when = "" if step is None else f" in step {step}"
         sayers = sorted({fault.rank for fault in faults if fault.blames == rank})
-        what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {sayers}"
+        what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {few(sayers)}"
         return Culprit("lost", rank, host, what, next(f for f in faults if f.blames == rank))
     left = [(rank, code) for rank, code in exits.items() if code not in (0, TOLD_TO_END)]
     if left:
@@ -118,6 +119,12 @@ def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
     if faults:
         return Culprit("lost", None, None, f"ranks lost each other: {faults[0].message}", faults[0])
     return Culprit("unknown", None, None, f"no rank says why; the engine ended with status {status}")
+
+
+def few(items: Sequence[object]) -> str:
+    """Name the first of many, for a line that a person reads."""
+    more = len(items) - _NAMED
+    return ", ".join(map(str, items[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def host_of(rank: int, hosts: Sequence[Host]) -> str:

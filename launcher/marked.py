@@ -19,13 +19,13 @@ FAULT_GRACE_SECONDS = 5.0  # where nobody asked for the end: survivors say who f
 POLL_SECONDS = 0.1
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return the live processes of the run; those of other users cannot be read, and are none of ours."""
     found = []
     # By variable and not by parent: launchers and sessions cut processes off from their parents.
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(variable) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):
             continue

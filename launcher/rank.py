@@ -19,13 +19,13 @@ import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from .open_files import raise_file_limit
 from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
 
 _FRAMES = 5  # the innermost ones that are kept: enough to tell one bug from another
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-# tee ignores what ends the rank, so that the rank's last words arrive; it ends with its writers.
-_TEE = 'trap "" INT TERM HUP USR1 USR2; exec tee -a "$0"'
+_ENDS_A_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: list[str]) -> None:
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     before = [word for word in argv[:1] if word.startswith("--local_rank")]
     script, *arguments = argv[len(before) :]
     rank, folder = int(os.environ.get("RANK", "0")), Path(os.environ[FOLDER_VARIABLE])
+    raise_file_limit()
     _copy_output(folder / f"rank-{rank}.log")
     _choose_interface()
     faulthandler.enable()
@@ -136,15 +137,20 @@ def _status(code: object) -> int:
 
 def _copy_output(log: Path) -> None:
     """Let everything that this process and its children print go into `log` as well."""
-    # Processes and not threads: what a rank printed before SIGKILL or a crash arrives, too.
-    for descriptor in (1, 2):
+    # Processes and not threads: what a rank printed before SIGKILL or a crash arrives, too. They never hear
+    # what ends the rank, so that its last words arrive, and end with their writers.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
+    together = os.path.sameopenfile(1, 2)  # one terminal, say: one process, which keeps the order of lines
+    for descriptors in [(1, 2)] if together else [(1,), (2,)]:
         tee = subprocess.Popen(
-            ["sh", "-c", _TEE, str(log)], stdin=subprocess.PIPE, stdout=descriptor, stderr=subprocess.DEVNULL
+            ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=descriptors[0], stderr=subprocess.DEVNULL
         )
         assert tee.stdin is not None
-        os.dup2(tee.stdin.fileno(), descriptor)
+        for descriptor in descriptors:
+            os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()
         tee.returncode = 0  # nobody waits for it: it ends after this process
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 from . import agent, checks, engines, process, remote
+from .attempts import few
 from .invocation import Invocation
 from .job import Job
 
@@ -18,7 +19,7 @@ def start(job: Job, signals: list[int]) -> int:
         signals: signals that this process has got; a new one ends the job.
     """
     cluster = job.cluster
-    hosts = "this machine" if cluster.is_local else ", ".join(host.name for host in cluster.hosts)
+    hosts = "this machine" if cluster.is_local else few([host.name for host in cluster.hosts])
     said = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
     search_path = job.caller_environment.get("PATH", os.defpath)
     script = str(cluster.script)

@@ -9,22 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ds_ring.health.host_addresses import Presence, presence
 from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import keep_for_ever
+from ds_ring.health.store import Store
+
+if TYPE_CHECKING:
+    from ds_ring.health.first_collective import FirstCollective  # which imports torch
 
 START_S = 60.0  # of the monitor process
-PROBE_S = 1.0  # for the collective to end, once everybody is here
 FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two looks at the store
-LOOK_S_PER_RANK = 2e-4  # rank 0 asks for every rank
+NEWCOMERS = 32  # asked for in one look
+LOOK_S_PER_RANK = 1e-3  # so that one store answers 2,000 questions a second, however many ranks ask
 ENDED = "its process ended while the ranks were starting (killed, or crashed)"
 log = logging.getLogger(__name__)
 
@@ -60,34 +61,37 @@ class Arrival:
         name: of this arrival; a process may join several times.
         rank, world_size: of the world.
         deadline: on the monotonic clock, until which all ranks must have come.
+        collective: of the same ranks; None where their default group has none that breaks with a rank.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int, deadline: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        collective: FirstCollective | None,
+    ) -> None:
         self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
-        self.deadline = deadline
+        self.deadline, self._collective = deadline, collective
         self._mine = presence()
         self._complete_at: float | None = None  # since when all are known to have come
         self._known: dict[int, Presence] = {}
-        self._number = torch.zeros(1)
-        self._probe: dist.Work | None = None
         # Rank 0 watches all, the others it and their neighbours: every death is seen by two.
         near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
-        self._neighbours = frozenset(near) - {rank}
+        self._unknown = deque(frozenset(near) - {rank})  # those of them that were not there yet
 
     def announce(self) -> None:
         """Write this rank's host and process to the store."""
         self.store.set(f"{self.name}/{self.rank}", json.dumps(self._mine))
-        world = dist.group.WORLD
-        if world is not None and dist.get_backend(world) == "gloo":
-            self._probe = dist.all_reduce(self._number, group=world, async_op=True)
+        if self._collective is not None:
+            self._collective.begin()
 
     def end(self) -> None:
         """Wait until the collective ends, which it does now that everybody is here."""
-        end = time.monotonic() + PROBE_S
-        while self._probe is not None and not self._probe.is_completed() and time.monotonic() < end:
-            time.sleep(FIRST_LOOK_S)
-        if self._probe is not None and not self._probe.is_completed():
-            keep_for_ever(self._probe, self._number)
+        if self._collective is not None:
+            self._collective.end()
 
     def wait_for_all(self) -> None:
         """Wait until every rank has announced itself."""
@@ -108,7 +112,10 @@ class Arrival:
     def presences(self) -> list[Presence]:
         """Return where all ranks are, once they have come."""
         keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
-        return [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
+        found = [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
+        self._known |= {rank: found[rank] for rank in self._unknown}
+        self._unknown.clear()
+        return found
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         pause_s = FIRST_LOOK_S
@@ -137,17 +144,31 @@ class Arrival:
         """Return who is known to be dead. Rank 0 decides as long as it lives; once all have come, the
         monitor.
         """
-        if self.store.check([f"{self.name}/fault"]):
-            return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
-        for rank in self._neighbours:
-            if rank not in self._known and self.store.check([f"{self.name}/{rank}"]):
+        # One question, not one for each key: a thousand ranks ask one store.
+        fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
+        return fault or self._look_around()
+
+    def _look_around(self) -> Fault | None:
+        """Write down which deaths are seen from here; return one that needs no judge."""
+        for _ in range(min(len(self._unknown), NEWCOMERS)):
+            rank = self._unknown.popleft()
+            if self.store.check([f"{self.name}/{rank}"]):
                 self._known[rank] = Presence(*json.loads(self.store.get(f"{self.name}/{rank}")))
-            if rank in self._known and not self._lives(self._known[rank]):
+            else:
+                self._unknown.append(rank)
+        for rank, other in self._known.items():
+            if not self._lives(other):
                 if 0 in (rank, self.rank):
                     return Fault(rank, ENDED)
-                self.store.set(f"{self.name}/dead", str(rank))
-        if self._is_broken():
-            self.store.set(f"{self.name}/broken", "")
+                self._write("dead", str(rank))
+        if self._collective is not None and self._collective.is_broken():
+            self._write("broken", "")
+        return None
+
+    def _judge(self) -> Fault | None:
+        """Return whose fault it is that some rank has seen a death, if that can be told."""
+        if self.store.check([f"{self.name}/fault"]):
+            return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
         if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
             return Fault(int(self.store.get(f"{self.name}/dead")), ENDED)
         if self.store.check([f"{self.name}/broken"]):
@@ -159,14 +180,10 @@ class Arrival:
                 return Fault(0, f"it did not start the monitor process within {START_S:g} s")
         return None
 
-    def _is_broken(self) -> bool:
-        """Return whether the collective has failed here."""
-        try:
-            if self._probe is not None and self._probe.is_completed():
-                self._probe.wait()
-        except RuntimeError:
-            return True
-        return False
+    def _write(self, key: str, value: str) -> None:
+        """Write down what is seen, and that there is something to read."""
+        self.store.set(f"{self.name}/{key}", value)
+        self.store.set(f"{self.name}/alarm", "")
 
     def _lives(self, other: Presence) -> bool:
         """Return False where the rank is known to be dead."""
@@ -183,9 +200,9 @@ class Arrival:
 
     def _tell(self, fault: Fault) -> PeerLost:
         try:
-            self.store.set(f"{self.name}/fault", json.dumps(fault))
+            self._write("fault", json.dumps(fault))
         except RuntimeError:
             log.warning("the store is lost: other ranks cannot be told that rank %d has failed", fault.rank)
-        if self._probe is not None and not self._probe.is_completed():
-            keep_for_ever(self._probe, self._number)
+        if self._collective is not None:
+            self._collective.leave()
         return PeerLost(fault)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ds_ring.health.store import Store
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,8 +51,8 @@ def listening_hosts(store: Store, presences: Sequence[Presence]) -> list[str]:
     """
     if len({one.host for one in presences}) == 1:
         return [LOOPBACK]
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
+        store = inner
     name = getattr(store, "host", "")
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.arrival import PeerLost
+from ds_ring.health.first_collective import FirstCollective
 from ds_ring.health.guarded_call import peer_error
 from ds_ring.health.rendezvous import join
 from ds_ring.health.watch import Watch
@@ -38,8 +39,10 @@ def join_monitor(
     if grid.world_size == 1 or dist.get_backend() == "fake":
         return None
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    settings = (heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
+    collective = FirstCollective() if dist.get_backend() == "gloo" else None
     try:
-        return join(store, rank, grid.world_size, heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
+        return join(store, rank, grid.world_size, *settings, collective)
     except PeerLost as lost:
         raise peer_error(grid, rank, None, lost.fault) from lost
 

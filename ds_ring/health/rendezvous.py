@@ -14,15 +14,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
-
-from torch.distributed.distributed_c10d import Store
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_ring.errors import RingConfigError, RingMeshError
 from ds_ring.health.arrival import START_S, Arrival
 from ds_ring.health.host_addresses import all_addresses, listening_hosts
 from ds_ring.health.monitor import failure_detector, handshake
+from ds_ring.health.store import Store
 from ds_ring.health.watch import Watch
+
+if TYPE_CHECKING:
+    from ds_ring.health.first_collective import FirstCollective  # which imports torch
 
 CONNECT_S = 2.0  # for one address of the monitor
 HANDSHAKE_S = 5.0
@@ -51,6 +53,7 @@ def join(
     exit_after_s: float | None = None,
     secret: str | None = None,
     timeout_s: float = 1800.0,
+    collective: FirstCollective | None = None,
 ) -> Watch:
     """Join the failure detector of this job; rank 0 starts it. All ranks must call it in the same order.
 
@@ -61,6 +64,7 @@ def join(
         exit_after_s: of `Watch`.
         secret: what the launcher handed over, the same on all ranks; None without one.
         timeout_s: until every rank has come here.
+        collective: of `Arrival`.
 
     Raises:
         PeerLost: a rank died, or did not come in time.
@@ -73,7 +77,7 @@ def join(
             " `openssl rand -hex 32`, or let ds-ring launch make it"
         )
     name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
-    arrival = Arrival(store, name, rank, world_size, time.monotonic() + timeout_s)
+    arrival = Arrival(store, name, rank, world_size, time.monotonic() + timeout_s, collective)
     arrival.announce()
     if rank == 0:
         arrival.wait_for_all()

@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ds_ring_launcher import checks, placement, process, relaunch, secret
+    from ds_ring_launcher import checks, open_files, placement, process, relaunch, secret
     from ds_ring_launcher.cluster_file import read_cluster
     from ds_ring_launcher.job import Job
     from ds_ring_launcher.start import start
@@ -67,6 +67,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         _print(Job(cluster, node_rank, port, folder, caller, extra_args, told, attempt))
         return 0
 
+    open_files.raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
         job = Job(cluster, node_rank, port, Path(name), caller, extra_args, told)
         if cluster.run_folder is not None:

@@ -33,6 +33,14 @@ def heard_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def test_the_limit_of_open_files_is_raised_for_all_that_is_started() -> None:
+    code = "import resource; from ds_ring_launcher.open_files import raise_file_limit as r; r(); r();"
+    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    command = f"ulimit -Sn 1024; ulimit -Hn 3000; {sys.executable} -c '{code}'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.split() == ["3000", "3000"], done.stderr
+
+
 def run(*argv: str, grace_seconds: float = GRACE_SECONDS) -> int:
     """As `start.py` calls it: signals are noted around it."""
     made = Invocation(list(argv), {})

@@ -19,6 +19,7 @@ from typing import Any
 from .failure_detector import FailureDetector, Fault
 from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
 from .listening import listen_at, raise_file_limit
+from .waits import line_bytes
 
 EMPTY_S = 1.0  # the process ends when no rank was connected for so long
 FIRST_S = 20.0  # and when none came for so long
@@ -41,9 +42,6 @@ UNSENT_BYTES = 1 << 18  # for a client that does not read
 # process with all of torch), and it does not notice that a client is gone. Here the end of a connection is
 # the message: a rank that is killed, aborts or crashes is known in milliseconds, one that is stopped or cut
 # off after the heartbeat timeout.
-def line_bytes(world_size: int) -> int:
-    """Return the longest line of a rank: one that waits for every second rank names them all."""
-    return 16384 + 16 * world_size
 
 
 @dataclass(eq=False)
@@ -83,12 +81,11 @@ class Server:
         self.ranks: dict[int, Client] = {}
         self.strangers: dict[Client, None] = {}  # the oldest first
         self.line_bytes = line_bytes(detector.world_size)
-        self.told = False
+        self.told, self.empty_s = False, EMPTY_S
 
     def serve(self) -> None:
         """Serve until every rank is gone, or none came."""
-        last_busy = before = time.monotonic()
-        next_look = 0.0
+        last_busy = before = next_look = time.monotonic()
         while True:
             for key, events in self.selector.select(TICK_S):
                 if key.data is None:
@@ -108,8 +105,12 @@ class Server:
                 self._look(now)
             if self.ranks:
                 last_busy = now
-            elif now - last_busy > (EMPTY_S if self.detector.ranks else FIRST_S):
+            elif now - last_busy > (self.empty_s if self.detector.ranks else FIRST_S):
                 return
+
+    def end_after_ranks(self) -> None:
+        """End as soon as no rank is connected."""
+        self.empty_s = 0.0
 
     def _look(self, now: float) -> None:
         """Handle what time alone brings: a verdict, strangers whose time is over, room for others."""
@@ -288,11 +289,12 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    # It ends after the ranks. Who tells all processes of a job to end tells the ranks, which may save first.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     detector = FailureDetector(world_size, settings["heartbeat_timeout_s"])
-    Server(listeners, detector, settings["secret"].encode(), strangers).serve()
+    server = Server(listeners, detector, settings["secret"].encode(), strangers)
+    # Who tells all processes of a job to end tells the ranks, which may save first: it ends after them.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: server.end_after_ranks())
+    server.serve()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from ds_ring.errors import RingMeshError
 from ds_ring.health.monitor import failure_detector
 from ds_ring.health.monitor.handshake import authenticate
+from ds_ring.health.monitor.server import EMPTY_S
 from ds_ring.health.rendezvous import start_monitor
 from tests.dist.light_ranks import LightRanks, verdict_seconds
 
@@ -45,6 +48,22 @@ def test_strangers_do_not_keep_it_alive() -> None:
             ranks.say(rank, kind="bye")
     with stranger:
         assert gone_within(port, 8.0)
+
+
+def test_it_ends_with_the_last_rank_once_the_job_is_told_to_end() -> None:
+    """A launcher waited a second for it before each attempt."""
+    with LightRanks(2, 5.0) as ranks:
+        ranks.join()
+        port = ranks.port
+        (monitor,) = {
+            c.pid for c in psutil.net_connections("tcp") if (c.status, c.laddr.port) == ("LISTEN", port)
+        }
+        os.kill(monitor, signal.SIGTERM)
+        ranks.run(0.3)
+        assert not gone_within(port, 0.0)
+        for rank in (0, 1):
+            ranks.say(rank, kind="bye")
+    assert gone_within(port, EMPTY_S / 2)
 
 
 def test_it_listens_on_loopback_alone_for_ranks_of_one_host() -> None:

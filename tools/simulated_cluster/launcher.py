@@ -1,0 +1,22 @@
+"""Be `ds-ring launch` with one change: in place of the program mpirun, `engine.py` gets its command line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from ds_ring_launcher import cli, engines
+from ds_ring_launcher.invocation import Invocation
+from ds_ring_launcher.job import Job
+
+
+def build(job: Job) -> Invocation:
+    """Return mpirun's invocation with another program."""
+    real = engines.mpirun(job)
+    program = [sys.executable, "-m", "simulated_cluster.engine"]
+    return replace(real, argv=[*program, *real.argv[1:]], programs={})
+
+
+if __name__ == "__main__":
+    engines.ENGINES["mpirun"] = build
+    sys.exit(cli.main(["launch", sys.argv[1]]))
