@@ -13,6 +13,7 @@ import queue
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from .engine_slurm import SRUN_ADVICE, srun_command
 from .remote import SSH_ADVICE, ssh_command
 
 _PROBE = "ds_ring_launcher.probe"
+_LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,11 @@ class AskedHost:
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
-        for work in (self._read, self._read_errors):
-            threading.Thread(target=work, daemon=True).start()
+        self._readers = [
+            threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def ask(self, question: dict[str, Any]) -> None:
         """Send a question; a host that is gone says so by not answering."""
@@ -138,6 +143,10 @@ class AskedHost:
 
     def silence(self, seconds: float) -> str:
         """Return why there was no answer."""
+        if not self._readers[0].is_alive():  # the end of its output comes a moment before its own
+            self._readers[1].join(_LAST_WORDS_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_SECONDS)
         status = self._process.poll()
         if status is None:
             return f"no answer within {seconds:g} s"

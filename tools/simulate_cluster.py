@@ -100,6 +100,7 @@ def _moments(story: Story, setting: Setting, fault: str) -> list[Moment]:
     # A stopped rank is found by its silence, which takes as long as the job allows it.
     silence = setting.heartbeat_s if fault == "stop" else 0.0
     since = story.struck + silence
+    chosen_s = DECIDED_S if fault == "host" else None
     moments = [
         Moment(
             "(before it) all hosts asked, from the launcher's start",
@@ -113,7 +114,7 @@ def _moments(story: Story, setting: Setting, fault: str) -> list[Moment]:
         Moment("the first rank knows the verdict", min(told, default=since) - since),
         Moment("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
         Moment("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
-        Moment("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, DECIDED_S),
+        Moment("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
     ]
     if len(story.attempts) > 1:
         moments.append(Moment("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since))
