@@ -17,8 +17,10 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,16 +28,19 @@ from torch import Tensor
 
 from ds_ring import Causal
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, Route
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flash_executors import Flash, Operators
+from ds_ring.runtime.messages import Message
 from ds_ring.runtime.pending import Pending
 from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.runtime.streams import Streams
 from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.host_waits import fake_ring
 
-FORWARD_US, BACKWARD_US = 60.0, 90.0  # of a hop, processor time; the goal
+GOALS_US = {"forward": 60.0, "backward": 90.0}  # of a hop, processor time
+CAUSAL = Causal()
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
 
 
@@ -69,14 +74,18 @@ def one_launch(out: Tensor, lse: Tensor, *_: Tensor) -> None:
 class DeviceExchange(Exchange):
     """Wait for works as on a GPU: by the stream, and a thread watches over them."""
 
-    def _start(self, *given: object) -> Pending:
-        pending = super()._start(*given)  # type: ignore[arg-type]
+    def route(self, *sides: Sequence[Message]) -> Route:
+        route = super().route(*sides)
         # NCCL's way: one Work for all messages of a batch
-        pending.works, pending.peers = pending.works[:1], [tuple(rank for (rank,) in pending.peers)]
+        return route._replace(peers=[tuple(rank for (rank,) in route.peers)])
+
+    def start(self, *given: Any) -> Pending:
+        pending = super().start(*given)
+        del pending.works[1:]
         return pending
 
-    def _on_device(self, tensor: Tensor, group: object) -> bool:
-        return True
+    def _streams_that_wait(self, tensor: Tensor, group: object) -> Streams:
+        return self.streams(tensor)
 
 
 def flash_without_operators() -> FlashKernel:
@@ -110,10 +119,38 @@ def operator_us(rounds: int) -> float:
     return 1e6 * statistics.median(found)
 
 
-def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool) -> bool:
-    """Print the times of a pattern; return whether they are within the goal."""
-    ring_size, slots, rounds = arguments.ring_size, arguments.slots, arguments.rounds
-    rank, within = ring_size // 2 - 1, True
+@dataclass(frozen=True)
+class Hops:
+    """Hold one rank of a ring whose other ranks are not there, and its two passes.
+
+    Attributes:
+        made: the pass.
+        ring_size: hops of a pass.
+        operands: q, k, v, grad_out.
+        results: out, lse.
+    """
+
+    made: RingPass
+    ring_size: int
+    operands: tuple[Tensor, Tensor, Tensor, Tensor]
+    results: tuple[Tensor, Tensor]
+
+    def forward(self) -> object:
+        q, k, v, _ = self.operands
+        return self.made.forward(q, k, v)
+
+    def backward(self) -> object:
+        q, k, v, grad_out = self.operands
+        return self.made.backward(grad_out, q, k, v, *self.results)
+
+
+@contextmanager
+def hops_of(
+    pattern: Pattern = CAUSAL, layout_name: str = "zigzag", ring_size: int = 8, slots: int = 16,
+    whole_merge: bool = False,
+) -> Iterator[Hops]:  # fmt: skip
+    """Make the passes of the rank in the middle of a ring."""
+    rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
         stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", _as_is))
@@ -124,13 +161,16 @@ def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, w
         kernel, exchange = flash_without_operators(), DeviceExchange(mesh)
         made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.buffers)
         shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-        q, k, v, grad = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
-        out, lse = made.forward(q, k, v)
-        passes: tuple[tuple[str, Callable[[], object], float], ...] = (
-            ("forward", lambda: made.forward(q, k, v), FORWARD_US),
-            ("backward", lambda: made.backward(grad, q, k, v, out, lse), BACKWARD_US),
-        )
-        for name, work, goal in passes:
+        q, k, v, grad_out = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
+        yield Hops(made, ring_size, (q, k, v, grad_out), made.forward(q, k, v))
+
+
+def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool) -> bool:
+    """Print the times of a pattern; return whether they are within the goal."""
+    ring_size, rounds, within = arguments.ring_size, arguments.rounds, True
+    with hops_of(pattern, layout_name, ring_size, arguments.slots, whole_merge) as hops:
+        for name, goal in GOALS_US.items():
+            work = getattr(hops, name)
             seconds_of(work, 5)
             before = operator_us(rounds)
             of_thread, of_process = (1e6 * s / ring_size for s in seconds_of(work, rounds))
@@ -161,8 +201,8 @@ def main() -> None:
     parser.add_argument("--profile", choices=("forward", "backward"), help="print where the time goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    within = measure(Causal(), "zigzag", arguments, whole_merge=False)
-    measure(Causal(), "zigzag", arguments, whole_merge=True)
+    within = measure(CAUSAL, "zigzag", arguments, whole_merge=False)
+    measure(CAUSAL, "zigzag", arguments, whole_merge=True)
     raise SystemExit(0 if within else 1)
 
 

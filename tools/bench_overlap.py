@@ -25,13 +25,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, where the hosts are
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, Route
 from ds_ring.runtime.kernels.cpu import CpuKernel
-from ds_ring.runtime.messages import Message
 from tests.dist.namespaces import two_hosts, why_not
 
 LIMIT_S = 580.0  # for all lengths together
@@ -45,17 +45,17 @@ class Arrived:
 
 
 def _nothing_travels(
-    self: Exchange, sends: Sequence[Message], receives: Sequence[Message], hop: int
+    self: Exchange, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int
 ) -> Arrived:
-    for message in receives:
-        message.tensor.zero_()
+    for tensor in received:
+        tensor.zero_()
     return Arrived()
 
 
 @contextmanager
 def computing_alone() -> Iterator[None]:
     """Zeros arrive at once."""
-    with patch.object(Exchange, "post", _nothing_travels):
+    with patch.object(Exchange, "start", _nothing_travels):
         yield
 
 

@@ -21,6 +21,7 @@ from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.host_heads import saved_on_host, stand_ins
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run
 from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.runtime.prepared import PreparedPasses
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import is_fake
@@ -49,6 +50,7 @@ def _pass_of(
         trace=context.mesh.trace,
         host=context.mesh.host_memory if options.offload_on(q.device.type, q.shape[2]) else None,
         agreed=agreed,
+        prepared=PreparedPasses() if context.exchange is None else context.exchange.prepared,
     )
 
 

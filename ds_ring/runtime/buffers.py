@@ -10,20 +10,59 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.trace import is_fake
+from ds_ring.runtime.views import Pair
 
-Key = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+class BufferKind(NamedTuple):
+    """Describe two buffers that travel together, of a dtype on a device, and their bytes.
+
+    Attributes:
+        first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
+        dtype, device, nbytes: of both.
+        fake: of a FakeTensorMode.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    fake: bool
+
+
+def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
+    """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
+    first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
+    nbytes = (math.prod(first) + math.prod(second)) * dtype.itemsize
+    return BufferKind(first, second, dtype, like.first.device, nbytes, is_fake(like.first))
+
+
+class PooledPair(Pair):
+    """Hold two buffers of a pool, and their views.
+
+    Args:
+        first, second, kind: the buffers.
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, first: Tensor, second: Tensor, kind: BufferKind) -> None:
+        super().__init__(first, second)
+        self.kind = kind
 
 
 class Buffers:
-    """Keep free buffers by shape, dtype and device."""
+    """Keep free buffers by shape, dtype and device, in pairs that travel together."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[Key, list[Tensor]] = OrderedDict()
+        self._free: OrderedDict[BufferKind, list[PooledPair]] = OrderedDict()
         self._lock = threading.Lock()
         self._used_bytes = self._most_bytes = self._free_bytes = 0
 
@@ -37,39 +76,39 @@ class Buffers:
         """Return the bytes that are in use, or kept for the next use."""
         return self._used_bytes + self._free_bytes
 
-    def take(self, like: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised, contiguous [B, G, slots, D] with B, G, D and the device of `like`."""
-        shape = (*like.shape[:2], slots, like.shape[3])
+    def take(self, kind: BufferKind, like: Pair) -> PooledPair:
+        """Return uninitialised, contiguous buffers of a kind; fake if `like` is."""
         # Fake tensors take no memory, and those of one FakeTensorMode cannot be used in another.
-        if is_fake(like):
-            return like.new_empty(shape, dtype=dtype)
-        key = (shape, dtype, like.device)
+        if kind.fake:
+            first, second = (like.first.new_empty(x, dtype=kind.dtype) for x in (kind.first, kind.second))
+            return PooledPair(first, second, kind)
         with self._lock:
-            tensor = self._pop(key) if key in self._free else None
-            size = math.prod(shape) * dtype.itemsize
+            pair = self._pop(kind) if kind in self._free else None
             # Counted before the new tensor is made: what is kept unused makes room for it.
-            self._used_bytes += size
-            self._most_bytes = max(self._most_bytes, self._used_bytes)
-            self._drop_what_is_too_much()
-        if tensor is not None:
-            return tensor
-        if not torch.is_inference_mode_enabled():
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        with torch.inference_mode(False):  # or it could not be written to in a later training step
-            return torch.empty(shape, dtype=dtype, device=like.device)
+            self._used_bytes += kind.nbytes
+            if self._used_bytes > self._most_bytes:
+                self._most_bytes = self._used_bytes
+            if self._free_bytes > self._most_bytes - self._used_bytes:
+                self._drop_what_is_too_much()
+        return _made(kind) if pair is None else pair
 
-    def give(self, tensor: Tensor) -> None:
-        """Take a buffer back after use; it must not be in flight any more."""
-        if is_fake(tensor):
+    def give(self, pair: PooledPair) -> None:
+        """Take buffers back after use; they must not be in flight any more."""
+        kind = pair.kind
+        if kind.fake:
             return
-        key = (tuple(tensor.shape), tensor.dtype, tensor.device)
         with self._lock:
-            self._free.setdefault(key, []).append(tensor)
-            # Shapes given back longest ago stand first, and go first.
-            self._free.move_to_end(key)
-            self._used_bytes -= tensor.nbytes
-            self._free_bytes += tensor.nbytes
-            self._drop_what_is_too_much()
+            free = self._free.get(kind)
+            if free is None:
+                self._free[kind] = [pair]
+            else:
+                free.append(pair)
+                # Shapes given back longest ago stand first, and go first.
+                self._free.move_to_end(kind)
+            self._used_bytes -= kind.nbytes
+            self._free_bytes += kind.nbytes
+            if self._free_bytes > self._most_bytes - self._used_bytes:
+                self._drop_what_is_too_much()
 
     def release(self) -> None:
         """Free everything that is not in use."""
@@ -86,9 +125,17 @@ class Buffers:
     def _drop_oldest(self) -> None:
         self._pop(next(iter(self._free)))
 
-    def _pop(self, key: Key) -> Tensor:
-        tensor = self._free[key].pop()
-        if not self._free[key]:
-            del self._free[key]
-        self._free_bytes -= tensor.nbytes
-        return tensor
+    def _pop(self, kind: BufferKind) -> PooledPair:
+        free = self._free[kind]
+        pair = free.pop()
+        if not free:
+            del self._free[kind]
+        self._free_bytes -= kind.nbytes
+        return pair
+
+
+def _made(kind: BufferKind) -> PooledPair:
+    # Not in inference mode, or they could not be written to in a later training step.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        first = torch.empty(kind.first, dtype=kind.dtype, device=kind.device)
+        return PooledPair(first, torch.empty(kind.second, dtype=kind.dtype, device=kind.device), kind)

@@ -5,18 +5,18 @@ Owns the sums that results are rounded from. Which step comes when is the ring p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.first_parts import FirstParts
-from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, heads_of
+from ds_ring.runtime.kernels.interface import Kernel, Rows, heads_of, tokens_swapped
 from ds_ring.runtime.merge import assign_, merge_
 from ds_ring.runtime.ring_buffers import RingBuffers
 from ds_ring.runtime.trace import Trace
+from ds_ring.runtime.views import Pair, Two
 from ds_ring.schedule.steps import Compute
 
 
@@ -74,55 +74,53 @@ class Totals:
             self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
 
 
-class Views:
-    """Keep the views of accumulators that the hops of a pass write to: the same from hop to hop."""
+def _rows(first: Tensor, second: Tensor, rows: Rows, *heads: int | None) -> Two:
+    """View rows, and those heads that a slice names, of two accumulators."""
+    of = slice(*heads)
+    return rows.of(heads_of(first, of)), rows.of(heads_of(second, of))
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
 
-    def of(self, totals: tuple[Tensor, ...], part: PartialOut | PartialGrads) -> tuple[Tensor, ...]:
-        """Return the heads and rows of a part; `totals` are the same at every call."""
-        heads = part.heads
-        key = (heads.start, heads.step, part.q_rows)
-        found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = tuple(part.q_rows.of(heads_of(x, heads)) for x in totals)
-        return found
+def _swapped(first: Tensor, second: Tensor, tokens_first: bool, rows: Rows, *heads: int | None) -> Two:
+    """View them as the parts of a kernel are that may have tokens before heads."""
+    first, second = _rows(first, second, rows, *heads)
+    return tokens_swapped(first, tokens_first), tokens_swapped(second, tokens_first)
 
 
 class ForwardChunk:
     """Compute heads of a forward pass: each hop's part is merged into out and lse, the first one assigned.
 
     Args:
-        ring, buffers, q: what is computed.
+        ring: the pass.
+        kernel, buffers: of these heads.
+        q: what is computed.
         out, lse: the results, [B, H, S, E] and [B, H, S]; uninitialised.
         sinks: [H] of these heads: a part over no key, with out 0, that comes first; None for none.
     """
 
     def __init__(
-        self, ring: PassSettings, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
+        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.ring, self.buffers, self.q, self.lse = ring, buffers, q, lse
-        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
+        self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
         self.totals = Totals(lse.dtype, (out,), ring.trace)
-        self._views = Views()
+        self._results = Pair(self.totals.accumulators[0], lse)
+        buffers.views.add(self._results)
         # Of these tensors alone: a circle of references would hold their memory until it is found.
-        self.parts = FirstParts(lse.shape[2], partial(_see_no_key, self.totals.accumulators[0], lse))
+        self.parts = FirstParts(lse.shape[2], _see_no_key, self.totals.accumulators[0], lse)
         if sinks is not None:
             self.parts.finish()
             lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step; merge."""
-        (total,), lse = self.totals.accumulators, self.lse
-        keys_values = self.buffers.pair(step.buffer)
-        for part in self.kernel.forward(self.q, *keys_values, step.tiles, self.ring.scale):
+        total, lse, keys = self._results.first, self._results.second, self.buffers.pair(step.buffer)
+        view = self.buffers.views.of
+        for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
+            heads, rows, out_part, lse_part = part
             # Views, so that the accumulators are changed in place.
-            out_here, lse_here = self._views.of((total, lse), part)
-            put = assign_ if self.parts.is_first(part.q_rows, part.heads) else merge_
-            put(out_here, lse_here, part.out_BHSD, part.lse_BHS)
-            del part  # or it would live on while the kernel computes the next one
+            where = view(_rows, total, lse, rows, heads.start, heads.stop, heads.step)
+            (assign_ if self.parts.is_first(rows, heads) else merge_)(*where, out_part, lse_part)
+            del part, out_part, lse_part  # or they would live on while the kernel computes the next one
         if self.ring.check is not None:
             self.parts.finish()
             self.ring.check(step.hop, out=total, lse=lse)
@@ -146,12 +144,15 @@ class Queries(NamedTuple):
 class BackwardChunk:
     """Compute heads of a backward pass: gradients go to dQ, and to the accumulators of each hop's keys."""
 
-    def __init__(self, ring: PassSettings, buffers: RingBuffers, queries: Queries, totals: Totals) -> None:
-        self.ring, self.buffers, self.queries, self.totals = ring, buffers, queries, totals
-        self._views = Views()
-        self.kernel = ring.kernel.of_heads(buffers.chunk.query_heads)
+    def __init__(
+        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Totals
+    ) -> None:
+        self.ring, self.kernel, self.buffers = ring, kernel, buffers
+        self.queries, self.totals = queries, totals
         dq = totals.accumulators[0]
-        self.parts = FirstParts(dq.shape[2], partial(_zero, (dq,)))
+        self._dq = Pair(dq, dq)
+        buffers.views.add(self._dq)
+        self.parts = FirstParts(dq.shape[2], _zero, dq, dq)
 
     def compute(self, step: Compute) -> None:
         """Find the gradients of a step's tiles; add them up."""
@@ -159,22 +160,24 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         # At hop 0 those are the own shard's accumulators. Each is computed into by one step, and nothing is
         # added to it before that.
-        keys_values, grads = self.buffers.pair(step.buffer), self.buffers.gradients(step.gradients)
-        of_keys = FirstParts(grads.first.shape[2], partial(_zero, grads))
-        dq, scale = self.totals.accumulators[0], self.ring.scale
-        inputs = (grad_out, q, *keys_values, out, lse, step.tiles, scale, grad_lse)
-        for part in self.kernel.backward(*inputs):
-            first = self.parts.is_first(part.q_rows, part.heads)
-            _put(first, self._views.of((dq,), part)[0], part.dq_BHSD)
+        keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
+        dk, dv, dq, view = grads.first, grads.second, self._dq.first, self.buffers.views.of
+        of_keys = FirstParts(dk.shape[2], _zero, dk, dv)
+        inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
+        for part in self.kernel.backward(grad_out, q, *inputs):
+            heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
+            where, _ = view(_swapped, dq, dq, tokens_first, rows, heads.start, heads.stop, heads.step)
+            (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
             # Of all K/V heads: the kernel has summed over the query heads that share one.
-            first = of_keys.is_first(part.k_rows)
-            _put(first, part.k_rows.of(grads.first), part.dk_BGSD)
-            _put(first, part.k_rows.of(grads.second), part.dv_BGSD)
-            del part
+            first = of_keys.is_first(key_rows)
+            dk_there, dv_there = view(_swapped, dk, dv, tokens_first, key_rows, None)
+            (dk_there.copy_ if first else dk_there.add_)(dk_part)
+            (dv_there.copy_ if first else dv_there.add_)(dv_part)
+            del part, dq_part, dk_part, dv_part
         of_keys.finish()
         if self.ring.check is not None:
             self.parts.finish()
-            self.ring.check(step.hop, dq=dq, dk=grads.first, dv=grads.second)
+            self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
 
     def finish(self) -> None:
         """Hand over the own shard's gradients, then round all of them."""
@@ -184,16 +187,12 @@ class BackwardChunk:
         self.totals.round()
 
 
-def _put(first: bool, into: Tensor, part: Tensor) -> None:
-    """Assign the first part of some rows, add a later one."""
-    (into.copy_ if first else into.add_)(part)
-
-
 def _see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
     out[:, :, start:end].zero_()
     lse[:, :, start:end].fill_(float("-inf"))
 
 
-def _zero(tensors: Iterable[Tensor], start: int, end: int) -> None:
-    for tensor in tensors:
-        tensor[:, :, start:end].zero_()
+def _zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
+    first[:, :, start:end].zero_()
+    if second is not first:
+        second[:, :, start:end].zero_()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,40 @@ from torch.distributed import ProcessGroup
 from ds_ring.errors import RingPeerError
 from ds_ring.health.watch import keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.messages import Counters, Message, check_messages
+from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.runtime.pending import DeviceWatch, Pending
+from ds_ring.runtime.prepared import PreparedPasses
 from ds_ring.runtime.streams import Streams, streams_of
 from ds_ring.runtime.waiting import Place, blame, error_of
 
+NOTHING = torch.empty(0)
+NOT_COUNTED = BatchSizes(False, 0, 0)  # of headers
 BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
 
 
-class Peer(NamedTuple):
-    """Hold a rank's numbers in the world and in a group."""
+class Route(NamedTuple):
+    """Hold what batches of messages have in common but for their tensors; see [Note: routes].
 
-    world_rank: int
-    group_rank: int
+    Attributes:
+        receives, sends: ranks in the group, in order.
+        peers: of each Work the world ranks that it depends on.
+        sizes: what a batch adds to the counters.
+        group: what they travel through; None for the world.
+        way: the group's backend; None for a batch without messages.
+        together: the group's backend can start messages as one (NCCL).
+        device: of the tensors.
+        streams: those that wait for works; None where the host does.
+    """
 
-
-End: TypeAlias = tuple[Tensor, Peer]  # of a message: what is sent or received, and to or from whom
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    peers: list[tuple[int, ...]]
+    sizes: BatchSizes
+    group: ProcessGroup | None
+    way: Any
+    together: bool
+    device: torch.device
+    streams: Streams | None
 
 
 # [Note: rules of the exchange]
@@ -58,14 +76,22 @@ class Exchange:
         self.mesh = mesh
         self.hop_timeout_s = hop_timeout_s
         self.counters = Counters()
+        self.prepared = PreparedPasses()
         self.call = 0  # number of the call that this rank is in, for messages
         self._latest: Pending | None = None
-        self._peers: dict[int, Peer] = {}
-        self._ways: dict[tuple[ProcessGroup | None, torch.device], tuple[ProcessGroup, bool]] = {}
         self._device_watch = DeviceWatch(mesh)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop at once; returns at once.
+
+        Raises:
+            RingMismatchError: see `route`.
+        """
+        sent, received = ([message.tensor for message in side] for side in (sends, receives))
+        return self.start(self.route(sends, receives), sent, received, hop)
+
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
+        """Return what all batches like this one have in common; see [Note: routes].
 
         Raises:
             RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
@@ -73,74 +99,68 @@ class Exchange:
         # Both before anything is posted, so that a refusal leaves nothing in flight.
         check_messages(sends)
         check_messages(receives)
-        batch = (self._ends(receives), self._ends(sends))
-        self.counters.count(sends, receives)
-        return self._start(*batch, hop, self.mesh.ring_group)
+        of, to = ([self.mesh.global_rank_of(message.peer) for message in side] for side in (receives, sends))
+        tensor = (*receives, *sends)[0].tensor if receives or sends else NOTHING
+        return self._route(of, to, tensor, self.mesh.ring_group, sizes_of(sends, receives))
 
-    def _ends(self, messages: Sequence[Message]) -> list[End]:
-        return [(message.tensor, self._ranks_of(message.peer)) for message in messages]
-
-    def _ranks_of(self, peer: int) -> Peer:
-        """Return the world rank of a ring rank and its rank in the ring's group, looked up once."""
-        if peer not in self._peers:
-            world_rank = self.mesh.global_rank_of(peer)
-            self._peers[peer] = Peer(world_rank, _rank_in(self.mesh.ring_group, world_rank))
-        return self._peers[peer]
+    def _route(
+        self, receives: list[int], sends: list[int], like: Tensor, group: ProcessGroup | None,
+        sizes: BatchSizes = NOT_COUNTED,
+    ) -> Route:  # fmt: skip
+        """Return the route of messages from and to ranks of the world, of tensors like this one."""
+        peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
+        way, together = None, False
+        if peers:
+            real = group or dist.group.WORLD
+            assert real is not None, "no process group"
+            way = real._get_backend(like.device)
+            together = bool(way.supports_coalescing)
+        if together:  # one Work for the whole batch
+            peers = [tuple(sorted({rank for (rank,) in peers}))]
+        of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
+        streams = self._streams_that_wait(like, group)
+        return Route(of, to, peers, sizes, group, way, together, like.device, streams)
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return how the streams of a tensor's device are ordered."""
         return streams_of(tensor)
 
-    def _start(
-        self, receives: list[End], sends: list[End], hop: int | None, group: ProcessGroup | None
+    def start(
+        self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> Pending:
-        """Post all messages at once."""
+        """Start all messages of a batch at once."""
+        self.counters.count(route.sizes)
         place = Place(self.call, hop)
         self._check_alive(hop)
-        peers: list[tuple[int, ...]] = [(peer.world_rank,) for _, peer in (*receives, *sends)]
-        received, sent = ([tensor for tensor, _ in ends] for ends in (receives, sends))
         try:
-            way = self._way(group, (receives or sends)[0][0]) if peers else None
-            works = [] if way is None else start_batch(receives, sends, *way)
+            works = start_batch(route, sent, received)
         except RuntimeError as error:
             # Some messages of the batch may have been posted already.
             keep_for_ever(sent, received)
-            cause = f"could not start {place}: {str(error).splitlines()[0]}"
+            peers, cause = route.peers, f"could not start {place}: {str(error).splitlines()[0]}"
             if self.mesh.watch is not None:
                 self.mesh.watch.accuse(peers[0], cause)
             raise blame(self.mesh, hop, peers[0], cause) from error
-        if len(works) < len(peers):  # NCCL answers with one Work for the whole batch
-            peers = [tuple(sorted({peer for one in peers for peer in one}))]
-        self._latest = self._pending(works, peers, place, group, sent, received)
-        return self._latest
-
-    def _way(self, group: ProcessGroup | None, tensor: Tensor) -> tuple[ProcessGroup, bool]:
-        """Return a group, and whether its backend starts messages as one; looked up once."""
-        key = (group, tensor.device)
-        if key not in self._ways:
-            real = group or dist.group.WORLD
-            assert real is not None, "no process group"
-            self._ways[key] = real, bool(real._get_backend(tensor.device).supports_coalescing)
-        return self._ways[key]
-
-    def _pending(
-        self,
-        works: list[dist.Work],
-        peers: list[tuple[int, ...]],
-        place: Place,
-        group: ProcessGroup | None,
-        sent: list[Tensor],
-        received: list[Tensor],
-    ) -> Pending:
-        pending = Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
-        if (sent or received) and self._on_device(tensor := (sent or received)[0], group):
-            streams = self.streams(tensor)
-            pending.watch, pending.begun = self._device_watch, partial(streams.reached, streams.mark())
+        pending = self._pending(works, route.peers, place, route.group, route.streams, sent, received)
+        self._latest = pending
         return pending
 
-    def _on_device(self, tensor: Tensor, group: ProcessGroup | None) -> bool:
-        """Return whether a stream waits for works; never for gloo's, though it takes a GPU's tensors."""
-        return tensor.is_cuda and dist.get_backend(group) != "gloo"
+    def _pending(
+        self, works: list[dist.Work], peers: list[tuple[int, ...]], place: Place, group: ProcessGroup | None,
+        streams: Streams | None, sent: Sequence[Tensor], received: Sequence[Tensor],
+    ) -> Pending:  # fmt: skip
+        if streams is None:
+            return Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
+        begun, device = partial(streams.reached, streams.mark()), (sent or received)[0].device
+        return Pending(
+            works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group,
+            self._device_watch, begun, device,
+        )  # fmt: skip
+
+    def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
+        """Return the streams that wait for works; None for gloo's, though it takes a GPU's tensors."""
+        on_device = tensor.is_cuda and dist.get_backend(group) != "gloo"
+        return self.streams(tensor) if on_device else None
 
     def _check_alive(self, hop: int | None) -> None:
         """Refuse to go on after a fault: nothing works any more, and every call says why."""
@@ -199,9 +219,7 @@ class Exchange:
             mesh.global_rank_in_sequence((mesh.sequence_rank + step) % mesh.sequence_size)
             for step in (reach, -reach)
         )
-        both = ((heard, behind), (known, ahead))
-        receives, sends = ([(tensor, Peer(rank, _rank_in(group, rank)))] for tensor, rank in both)
-        return self._start(receives, sends, None, group)
+        return self.start(self._route([behind], [ahead], known, group), [known], [heard])
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -248,29 +266,25 @@ class Exchange:
         """Wait for a collective; torch's own collectives on its own groups."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        self._pending([work], peers, Place(self.call, None), group, sent, got).wait()
+        streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
+        self._pending([work], peers, place, group, streams, sent, got).wait()
 
 
 def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
     return world_rank if group is None else dist.get_group_rank(group, world_rank)
 
 
-def start_batch(
-    receives: Sequence[End], sends: Sequence[End], group: ProcessGroup, together: bool
-) -> list[dist.Work]:
-    """Start all messages at once, receives first; return one Work each, or one for all of them.
+def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+    """Start all messages of a route at once, receives first; return one Work each, or one for all of them.
 
-    Does what `torch.distributed.batch_isend_irecv` does, by the same calls of the group: that function looks
-    groups and ranks up again for each message, which takes longer than all else that a hop does here.
-
-    Args:
-        receives, sends: tensors, with ranks in the group.
-        group: what they travel through.
-        together: the group's backend can start them as one (NCCL).
+    Does what `torch.distributed.batch_isend_irecv` does, by calls of the backend: that function looks groups
+    and ranks up again for each message, which takes longer than all else that a hop does here.
     """
-    device = (receives or sends)[0][0].device
+    way, together = route.way, route.together
+    if way is None:
+        return []
     if together:
-        group._start_coalescing(device)
-    works = [group.recv([tensor], peer.group_rank, 0) for tensor, peer in receives]
-    works += [group.send([tensor], peer.group_rank, 0) for tensor, peer in sends]
-    return [group._end_coalescing(device)] if together else works
+        way._start_coalescing()
+    works = [way.recv([tensor], rank, 0) for tensor, rank in zip(received, route.receives, strict=True)]
+    works += [way.send([tensor], rank, 0) for tensor, rank in zip(sent, route.sends, strict=True)]
+    return [way._end_coalescing()] if together else works

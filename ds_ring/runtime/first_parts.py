@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from ds_ring.runtime.kernels.interface import Rows
 
 
@@ -15,12 +17,14 @@ class FirstParts:
 
     Args:
         slots: of the accumulator, whose memory may hold anything.
-        fill: called with the first slot and the end of slots that must hold the neutral element now: 0, or
-            attention over no key.
+        fill: called with `given`, the first slot and the end of slots that must hold the neutral element now:
+            0, or attention over no key.
     """
 
-    def __init__(self, slots: int, fill: Callable[[int, int], None]) -> None:
-        self._open, self._fill = [(0, slots)] if slots else [], fill
+    __slots__ = ("_fill", "_given", "_open")
+
+    def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
+        self._open, self._fill, self._given = [(0, slots)] if slots else [], fill, given
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
         """Return whether a part is the first one on all of its rows: then it is assigned, otherwise added.
@@ -34,6 +38,9 @@ class FirstParts:
             self.finish()
             return False
         start, end = rows.start, rows.start + rows.repeats * rows.length
+        if self._open == [(start, end)]:  # as most are
+            self._open = []
+            return True
         cut = [(max(a, start), min(b, end)) for a, b in self._open if a < end and start < b]
         self._open = [
             piece
@@ -44,11 +51,11 @@ class FirstParts:
         if cut == [(start, end)]:
             return True
         for piece in cut:
-            self._fill(*piece)
+            self._fill(*self._given, *piece)
         return False
 
     def finish(self) -> None:
         """Fill what nobody has written."""
         for piece in self._open:
-            self._fill(*piece)
+            self._fill(*self._given, *piece)
         self._open = []

@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.kept_results import runs_again
 from ds_ring.runtime.trace import is_fake
+from ds_ring.runtime.views import some_heads
 from ds_ring.schedule.steps import HeadChunk
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,6 @@ class HeadStream:
         return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
 
     def _heads(self, chunk: HeadChunk) -> Saved:
-        q, k, v, out, lse = self._saved
         heads, kv = chunk.query_heads, chunk.kv_heads
-        return q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads]
+        of = zip(self._saved, (heads, kv, kv, heads, heads), strict=True)
+        return tuple(some_heads(x, these) for x, these in of)  # type: ignore[return-value]

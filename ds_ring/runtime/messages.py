@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -32,16 +32,30 @@ class TokenRange(NamedTuple):
     heads: slice
 
 
-class Message(NamedTuple):
-    """Hold a contiguous tensor, the ring rank it goes to or comes from, and what the plan says of it.
+class Label(NamedTuple):
+    """Say of a message the ring rank it goes to or comes from, and what the plan says of it.
 
     Attributes:
-        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
         peer: ring rank.
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
         slots: as planned; None outside a pass.
         dtype: as agreed; None outside a pass.
         tokens: of which tokens; None outside a pass.
+    """
+
+    peer: int
+    what: str = ""
+    slots: int | None = None
+    dtype: torch.dtype | None = None
+    tokens: TokenRange | None = None
+
+
+class Message(NamedTuple):
+    """Hold a contiguous tensor and its label.
+
+    Attributes:
+        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
+        peer, what, slots, dtype, tokens: see `Label`.
     """
 
     tensor: Tensor
@@ -95,11 +109,24 @@ class Counters:
     messages_sent: int = 0
     batches: int = 0
 
-    def count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def count(self, batch: BatchSizes) -> None:
         """Add a batch."""
-        self.batches += bool(sends or receives)
-        self.messages_sent += len(sends)
-        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.batches += batch.is_one
+        self.messages_sent += batch.sends
+        self.bytes_sent += batch.sent_bytes
+
+
+class BatchSizes(NamedTuple):
+    """Say what a batch adds to the counters: one batch unless it is empty, messages and bytes that leave."""
+
+    is_one: bool
+    sends: int
+    sent_bytes: int
+
+
+def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSizes:
+    """Return what a batch adds to the counters."""
+    return BatchSizes(bool(sends or receives), len(sends), sum(one.tensor.nbytes for one in sends))
 
 
 class InFlight(Protocol):
@@ -110,13 +137,27 @@ class InFlight(Protocol):
         ...
 
 
+# [Note: routes]
+# What a batch is, but for its tensors, is the same at every pass of a shape: peers, sizes and order. So it is
+# checked and looked up at the first one and kept as a route. Later passes hand over tensors alone: buffers of
+# the same kinds, and slices of them or of the own shard that were found to be contiguous there and then.
 class Transport(Protocol):
     """Do what a ring pass needs of an exchange: between ranks, or between virtual ones in one process."""
 
     counters: Counters
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> InFlight:
-        """Start all messages of a hop at once."""
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        """Return what `start` needs to know of all batches like this one; see [Note: routes].
+
+        Raises:
+            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
+        """
+        ...
+
+    def start(
+        self, route: Any, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
+    ) -> InFlight:
+        """Start all messages of a hop at once; returns at once."""
         ...
 
     def streams(self, tensor: Tensor) -> Streams:

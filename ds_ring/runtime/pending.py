@@ -18,8 +18,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def _at_once() -> bool:
     return True
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Pending:
     """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
 
@@ -56,6 +56,7 @@ class Pending:
         group: what they travel through.
         watch: takes over the deadline, on a device; None where the host waits.
         begun: returns whether the device has come to the post.
+        device: which; None for the host.
     """
 
     works: list[dist.Work]
@@ -63,11 +64,15 @@ class Pending:
     mesh: RingMesh
     place: Place
     timeout_s: float
-    sent: list[Tensor]
-    received: list[Tensor]
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
     group: ProcessGroup | None = None
     watch: DeviceWatch | None = None
     begun: Callable[[], bool] = _at_once
+    device: torch.device | None = None
+    deadline: float = field(init=False)
+    _versions: list[int] = field(init=False)
+    _over: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._versions = _versions(self.sent)
@@ -81,25 +86,33 @@ class Pending:
             RingPeerError: a rank failed, left, or did not come before the deadline; names it.
             RingBufferError: a tensor was written while it was being sent.
         """
-        if self.watch is not None and self.works:
+        if self._over:  # without overlap a batch is waited for twice
+            return
+        sent, versions, watch = self.sent, self._versions, self.watch
+        if watch is None:
+            if self.works:
+                self._wait_here()
+            self.works = []
+        else:
             for work in self.works:
                 work.wait()  # orders the present stream behind it; does not block
-            self.watch.add(self.works, self.peers, self)
-        elif self.works:
-            self._wait_here()
-        if _versions(self.sent) != self._versions:
+        # No tensor is held any longer: the thread that watches needs none.
+        self._over, self.sent, self.received = True, (), ()
+        if watch is not None:
+            watch.add(self)
+        if _versions(sent) != versions:
             raise RingBufferError(
                 f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
                 " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
                 " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
             )
-        # A second wait then has nothing to do: without overlap a batch is waited for twice.
-        self.works, self.peers, self.sent, self.received, self._versions = [], [], [], [], []
 
     def hand_over(self) -> None:
         """Let the watch of the device see to a batch that nobody will wait for: the pass has failed."""
-        if self.watch is not None and self.works:
-            self.watch.add(self.works, self.peers, self)
+        if self.watch is not None and not self._over:
+            # Its tensors stay with this one, which is kept for ever.
+            without = replace(self, sent=(), received=())
+            self.watch.add(without)
 
     def _wait_here(self) -> None:
         try:
@@ -110,25 +123,12 @@ class Pending:
             raise
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each was written to; 0 for inference tensors, which keep no count."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """Hold what the thread needs of a batch: no tensor, or memory would be held for longer."""
-
-    works: list[dist.Work]
-    peers: list[tuple[int, ...]]
-    place: Place
-    timeout_s: float
-    group: ProcessGroup | None
-    begun: Callable[[], bool]
-    device: torch.device
 
 
 class DeviceWatch:
@@ -140,17 +140,14 @@ class DeviceWatch:
 
     def __init__(self, mesh: RingMesh) -> None:
         self._mesh = mesh
-        self._queue: deque[_Watched] = deque()
+        self._queue: deque[Pending] = deque()
         self._lock = threading.Lock()
         self._running = False
 
-    def add(self, works: list[dist.Work], peers: list[tuple[int, ...]], batch: Pending) -> None:
-        """Watch over a batch from now on; returns at once."""
-        device = (batch.sent or batch.received)[0].device
+    def add(self, batch: Pending) -> None:
+        """Watch over a batch from now on, which holds no tensor any more; returns at once."""
         # A deque may be appended to while another thread takes from it.
-        self._queue.append(
-            _Watched(works, peers, batch.place, batch.timeout_s, batch.group, batch.begun, device)
-        )
+        self._queue.append(batch)
         if not self._running:
             self._start()
 
@@ -174,6 +171,7 @@ class DeviceWatch:
                 device = one.device
                 if not _is_over(one):
                     self._see_through(one)
+                one.works = []
                 del one  # or its works would live on until the next one comes
             time.sleep(SWEEP_S)
 
@@ -182,7 +180,7 @@ class DeviceWatch:
             self._running = bool(self._queue)
             return not self._running
 
-    def _see_through(self, one: _Watched) -> None:
+    def _see_through(self, one: Pending) -> None:
         """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
         mesh, watch = self._mesh, self._mesh.watch
         noticed = watch is not None and watch.noticed
@@ -201,7 +199,7 @@ class DeviceWatch:
         stuck = [one, *(other for other in list(self._queue) if not _is_over(other))]
         abort_groups(mesh, [other.group for other in stuck])
 
-    def _wait_for_begin(self, one: _Watched) -> None:
+    def _wait_for_begin(self, one: Pending) -> None:
         """Wait until the device comes to the post: before, it is busy with something else.
 
         Raises:
@@ -220,7 +218,7 @@ class DeviceWatch:
             raise own_fault(mesh, one.place, of_device(error)) from error
 
 
-def _is_over(one: _Watched) -> bool:
+def _is_over(one: Pending) -> bool:
     """Return whether a batch is over without a failure, as most are when they are looked at."""
     try:
         # a work that failed counts as completed, and its wait raises

@@ -5,24 +5,21 @@ Owns the tensors behind the buffer numbers of `schedule/steps.py`. When a step i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.messages import Message, TokenRange
+from ds_ring.runtime.buffers import BufferKind, Buffers, kind_of
+from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.to_device import slot_index
-from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, HeadChunk, Payload, Recv, Send
+from ds_ring.runtime.views import Pair, Two, Views
+from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Send
 
 FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
 
-
-class Pair(NamedTuple):
-    """Hold two tensors that travel together: K and V, or dK and dV; [B, G, slots, D] each."""
-
-    first: Tensor
-    second: Tensor
+Kinds = dict[int, BufferKind]  # by the number of a buffer
 
 
 class RingBuffers:
@@ -31,57 +28,74 @@ class RingBuffers:
     Args:
         chunk: whose steps are run.
         pool: where memory comes from.
+        kinds: of the buffers as far as they are known; filled here, and the same at each pass of a shape.
+        views: of the pass; knows the buffers while they are in use.
         shard: K and V of the own tokens.
         home: accumulators of their gradients; None in a forward pass.
     """
 
-    def __init__(self, chunk: HeadChunk, pool: Buffers, shard: Pair, home: Pair | None = None) -> None:
-        self.chunk, self.pool = chunk, pool
+    def __init__(
+        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, views: Views, shard: Pair,
+        home: Pair | None = None,
+    ) -> None:  # fmt: skip
+        self.chunk, self.views = chunk, views
+        self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors: no step gives them to the pool.
-        self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
-        # Copies made for sends, by the number of their buffer: at most the two tensors of a payload.
-        self._packed: dict[int, list[Tensor]] = {}
+        # All others are the pool's, copies made for sends among them.
+        self._pairs: dict[int, Any] = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
+        for pair in self._pairs.values():
+            views.add(pair)
 
     def pair(self, buffer: int) -> Pair:
-        """Return the tensors of a buffer."""
-        return self._pairs[buffer]
+        """Return the tensors of a buffer; those of one that is new are uninitialised."""
+        found: Pair | None = self._pairs.get(buffer)
+        if found is None:
+            payload, slots = self.chunk.steps.buffers[buffer]
+            found = self._take(buffer, slots, payload)
+        return found
 
-    def messages(self, step: Send | Recv) -> list[Message]:
-        """Return the two messages of a step, with what the schedule and the agreement say of them."""
-        pair = self._pack(step) if isinstance(step, Send) else self._take(step.buffer)
+    def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
+        """Add up and free what the messages of the batch before brought; return whether RESULTS are final."""
+        final = False
+        for step in steps:
+            if isinstance(step, Accumulate):
+                self._accumulate(step)
+            elif step.buffer == RESULTS:  # none of it is the pool's memory
+                final = True
+            else:
+                self._free(step.buffer)
+        return final
+
+    def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
+        """Add what steps send and receive to these lists: two tensors each, in their order."""
+        for step in steps:
+            if isinstance(step, Send):
+                sent += self._packed(step)
+            else:
+                pair = self.pair(step.buffer)
+                received += pair.first, pair.second
+
+    def labels(self, step: Send | Recv) -> list[Label]:
+        """Return what the schedule and the agreement say of the two messages of a step."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        dtype, (first, second) = self._dtype(step.payload), step.payload.names
-        return [
-            Message(pair.first, step.peer, first, step.count, dtype, tokens),
-            Message(pair.second, step.peer, second, step.count, dtype, tokens),
-        ]
+        dtype = self._dtype(step.payload)
+        return [Label(step.peer, name, step.count, dtype, tokens) for name in step.payload.names]
 
-    def gradients(self, buffer: int) -> Pair:
-        """Return accumulators for a hop, uninitialised: fresh ones, or those of the own shard."""
-        return self._pairs[buffer] if buffer in self._pairs else self._take(buffer)
-
-    def accumulate(self, step: Accumulate) -> None:
-        """Add gradients to what is there; write keys into a buffer that the first of them takes."""
-        # Keys from several ranks may fill one buffer: the first part takes it, later ones find it.
-        fresh = step.buffer not in self._pairs
-        target = self._take(step.buffer) if fresh else self._pairs[step.buffer]
-        add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
-        for tensor, part in zip(target, self._pairs[step.source], strict=True):
-            _put(tensor, step, part, add)
-
-    def free(self, buffer: int) -> None:
+    def _free(self, buffer: int) -> None:
         """Give a buffer back; a copy that no send needed was never taken."""
-        tensors = self._pairs.pop(buffer) if buffer in self._pairs else self._packed.pop(buffer, [])
-        for tensor in tensors:
-            self.pool.give(tensor)
+        taken = self._pairs.pop(buffer, None)
+        if taken is not None:
+            self.views.drop(taken)
+            self._pool.give(taken)
 
-    def _take(self, buffer: int) -> Pair:
-        payload, slots = self.chunk.steps.buffers[buffer]
+    def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # The own shard has the heads, and the two dimensions, of all pairs.
-        dtype, shard, take = self._dtype(payload), self._pairs[SHARD], self.pool.take
-        pair = Pair(take(shard.first, slots, dtype), take(shard.second, slots, dtype))
-        self._pairs[buffer] = pair
-        return pair
+        shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
+        if kind is None:
+            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
+        taken = self._pairs[buffer] = self._pool.take(kind, shard)
+        self.views.add(taken)
+        return taken
 
     def _dtype(self, payload: Payload) -> torch.dtype:
         """Return the dtype of a payload: K and V have that of the inputs, dK and dV the accumulators'."""
@@ -89,45 +103,55 @@ class RingBuffers:
             return torch.bfloat16
         return self._pairs[SHARD if payload is Payload.KEYS else RESULTS].first.dtype
 
-    def _pack(self, step: Send) -> Pair:
+    def _packed(self, step: Send) -> Two:
         """Return what is sent, without a copy where it lies side by side in the dtype of the payload."""
-        pair = self._pairs[step.buffer]
-        return Pair(self._packed_part(pair.first, step), self._packed_part(pair.second, step))
-
-    def _packed_part(self, tensor: Tensor, step: Send) -> Tensor:
+        pair, ranges = self._pairs[step.buffer], step.ranges
         # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
-        ranges, dtype = step.ranges, self._dtype(step.payload)
-        if len(ranges) == 1 and tensor.dtype == dtype:
-            part = _slots(tensor, *ranges[0])
-            if part.is_contiguous():
-                return part
-        packed = self.pool.take(tensor, step.count, dtype)
-        self._packed.setdefault(step.packed, []).append(packed)
+        if len(ranges) == 1 and step.payload is not Payload.ROUNDED:
+            first, second = self._slots(pair, *ranges[0])
+            if first.is_contiguous() and second.is_contiguous():
+                return first, second
+        packed = self._take(step.packed, step.count, step.payload)
         if len(ranges) > FEW_RANGES:
-            index = slot_index(step.part, tensor.device)
-            if tensor.dtype != dtype:
-                return packed.copy_(torch.index_select(tensor, 2, index))
-            return torch.index_select(tensor, 2, index, out=packed)
+            for whole, part in ((pair.first, packed.first), (pair.second, packed.second)):
+                index = slot_index(step.part, whole.device)
+                if whole.dtype == part.dtype:
+                    torch.index_select(whole, 2, index, out=part)
+                else:
+                    part.copy_(torch.index_select(whole, 2, index))
+            return packed.first, packed.second
         offset = 0
         for start, end in ranges:
-            _slots(packed, offset, offset + end - start).copy_(_slots(tensor, start, end))
+            parts = self._slots(packed, offset, offset + end - start)
+            for part, whole in zip(parts, self._slots(pair, start, end), strict=True):
+                part.copy_(whole)
             offset += end - start
-        return packed
+        return packed.first, packed.second
+
+    def _accumulate(self, step: Accumulate) -> None:
+        """Add gradients to what is there; write keys into a buffer that the first of them takes."""
+        # Keys from several ranks may fill one buffer: the first part takes it, later ones find it.
+        target, source = self.pair(step.buffer), self._pairs[step.source]
+        add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
+        if len(step.ranges) > FEW_RANGES:
+            for whole, part in ((target.first, source.first), (target.second, source.second)):
+                index = slot_index(step.part, whole.device)
+                (whole.index_add_ if add else whole.index_copy_)(2, index, part.to(whole.dtype))
+            return
+        offset = 0
+        for start, end in step.ranges:
+            parts = self._slots(source, offset, offset + end - start)
+            for there, part in zip(self._slots(target, start, end), parts, strict=True):
+                (there.add_ if add else there.copy_)(part)
+            offset += end - start
+
+    def _slots(self, pair: Pair, start: int, end: int) -> Two:
+        """Return slots of a pair; the tensors themselves where these are all of them."""
+        first, second = pair.first, pair.second
+        if end - start == first.shape[2]:
+            return first, second
+        return self.views.of(_slots, first, second, start, end)
 
 
-def _slots(x: Tensor, start: int, end: int) -> Tensor:
-    """Return slots of x; x itself where these are all of them."""
-    return x if end - start == x.shape[2] else x[:, :, start:end]
-
-
-def _put(tensor: Tensor, step: Accumulate, part: Tensor, add: bool) -> None:
-    """Add packed slots to what is where they belong, or write them there."""
-    if len(step.ranges) > FEW_RANGES:
-        index = slot_index(step.part, tensor.device)
-        (tensor.index_add_ if add else tensor.index_copy_)(2, index, part.to(tensor.dtype))
-        return
-    offset = 0
-    for start, end in step.ranges:
-        there, piece = _slots(tensor, start, end), _slots(part, offset, offset + end - start)
-        (there.add_ if add else there.copy_)(piece)
-        offset += end - start
+def _slots(first: Tensor, second: Tensor, start: int, end: int) -> Two:
+    return first[:, :, start:end], second[:, :, start:end]

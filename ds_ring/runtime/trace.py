@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,20 +102,35 @@ class Trace:
     accumulators_bytes: int = 0
     batch: PostedBatch = NOTHING_SENT
     processor_time: bool = False
+    _open: tuple[str, int, int, Any] | None = field(default=None, init=False, repr=False)
 
-    @contextmanager
-    def span(self, what: str, hop: int, buffers: Buffers) -> Iterator[None]:
-        """Note a block; under a profiler it is an event of that, too."""
-        profiled = _profiler_enabled()
-        now_ns = time.thread_time_ns if self.processor_time else time.time_ns
-        start_ns = now_ns()
-        # record_function costs time where no profiler listens, so it is left out there.
-        with record_function(f"{_MARK}{len(self.spans)}") if profiled else nullcontext():
-            yield
+    def begin(self, phase: str) -> None:
+        """Begin a pass, "forward" or "backward"; a span that the one before left open is dropped."""
+        self.phase, self._open = phase, None
+
+    def enter(self, what: str, hop: int, buffers: Buffers) -> None:
+        """End the span before, and begin one; under a profiler it is an event of that, too."""
+        self.leave(buffers)
+        event = None
+        if _profiler_enabled():  # costs time where none listens
+            event = record_function(f"{_MARK}{len(self.spans)}")
+            event.__enter__()
+        self._open = what, hop, self._now_ns(), event
+
+    def leave(self, buffers: Buffers) -> None:
+        """End a span, if there is one."""
+        if self._open is None:
+            return
+        (what, hop, start_ns, event), self._open = self._open, None
+        if event is not None:
+            event.__exit__(None, None, None)
         where = (self.phase, self._step(what), hop)
         sizes = (buffers.held_bytes, self.accumulators_bytes)
         batch = NOTHING_SENT if what == "compute" else self.batch
-        self.spans.append(Span(what, *where, start_ns, now_ns(), *sizes, batch))
+        self.spans.append(Span(what, *where, start_ns, self._now_ns(), *sizes, batch))
+
+    def _now_ns(self) -> int:
+        return time.thread_time_ns() if self.processor_time else time.time_ns()
 
     def _step(self, what: str) -> int:
         last = self.spans[-1] if self.spans else None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,7 @@ DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Describe where in the program a wait is: the number of the call, and the hop."""
 
     call: int

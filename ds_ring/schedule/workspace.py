@@ -155,7 +155,7 @@ def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
 # dq_accum float32 [B, S, H, D], with S rounded up to 128 and D to 32 (64 above 128), and where queries share
 # K/V heads dk and dv of every query head. A hop counts as one call, which it is for a causal zigzag ring;
 # branches of LongNet are calls one after the other, of no more slots each. Beside it the kernel has grad_out
-# and out of a pass with tokens first (`FlashKernel._once_a_pass`), and the merge float32 forms.
+# and out of a pass with tokens first (`flash.py`'s `_of_queries`), and the merge float32 forms.
 def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop; [Note: what FlashAttention allocates]."""
     queries, keys, wide = shape.rows * shape.queries, shape.kv_rows * shape.keys, shape.wide

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.masks.slot_ranges import progressions_at
-from ds_ring.runtime.messages import Counters, Message, TokenRange, check_messages
+from ds_ring.runtime.messages import (
+    BatchSizes,
+    Counters,
+    Label,
+    Message,
+    TokenRange,
+    check_messages,
+    sizes_of,
+)
 from ds_ring.runtime.streams import HOST, Streams
 from ds_ring.schedule.layout import IntArray, Layout
 from ds_ring.simulation.source import Geometry, Source, put_rows
@@ -71,6 +79,14 @@ class Arrived:
             arrive()
 
 
+class VirtualRoute(NamedTuple):
+    """Hold what all batches of a kind have in common: labels, and what they add to the counters."""
+
+    sends: tuple[Label, ...]
+    receives: tuple[Label, ...]
+    sizes: BatchSizes
+
+
 # [Note: one rank at a time]
 # Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
 # tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
@@ -91,15 +107,26 @@ class VirtualExchange:
         self.source, self.layout, self.sums = source, layout, sums
         self.counters = Counters()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Arrived:
-        """Return a batch that is filled and collected when it is waited for.
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> VirtualRoute:
+        """Return what all batches like this one have in common.
 
         Raises:
             RingMismatchError: a message is not what the plan says, as in the real exchange.
         """
         check_messages(sends)
         check_messages(receives)
-        self.counters.count(sends, receives)
+        to, of = (tuple(Label(*message[1:]) for message in side) for side in (sends, receives))
+        return VirtualRoute(to, of, sizes_of(sends, receives))
+
+    def start(
+        self, route: VirtualRoute, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
+    ) -> Arrived:
+        """Return a batch that is filled and collected when it is waited for."""
+        self.counters.count(route.sizes)
+        sends, receives = (
+            [Message(tensor, *label) for tensor, label in zip(tensors, labels, strict=True)]
+            for tensors, labels in ((sent, route.sends), (received, route.receives))
+        )
         return Arrived(partial(self._arrive, sends, receives))
 
     def streams(self, tensor: Tensor) -> Streams:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ring import Causal, RingError, RingMesh, SlidingWindow, ring_attention
-from ds_ring.runtime.exchange import Exchange, Pending
+from ds_ring.runtime.exchange import Exchange, Pending, Route
 from ds_ring.runtime.messages import Message
 
 CULPRIT = 2
@@ -160,19 +160,24 @@ def arm(kind: str, folder: Path, batch_number: int) -> None:
     """Let this process do its fault at its n-th batch with something to send, from now on."""
     before, after = IN_A_HOP.get(kind, (None, None))
     change = IN_THE_MESSAGES.get(kind, lambda sends: sends)
-    post, count = Exchange.post, iter(range(1, 1 << 30))
+    start, count = Exchange.start, iter(range(1, 1 << 30))
 
-    def faulty(self: Exchange, sends: Any, receives: Any, hop: int | None = None) -> Pending:
-        if not sends or next(count) != batch_number:
-            return post(self, sends, receives, hop)
+    def faulty(self: Exchange, route: Route, sent: Any, received: Any, hop: int | None = None) -> Pending:
+        if not sent or not route.sizes.is_one or next(count) != batch_number:  # no header's
+            return start(self, route, sent, received, hop)
         happens_now(folder)
         if before is not None:
             before()
         if after is not None:
             threading.Timer(MID_TRANSFER_S, after).start()
-        return post(self, change(sends), receives, hop)
+        sides = ((sent, route.sends), (received, route.receives))
+        sends, receives = (
+            [Message(x, peer, "KV"[i % 2], x.shape[2], x.dtype) for i, (x, peer) in enumerate(zip(*side, strict=True))]
+            for side in sides
+        )
+        return self.post(change(sends), receives, hop)
 
-    Exchange.post = faulty  # type: ignore[method-assign]
+    Exchange.start = faulty  # type: ignore[method-assign]
 
 
 def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ds_ring import (
     Causal,
@@ -25,11 +26,10 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.masks.slot_ranges import progressions_at
-from ds_ring.runtime.messages import Message
 from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module
-from ds_ring.simulation.exchange import SOURCE_OF, Arrived, VirtualExchange
+from ds_ring.simulation.exchange import SOURCE_OF, Arrived, VirtualExchange, VirtualRoute
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed
 from ds_ring.simulation.profile import COMPONENTS
 from tests.cases import PATTERNS, Shape, layout_for, tensors
@@ -109,16 +109,16 @@ def test_what_is_sent_is_what_the_origin_has(monkeypatch: pytest.MonkeyPatch) ->
     compared = []
 
     class Checking(VirtualExchange):
-        def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: Any = None) -> Arrived:
-            for message in (message for message in sends if message.what in SOURCE_OF):
-                assert message.tokens is not None
-                there = torch.empty_like(message.tensor)
-                self.source.fill(
-                    SOURCE_OF[message.what], message.tokens.heads, self._runs(message.tokens), there
-                )
-                assert torch.equal(there, message.tensor), message.tokens
+        def start(self, route: VirtualRoute, sent: Sequence[Tensor], *rest: Any) -> Arrived:
+            for tensor, label in zip(sent, route.sends, strict=True):
+                if label.what not in SOURCE_OF:
+                    continue
+                assert label.tokens is not None
+                there = torch.empty_like(tensor)
+                self.source.fill(SOURCE_OF[label.what], label.tokens.heads, self._runs(label.tokens), there)
+                assert torch.equal(there, tensor), label.tokens
                 compared.append(there.numel())
-            return super().post(sends, receives, hop)
+            return super().start(route, sent, *rest)
 
     monkeypatch.setattr(rank_module, "VirtualExchange", Checking)
     q, k, v, grad = tensors(RAGGED)

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
-from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash
+from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries
 from ds_ring.runtime.kernels.flash_on_cpu import OnCpu
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Asked, PartialGrads, PartialOut
+from ds_ring.runtime.views import Two, Views
 
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
 _MASKED = (
@@ -53,92 +54,63 @@ class FlashKernel:
         self._on_cuda: tuple[Executor, ...] = (Flash(),)
         if implementation == "cuDNN":
             self._on_cuda = (Cudnn(), Flash())
-        self._keeps = False
-        self._kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self.views: Views | None = None  # of a pass
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        executors, calls, width = self._executors(q), _calls(tiles), v.shape[-1]
+        width = v.shape[-1]
+        executors, views = self._executors(q), self.views or Views()
         most = _checked_width(executors, max(q.shape[-1], width))
-        q, k, v = _usable(q, most), _usable(k, most), _usable(v, most)
-        q, scale, _ = positive_scale(q, scale)
+        q, (k, v) = views.once(_usable_queries, (q,), most, scale), views.of(_both_usable, k, v, most)
         group = q.shape[1] // k.shape[1]
-        for call in calls:
-            heads, executor = call.heads(group), _first(executors, call)
-            q_here = q if heads is ALL_HEADS else executor.kept(_heads, q, call.head_in_group, group)
-            out, lse = executor.forward(call, q_here, k, v, scale)
+        for call, executor, heads in _carried_out(tiles, executors, group):
+            q_here = q if heads is ALL_HEADS else views.once(_heads, (q,), call.head_in_group, group)
+            out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
-            yield PartialOut(heads, call.q_rows, _width(out, width), lse)
+            yield PartialOut(heads, call.q_rows, out if most == width else out[..., :width], lse)
             del out, lse  # or they would live on while the next ones are computed
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
-        executors, calls = self._executors(q), _calls(tiles)
-        widths = (q.shape[-1], k.shape[-1], v.shape[-1])
+        width, of_values = q.shape[-1], v.shape[-1]
         more = 0 if grad_lse is None else 1
-        most = _checked_width(executors, max(q.shape[-1], v.shape[-1] + more), bool(more))
-        grad_out, out, lse = self._once_a_pass(executors, (grad_out, out, lse), grad_lse, most)
+        executors, views = self._executors(q), self.views or Views()
+        most = _checked_width(executors, max(width, of_values + more), bool(more))
         if more:
             v = pad(v, (0, 1), value=1.0)
-        q, k, v = _usable(q, most), _usable(k, most), _usable(v, most)
-        q, scale, sign = positive_scale(q, scale)
+        k, v = views.of(_both_usable, k, v, most)
         group = q.shape[1] // k.shape[1]
-        for call in calls:
-            heads, executor = call.heads(group), _first(executors, call)
-            # exp(score + bias - lse) without a bias tensor
-            sums = executor.kept(torch.sub, lse, call.bias) if call.bias else lse
-            of_queries = [grad_out, q, out, sums]
+        # What every hop reads of the queries, as the operators want it.
+        queries = views.once(_of_queries, (grad_out, q, out, lse, grad_lse), most, scale, executors)
+        for call, executor, heads in _carried_out(tiles, executors, group):
+            here = queries
             if heads is not ALL_HEADS:
-                of_queries = [executor.kept(_heads, x, call.head_in_group, group) for x in of_queries]
-            grad_here, q_here, out_here, sums = of_queries
-            found = executor.backward(call, grad_here, q_here, k, v, out_here, sums, scale)
-            dq, dk, dv = (_width(x, width) for x, width in zip(found, widths, strict=True))
-            yield PartialGrads(heads, call.q_rows, call.k_rows, dq if sign == 1 else dq * sign, dk, dv)
-            del found, dq, dk, dv
+                here = views.once(_of_some, queries, call.head_in_group, group)
+            dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
+            dq = dq if scale > 0 else dq * sign(scale)
+            dq, dk = (dq, dk) if most == width else (dq[..., :width], dk[..., :width])
+            dv = dv if most == of_values else dv[..., :of_values]
+            tokens_first = executor.tokens_first and call.is_plain
+            yield PartialGrads(heads, call.q_rows, call.k_rows, dq, dk, dv, tokens_first)
+            del dq, dk, dv
 
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
         found = FlashKernel(self._implementation)
-        found._on_cpu, found._on_cuda = (
-            tuple(executor.of_pass() for executor in some) for some in (self._on_cpu, self._on_cuda)
-        )
-        found._keeps = True
+        found._on_cpu, found._on_cuda, found.views = self._on_cpu, self._on_cuda, Views()
         return found
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(call.pairs for call in _calls(tiles))
 
     def _executors(self, q: Tensor) -> tuple[Executor, ...]:
-        if q.device.type == "cpu":
+        if q.is_cpu:
             return self._on_cpu
         if self._implementation in ("FA3", "FA4"):
             _activate(self._implementation)
         return self._on_cuda
-
-    def _once_a_pass(
-        self, executors: tuple[Executor, ...], of_queries: tuple[Tensor, Tensor, Tensor],
-        grad_lse: Tensor | None, width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return what every hop of a backward pass reads of the queries, as the operators want it.
-
-        They copy a gradient and an output whose tokens do not stand before their heads, so that is done once.
-        """
-        given = of_queries if grad_lse is None else (*of_queries, grad_lse)
-        kept, made_of_it = self._kept or ((), ())
-        if len(given) == len(kept) and all(a is b for a, b in zip(given, kept, strict=True)):
-            return made_of_it  # type: ignore[return-value]
-        grad_out, out, lse = of_queries
-        if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
-            grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
-        grad_out, made = _usable(grad_out, width), _usable(out, width)
-        if any(executor.tokens_first for executor in executors):
-            grad_out, made = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, made))
-        sums = lse.masked_fill(lse == -INFINITY, INFINITY)
-        if self._keeps:
-            self._kept = (given, (grad_out, made, sums))
-        return grad_out, made, sums
 
 
 @lru_cache(maxsize=512)
@@ -193,14 +165,45 @@ def _usable(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """Return queries with the same scores at a scale above 0, and the factor of their gradient.
+def _of_queries(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
+    width: int, scale: float, executors: tuple[Executor, ...],
+) -> OfQueries:  # fmt: skip
+    if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
+        grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
+    grad_out, out = _usable(grad_out, width), _usable(out, width)
+    # Some operators copy a gradient and an output whose tokens do not stand before their heads.
+    if any(executor.tokens_first for executor in executors):
+        grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
+    lse = lse.masked_fill(lse == -INFINITY, INFINITY)
+    return OfQueries(grad_out, _usable_queries(q, width, scale), out, lse)
 
-    The operators take the maximum of the products before they scale it.
-    """
-    if scale > 0:
-        return q, scale, 1
-    return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
+
+def _of_some(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, head_in_group: int, group: int
+) -> OfQueries:
+    return OfQueries(*(_heads(x, head_in_group, group) for x in (grad_out, q, out, lse)))
+
+
+def _usable_queries(q: Tensor, width: int, scale: float) -> Tensor:
+    """Return queries with the same scores at `positive(scale)`."""
+    q = _usable(q, width)
+    return q if scale > 0 else q * sign(scale)
+
+
+def _both_usable(k: Tensor, v: Tensor, width: int) -> Two:
+    return _usable(k, width), _usable(v, width)
+
+
+# The operators take the maximum of the products before they scale it, so they need a scale above 0.
+def positive(scale: float) -> float:
+    """Return the scale that operators are given: of queries times `sign(scale)` the scores are the same."""
+    return abs(scale) or 1.0
+
+
+def sign(scale: float) -> int:
+    """Return the sign of a scale; 0 of 0."""
+    return (scale > 0) - (scale < 0)
 
 
 def _heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
@@ -208,16 +211,15 @@ def _heads(x: Tensor, head_in_group: int, group: int) -> Tensor:
     return x[:, head_in_group::group]
 
 
-def _width(x: Tensor, width: int) -> Tensor:
-    """Return x without the zeros that were put behind its last dimension."""
-    return x if x.shape[-1] == width else x[..., :width]
-
-
-def _first(executors: tuple[Executor, ...], call: FlashCall) -> Executor:
-    for executor in executors:
-        if executor.takes(call):
-            return executor
-    raise AssertionError("no operator takes a call, though the last one should take any")
+@lru_cache(maxsize=512)
+def _carried_out(
+    tiles: Tiles, executors: tuple[Executor, ...], group: int
+) -> tuple[tuple[FlashCall, Executor, slice], ...]:
+    """Return the calls of a table, each with the first executor that takes it and its query heads."""
+    return tuple(
+        (call, next(executor for executor in executors if executor.takes(call)), call.heads(group))
+        for call in _calls(tiles)
+    )
 
 
 def _activate(implementation: str) -> None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -31,8 +31,9 @@ MOST = 1 << 15  # sequences of one call; CUDA has a grid of at most 65,535 of th
 GAP = 256  # slots between two sequences of a call, beyond the length of these two, that are worth a call
 
 
-class FlashCall(NamedTuple):
-    """Describe one call: queries, keys and a window; [Note: windows].
+@dataclass(frozen=True)
+class FlashCall:
+    """Describe one call: queries, keys and a window; [Note: windows]. What every hop asks is found once.
 
     Attributes:
         q_rows, k_rows: query and key slots; `repeats` of both are the batch.
@@ -56,7 +57,7 @@ class FlashCall(NamedTuple):
         """Return the query heads concerned, if `group` of them share a K/V head."""
         return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
-    @property
+    @cached_property
     def is_causal(self) -> bool:
         """Return whether the window is that of `is_causal`."""
         return self.left == OPEN and self.right == 0
@@ -69,7 +70,12 @@ class FlashCall(NamedTuple):
         ends = (itertools.pairwise(self.q_ends), itertools.pairwise(self.k_ends))
         return [(i1 - i0, j1 - j0) for (i0, i1), (j0, j1) in zip(*ends, strict=True)]
 
-    @property
+    @cached_property
+    def is_plain(self) -> bool:
+        """Return whether it is one sequence a sample: neither a batch nor of variable lengths."""
+        return not self.q_ends and self.q_rows.repeats == 1
+
+    @cached_property
     def has_empty_rows(self) -> bool:
         """Return whether some query of the call sees no key."""
         return any(queries and not keys for queries, keys in self.lengths) if self.q_ends else False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ds_ring.runtime.kernels.flash_calls import FlashCall
 from ds_ring.runtime.kernels.flash_pieces import OPEN
 from ds_ring.runtime.kernels.interface import Rows
+from ds_ring.runtime.views import Two, Views
 
 INFINITY = float("inf")
 WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
+
+
+class OfQueries(NamedTuple):
+    """Hold what a backward pass reads of queries: `out` and `lse` are global, the lse +inf without keys."""
+
+    grad_out: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class Executor(Protocol):
@@ -46,29 +56,23 @@ class Executor(Protocol):
     widest: int | None
     tokens_first: bool
 
-    def of_pass(self) -> Executor:
-        """Return an executor for one pass; see `CallsOperators`."""
-        ...
-
-    def kept(self, make: Callable[..., Tensor], x: Tensor, *how: Any) -> Tensor:
-        """Return `make(x, *how)`; see `CallsOperators`."""
-        ...
-
     def takes(self, call: FlashCall) -> bool:
         """Return whether it can carry out this call."""
         ...
 
     def forward(
-        self, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse over the keys of the call."""
         ...
 
     def backward(
-        self, call: FlashCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dq, dk, dv of the call; `out` and `lse` are the global ones, the lse +inf without keys."""
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of the call, whose bias is added to its scores.
+
+        Of a plain call tokens stand before heads, if `tokens_first`.
+        """
         ...
 
 
@@ -89,31 +93,10 @@ ATEN = Operators()
 
 
 class CallsOperators:
-    """Hold the operators that an executor calls, and the views of queries that all hops of a pass share."""
+    """Hold the operators that an executor calls."""
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
-        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-
-    def of_pass(self) -> Self:
-        """Return an executor for one pass, which keeps what `kept` returns."""
-        found = type(self)(self._operators)
-        found._kept = {}
-        return found
-
-    def kept(self, make: Callable[..., Tensor], x: Tensor, *how: Any) -> Tensor:
-        """Return `make(x, *how)`, made once a pass for a tensor that stays the same from hop to hop.
-
-        Never for keys and values: their buffers must not live longer than their hop.
-        """
-        if self._kept is None:
-            return make(x, *how)
-        key = (make, id(x), how)
-        found = self._kept.get(key)
-        if found is None:
-            # x is kept as well, so that no other tensor gets its id
-            found = self._kept[key] = (x, make(x, *how))
-        return found[1]
 
 
 class Flash(CallsOperators):
@@ -126,31 +109,37 @@ class Flash(CallsOperators):
         return True
 
     def forward(
-        self, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         view = _packed if call.q_ends else _tokens_first
+        left, right = _window(call)
         out, lse, *_ = self._operators.flash_forward(
-            self.kept(view, q, call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
-            *_lengths(call, q.device, q), 0.0, call.is_causal, False, scale=scale, **_window(call),
+            views.once(view, (q,), call.q_rows), *views.of(_both, k, v, view, call.k_rows),
+            *_lengths(call, q), 0.0, call.is_causal, False,
+            scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
+        if call.is_plain:
+            return out.transpose(1, 2), lse
         if call.has_empty_rows:
             lse = lse.masked_fill(lse == INFINITY, -INFINITY)
         return _back(out, call.q_rows, len(q), call), _lse_back(lse, call, len(q))
 
     def backward(
-        self, call: FlashCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         view, rows, keys = _packed if call.q_ends else _tokens_first, call.q_rows, call.k_rows
-        lse = self.kept(_lse_of, lse, call.q_rows, bool(call.q_ends))
-        grad_out, q_view, out = (self.kept(view, x, rows) for x in (grad_out, q, out))
-        found = self._operators.flash_backward(
-            grad_out, q_view, view(k, keys), view(v, keys), out, lse,
-            *_lengths(call, q.device, q), 0.0, call.is_causal,
+        grad_out, q, out, lse = views.once(_rows_of, queries, view, rows, call.bias, bool(call.q_ends))
+        left, right = _window(call)
+        dq, dk, dv = self._operators.flash_backward(
+            grad_out, q, *views.of(_both, k, v, view, keys), out, lse,
+            *_lengths(call, q), 0.0, call.is_causal,
             lse, lse,  # in the place of Philox, which nobody reads
-            scale=scale, **_window(call),
+            scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return tuple(_back(x, r, len(q), call) for x, r in zip(found, (rows, keys, keys), strict=True))  # type: ignore[return-value]
+        if call.is_plain:
+            return dq, dk, dv
+        samples = len(queries.q)
+        return _back(dq, rows, samples, call), _back(dk, keys, samples, call), _back(dv, keys, samples, call)
 
 
 class Cudnn(CallsOperators):
@@ -164,46 +153,49 @@ class Cudnn(CallsOperators):
         return not call.q_ends and (full or (call.is_causal and call.q_rows.length == call.k_rows.length))
 
     def forward(
-        self, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._operators.cudnn_forward(
-            self.kept(_heads_first, q, call.q_rows), *(_heads_first(x, call.k_rows) for x in (k, v)),
+            views.once(_heads_first, (q,), call.q_rows), *views.of(_both, k, v, _heads_first, call.k_rows),
             None, True, 0.0, call.is_causal, False, scale=scale,
         )  # fmt: skip
         # [B, H, S, 1] in torch 2.13
         lse = lse.reshape(out.shape[:3])
+        if call.is_plain:
+            return out, lse
         return _back(out.transpose(1, 2), call.q_rows, len(q), call), _lse_back(lse, call, len(q))
 
     def backward(
-        self, call: FlashCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
-        grad_out, q_view, out = (self.kept(_heads_first, x, rows) for x in (grad_out, q, out))
-        views = (grad_out, q_view, *(_heads_first(x, keys) for x in (k, v)), out)
-        lse = self.kept(_lse_of, lse, rows, False)
+        grad_out, q, out, lse = views.once(_rows_of, queries, _heads_first, rows, call.bias, False)
         found = self._operators.cudnn_backward(
-            *views, lse.unsqueeze(-1), lse, lse, None, None, None,
-            views[1].shape[2], views[2].shape[2], 0.0, call.is_causal, scale=scale,
+            grad_out, q, *views.of(_both, k, v, _heads_first, keys), out,
+            lse.unsqueeze(-1), lse, lse, None, None, None,
+            rows.length, keys.length, 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
-        sides = zip(found, (rows, keys, keys), strict=True)
-        return tuple(_back(x.transpose(1, 2), r, len(q), call) for x, r in sides)  # type: ignore[return-value]
+        dq, dk, dv = found
+        if call.is_plain:
+            return dq, dk, dv
+        sides = ((dq, rows), (dk, keys), (dv, keys))
+        dq, dk, dv = (_back(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
+        return dq, dk, dv
 
 
-def _window(call: FlashCall) -> dict[str, int]:
+def _window(call: FlashCall) -> tuple[int, int]:
     # is_causal says it already; None is no number to FlashAttention 3
-    left, right = (OPEN, OPEN) if call.is_causal else (call.left, call.right)
-    return {"window_size_left": left, "window_size_right": right}
+    return (OPEN, OPEN) if call.is_causal else (call.left, call.right)
 
 
-def _lengths(call: FlashCall, device: torch.device, like: Tensor) -> tuple[Any, ...]:
+def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     """Return cum_seq_q, cum_seq_k, max_q, max_k."""
     if not call.q_ends:
         return None, None, call.q_rows.length, call.k_rows.length
     mode = like.fake_mode if isinstance(like, FakeTensor) else None
     queries, keys = (max(lengths) for lengths in zip(*call.lengths, strict=True))
     # with a max_q of 1 FlashAttention 2 takes it that every sequence has one query
-    return *_ends(call.q_ends, call.k_ends, device, mode), max(queries, 2), keys
+    return *_ends(call.q_ends, call.k_ends, like.device, mode), max(queries, 2), keys
 
 
 @lru_cache(maxsize=512)  # one copy to the device for all layers and steps
@@ -212,6 +204,18 @@ def _ends(
 ) -> tuple[Tensor, Tensor]:
     both = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
     return both[0], both[1]
+
+
+def _rows_of(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
+    view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
+) -> OfQueries:  # fmt: skip
+    lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
+    return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
+
+
+def _both(k: Tensor, v: Tensor, view: Callable[..., Tensor], rows: Rows) -> Two:
+    return view(k, rows), view(v, rows)
 
 
 def _tokens_first(x: Tensor, rows: Rows) -> Tensor:

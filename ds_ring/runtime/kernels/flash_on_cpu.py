@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.kernels.flash_calls import FlashCall
-from ds_ring.runtime.kernels.flash_executors import INFINITY, CallsOperators
+from ds_ring.runtime.kernels.flash_executors import INFINITY, CallsOperators, OfQueries
 from ds_ring.runtime.kernels.flash_pieces import OPEN
 from ds_ring.runtime.kernels.interface import Rows
+from ds_ring.runtime.views import Views
 
 STRIP = 128  # queries of one strip
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
@@ -31,7 +32,7 @@ class OnCpu(CallsOperators):
         return True
 
     def forward(
-        self, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         q_all, k_all, v_all = (
             _batch(r, x) for r, x in ((call.q_rows, q), (call.k_rows, k), (call.k_rows, v))
@@ -51,14 +52,13 @@ class OnCpu(CallsOperators):
         return _unbatch(call.q_rows, out), _unbatch(call.q_rows, lse)
 
     def backward(
-        self, call: FlashCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
-        grad, q_all, whole, sums = (_batch(rows, x) for x in (grad_out, q, out, lse))
+        grad, q_all, whole, sums = (_batch(rows, x) for x in queries)
         k_all, v_all = _batch(keys, k), _batch(keys, v)
         # exp(hidden - 0) is 0, as the weights of a row without keys must be
-        sums = sums.masked_fill(sums == INFINITY, 0)
+        sums = (sums - call.bias).masked_fill(sums == INFINITY, 0)
         dq, dk, dv = (
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_all, k_all, v_all)
         )
@@ -66,7 +66,7 @@ class OnCpu(CallsOperators):
             i, j = strip.queries, strip.keys
             found = self._operators.cpu_backward(
                 grad[:, :, i], q_all[:, :, i], k_all[:, :, j], v_all[:, :, j], whole[:, :, i], sums[:, :, i],
-                0.0, strip.is_causal, attn_mask=strip.bias(q), scale=scale,
+                0.0, strip.is_causal, attn_mask=strip.bias(q_all), scale=scale,
             )  # fmt: skip
             for total, part, where in zip((dq, dk, dv), found, (i, j, j), strict=True):
                 total[:, :, where] += part

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_ring.masks.key_multiplicity import Weights
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.runtime.views import Views
 
 ALL_HEADS = slice(None)
 
@@ -195,14 +196,41 @@ class PartialOut(NamedTuple):
 
 
 class PartialGrads(NamedTuple):
-    """Hold what one tile adds to the gradients; dk, dv of all K/V heads, summed over the query heads."""
+    """Hold what one tile adds to the gradients; dk, dv of all K/V heads, summed over the query heads.
+
+    Attributes:
+        heads, q_rows, k_rows: what it belongs to.
+        dq, dk, dv: [..., heads, rows, D] of `q_rows.of` and `k_rows.of`; see `tokens_first`.
+        tokens_first: they are [..., rows, heads, D]; what they are added to is transposed, once a pass.
+    """
 
     heads: slice
     q_rows: Rows
     k_rows: Rows
-    dq_BHSD: Tensor
-    dk_BGSD: Tensor
-    dv_BGSD: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    tokens_first: bool = False
+
+    @property
+    def dq_BHSD(self) -> Tensor:  # noqa: N802
+        """Return dq in the shape of `q_rows.of`."""
+        return tokens_swapped(self.dq, self.tokens_first)
+
+    @property
+    def dk_BGSD(self) -> Tensor:  # noqa: N802
+        """Return dk in the shape of `k_rows.of`."""
+        return tokens_swapped(self.dk, self.tokens_first)
+
+    @property
+    def dv_BGSD(self) -> Tensor:  # noqa: N802
+        """Return dv in the shape of `k_rows.of`."""
+        return tokens_swapped(self.dv, self.tokens_first)
+
+
+def tokens_swapped(x: Tensor, swapped: bool) -> Tensor:
+    """Return x, with tokens and heads swapped if so."""
+    return x.transpose(-3, -2) if swapped else x
 
 
 class Asked(NamedTuple):
@@ -250,3 +278,9 @@ class Kernel(Protocol):
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """Return the (query, key) pairs per head that the kernel really multiplies, waste included."""
         ...
+
+
+def views_of(kernel: Kernel) -> Views:
+    """Return the views that a kernel keeps during a pass (`views`); others for one that keeps none."""
+    found = getattr(kernel, "views", None)
+    return found if isinstance(found, Views) else Views()

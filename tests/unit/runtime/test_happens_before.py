@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_ring.errors import RingMismatchError
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, Rows
-from ds_ring.runtime.messages import Counters, Message
+from ds_ring.runtime.messages import Counters, Message, check_messages
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, layout_for
@@ -121,11 +121,15 @@ class Nccl:
     def streams(self, tensor: Tensor) -> Streams:
         return Streams(self._device)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Work:
+    def route(self, *sides: Sequence[Message]) -> None:
+        for side in sides:
+            check_messages(side)
+
+    def start(self, route: None, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int) -> Work:
         device = self._device
         # Inside NCCL's work: not one of the pass's waits, so it is never left out.
         device._handler._handle_event_wait(device.record(device.stream), NCCL)
-        device.launch("messages", NCCL, [m.tensor for m in sends], [m.tensor for m in receives])
+        device.launch("messages", NCCL, sent, received)
         return Work(device, device.record(NCCL))
 
 
@@ -178,11 +182,11 @@ def run(rank_plan: Any, slots: int, behind_mark: bool, left_out: int | None = No
         made = RingPass(rank_plan, Touch(), Nccl(device), 1.0, chunk_bytes=1 << 12, agreed=agreed)
         device.launch("caller", MAIN, [], [q, k, v])
         out, lse = made.forward(q, k, v)
-        buffers = [x for free in made.buffers._free.values() for x in free]
+        buffers = [x for free in made.buffers._free.values() for two in free for x in (two.first, two.second)]
         device.launch("caller", MAIN, [], [q, *buffers])
         # A pass back waits for nothing of the pass forward: that one's waits are counted apart.
         dq, dk, dv = made.backward(grad, q, k, v, out, lse)
-        buffers = [x for free in made.buffers._free.values() for x in free]
+        buffers = [x for free in made.buffers._free.values() for two in free for x in (two.first, two.second)]
         device.launch("caller", MAIN, [], [q, k, v, grad, out, lse, dq, dk, dv, *buffers])
     return device
 
@@ -198,9 +202,9 @@ def test_headers_are_compared_while_the_first_hop_computes_and_before_a_payload(
             yield from super().forward(*args)
 
     class Posted(Nccl):
-        def post(self, *args: Any) -> Work:
+        def start(self, *args: Any) -> Work:
             told.append("payload")
-            return super().post(*args)
+            return super().start(*args)
 
     def agreed() -> None:
         told.append("headers")

@@ -1,0 +1,50 @@
+"""Keep what a ring pass finds out once for all passes of a shape: kinds of buffers, routes of messages.
+
+Owns that bookkeeping and holds no tensor: buffers are the pool's, and come and go as the steps say.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ds_ring.runtime.ring_buffers import Kinds
+from ds_ring.runtime.trace import PostedBatch, is_fake
+from ds_ring.schedule.steps import HeadChunk, Schedule
+
+
+class PreparedBatch(NamedTuple):
+    """Hold a batch's route, as the exchange made it, and its messages' sizes, for traces."""
+
+    route: Any
+    posted: PostedBatch
+
+
+class PreparedPass:
+    """Hold what is known of a schedule's pass over tensors of a shape.
+
+    Attributes:
+        batches: by number, as far as they were posted.
+    """
+
+    def __init__(self) -> None:
+        self.batches: dict[int, PreparedBatch] = {}
+        self._kinds: dict[int, Kinds] = {}
+
+    def kinds_of(self, chunk: HeadChunk) -> Kinds:
+        """Return the kinds of a chunk's buffers, to be filled where they are not known."""
+        return self._kinds.setdefault(chunk.kv_heads.start, {})
+
+
+class PreparedPasses:
+    """Keep what passes of one exchange are prepared with, for as long as their schedules live."""
+
+    def __init__(self) -> None:
+        self._passes: WeakKeyDictionary[Schedule, dict[Any, PreparedPass]] = WeakKeyDictionary()
+
+    def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
+        """Return what is known of a schedule's pass over K and V of this shape, dtype and device."""
+        key = (k.shape, v.shape, k.dtype, k.device, is_fake(k))
+        return self._passes.setdefault(schedule, {}).setdefault(key, PreparedPass())
