@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from zipfile import is_zipfile
 
@@ -33,6 +34,14 @@ _NUMPY_FUNCTIONS: tuple[tuple[Callable[..., Any], str], ...] = tuple(
     for function in (multiarray._reconstruct, multiarray.scalar)
     for module in ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2, of numpy 1
 )
+_BEFORE_PYTHON_3_11_4 = "builtins.getattr"  # by which members of an Enum were pickled
+
+
+def _member(owner: Any, name: str) -> ZeroStageEnum:
+    """Stand for getattr in a pickle, where it can only name a stage of ZeRO."""
+    if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise UnpicklingError(f"Weights only: GLOBAL {_BEFORE_PYTHON_3_11_4}")
+    return ZeroStageEnum[name]
 
 
 # [Note: weights only] A pickle may call any function while it is read, and a manifest does not help: who can
@@ -75,7 +84,9 @@ def _replace_load(load: Callable[..., Any]) -> None:
 
 
 def _allowed() -> Any:
-    return torch.serialization.safe_globals([*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS])
+    return torch.serialization.safe_globals(
+        [*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS, (_member, _BEFORE_PYTHON_3_11_4)]
+    )
 
 
 def _require_weights_only(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
@@ -25,7 +26,19 @@ class Planted:
         return os.mkdir, (str(self.path),)
 
 
+class Attribute:
+    """Pickles to an attribute of something, as members of an Enum did before Python 3.11.4."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.found = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, self.found
+
+
 REFUSED = {
+    "an attribute": (lambda folder: Attribute(torch.Tensor, "numpy"), "builtins.getattr"),
+    "no member": (lambda folder: Attribute(ZeroStageEnum, "__init__"), "builtins.getattr"),
     "a fraction": (
         lambda folder: Fraction(1, 2),
         "fractions.Fraction",
@@ -53,12 +66,19 @@ def test_plain_values_and_random_states_are_allowed(tmp_path: Path, zipped: bool
     state = {
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "x": [1, 2.0, "3", None, {4}, np.int64(5)],
+        "x": [1, 2.0, "3", None, {4}, np.int64(5), ZeroStageEnum.weights],
     }
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     require_weights_only(tmp_path, ["a.pt", "no pickle.bin"])
     with weights_only_below(tmp_path):
         assert torch.load(tmp_path / "a.pt", weights_only=False)["x"] == state["x"]
+
+
+def test_a_stage_of_an_older_python_is_allowed(tmp_path: Path) -> None:
+    torch.save([ZeroStageEnum.weights, Attribute(ZeroStageEnum, "weights")], tmp_path / "a.pt")
+    require_weights_only(tmp_path, ["a.pt"])
+    with weights_only_below(tmp_path):
+        assert torch.load(tmp_path / "a.pt") == [ZeroStageEnum.weights] * 2
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"PK\3\4" + bytes(100), b"\x80\x02" + b"(" * 10**5])
