@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sampling import chosen
+from tests.sampling import chosen, left_out
 
 CASES = [f"tests/x.py::test[{n}]" for n in range(40)]
 
@@ -21,3 +21,18 @@ def test_rounds_take_more_and_at_last_all() -> None:
     assert some < more and len(more) == 30
     assert chosen(CASES, 4, "a", times=100) == set(CASES)
     assert len(chosen(CASES[:1], 4, "a")) == 1
+
+
+def test_tests_of_ranks_take_half_of_their_cases_and_units_all() -> None:
+    class Item:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid = nodeid
+
+        def get_closest_marker(self, name: str) -> None:
+            return None
+
+    folders = ("unit", "dist", "integration")
+    items = [Item(f"tests/{folder}/x.py::test[{n}]") for folder in folders for n in range(6)]
+    gone = [item.nodeid.split("/")[1] for item in left_out(items, "a", 1)]  # type: ignore[arg-type]
+    assert sorted(gone) == ["dist"] * 3 + ["integration"] * 3
+    assert not left_out(items, "a", 2)  # type: ignore[arg-type]

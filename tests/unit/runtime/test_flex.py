@@ -272,7 +272,7 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
     for kernel in (reference, flex):
         found = [torch.zeros_like(x) for x in (q, k, v)]
         for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.25, grad_lse):
-            for total, rows, x in zip(found, (grads.q_rows, *[grads.k_rows] * 2), grads[3:], strict=True):
+            for total, rows, x in zip(found, (grads.q_rows, *[grads.k_rows] * 2), grads[3:6], strict=True):
                 rows.of(total).add_(x)
         totals.append(found)
     for want, part in zip(*totals, strict=True):
