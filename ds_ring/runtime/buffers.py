@@ -1,8 +1,9 @@
-"""Keep buffers for what travels, used again from hop to hop and from call to call.
+"""Keep memory for what travels, used again from hop to hop and from call to call.
 
-Owns the memory of messages. A buffer is given back only after the wait of the batch that it was in: until
-then it is in flight, and nobody writes to it. What is kept unused is at most what was in use at once, so that
-calls of many different sizes do not pile up; `release` gives all of it back to the system.
+Owns the memory of messages. A block is given back only after the wait of the batch that its buffers were in:
+until then they are in flight, and nobody writes to them. What is kept unused is at most what was in use at
+once, so that calls of many different sizes do not pile up; `release` gives all of it back to the system.
+Which buffer lies where in which block is `pass_memory.py`'s.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from contextlib import nullcontext
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,18 @@ from torch import Tensor
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.views import Pair
 
+ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
+MOST = 32  # pairs, or lists of them, that a block keeps
+
 
 class BufferKind(NamedTuple):
-    """Describe two buffers that travel together, of a dtype on a device, and their bytes.
+    """Describe two buffers that travel together.
 
     Attributes:
         first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
-        dtype, device, nbytes: of both.
+        dtype, device: of both.
+        second_at: bytes from the beginning of the first to that of the second.
+        nbytes: from the beginning of the first to the end of the second, a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
     """
 
@@ -33,6 +39,7 @@ class BufferKind(NamedTuple):
     second: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    second_at: int
     nbytes: int
     fake: bool
 
@@ -40,29 +47,59 @@ class BufferKind(NamedTuple):
 def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
-    nbytes = (math.prod(first) + math.prod(second)) * dtype.itemsize
-    return BufferKind(first, second, dtype, like.first.device, nbytes, is_fake(like.first))
+    at, more = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in (first, second))
+    return BufferKind(first, second, dtype, like.first.device, at, at + more, is_fake(like.first))
 
 
-class PooledPair(Pair):
-    """Hold two buffers of a pool, and their views.
+class Block:
+    """Hold uninitialised memory, and the tensors that lie there.
 
     Args:
-        first, second, kind: the buffers.
+        nbytes, device: how much, and where.
     """
 
-    __slots__ = ("kind",)
+    __slots__ = ("_kept", "_storage", "device", "nbytes")
 
-    def __init__(self, first: Tensor, second: Tensor, kind: BufferKind) -> None:
-        super().__init__(first, second)
-        self.kind = kind
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self._kept: dict[Any, list[Pair]] = {}
+        with torch.inference_mode(False):
+            self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def pairs(self, key: Hashable, parts: Sequence[tuple[BufferKind, int]]) -> list[Pair]:
+        """Return contiguous tensors for parts of this memory, the same as long as the memory is kept.
+
+        Args:
+            key: what the parts are known by.
+            parts: kind of each, and the byte where it begins, a multiple of ALIGNMENT; they may overlap.
+        """
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= MOST:
+                self._kept.clear()
+            # Not in inference mode, or they could not be written to in a later training step.
+            with torch.inference_mode(False):
+                found = self._kept[key] = [
+                    Pair(
+                        self._tensor(kind, kind.first, begin),
+                        self._tensor(kind, kind.second, begin + kind.second_at),
+                    )
+                    for kind, begin in parts
+                ]
+        return found
+
+    def _tensor(self, kind: BufferKind, shape: tuple[int, ...], begin: int) -> Tensor:
+        # No view: views share their count of writes, by which a write to what is in flight is found.
+        tensor = torch.empty(0, dtype=kind.dtype, device=self.device)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return tensor.set_(self._storage, begin // kind.dtype.itemsize, shape, strides)
 
 
 class Buffers:
-    """Keep free buffers by shape, dtype and device, in pairs that travel together."""
+    """Keep free blocks by size and device."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[BufferKind, list[PooledPair]] = OrderedDict()
+        self._free: OrderedDict[tuple[int, torch.device], list[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self._used_bytes = self._most_bytes = self._free_bytes = 0
 
@@ -76,39 +113,30 @@ class Buffers:
         """Return the bytes that are in use, or kept for the next use."""
         return self._used_bytes + self._free_bytes
 
-    def take(self, kind: BufferKind, like: Pair) -> PooledPair:
-        """Return uninitialised, contiguous buffers of a kind; fake if `like` is."""
-        # Fake tensors take no memory, and those of one FakeTensorMode cannot be used in another.
-        if kind.fake:
-            first, second = (like.first.new_empty(x, dtype=kind.dtype) for x in (kind.first, kind.second))
-            return PooledPair(first, second, kind)
+    def take(self, nbytes: int, device: torch.device, or_larger: bool = False) -> Block:
+        """Return a block of this size, or a free one that is larger."""
         with self._lock:
-            pair = self._pop(kind) if kind in self._free else None
-            # Counted before the new tensor is made: what is kept unused makes room for it.
-            self._used_bytes += kind.nbytes
-            if self._used_bytes > self._most_bytes:
-                self._most_bytes = self._used_bytes
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_what_is_too_much()
-        return _made(kind) if pair is None else pair
+            size = (nbytes, device)
+            if or_larger:
+                sizes = (one for one in self._free if one[1] == device and one[0] >= nbytes)
+                size = min(sizes, key=lambda one: one[0], default=size)
+            block = self._pop(size) if size in self._free else None
+            # Counted before a new one is made: what is kept unused makes room for it.
+            self._used_bytes += size[0]
+            self._most_bytes = max(self._most_bytes, self._used_bytes)
+            self._drop_what_is_too_much()
+        return Block(nbytes, device) if block is None else block
 
-    def give(self, pair: PooledPair) -> None:
-        """Take buffers back after use; they must not be in flight any more."""
-        kind = pair.kind
-        if kind.fake:
-            return
+    def give(self, block: Block) -> None:
+        """Take a block back after use; its buffers must not be in flight any more."""
+        size = (block.nbytes, block.device)
         with self._lock:
-            free = self._free.get(kind)
-            if free is None:
-                self._free[kind] = [pair]
-            else:
-                free.append(pair)
-                # Shapes given back longest ago stand first, and go first.
-                self._free.move_to_end(kind)
-            self._used_bytes -= kind.nbytes
-            self._free_bytes += kind.nbytes
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_what_is_too_much()
+            self._free.setdefault(size, []).append(block)
+            # Sizes given back longest ago stand first, and go first.
+            self._free.move_to_end(size)
+            self._used_bytes -= block.nbytes
+            self._free_bytes += block.nbytes
+            self._drop_what_is_too_much()
 
     def release(self) -> None:
         """Free everything that is not in use."""
@@ -125,17 +153,10 @@ class Buffers:
     def _drop_oldest(self) -> None:
         self._pop(next(iter(self._free)))
 
-    def _pop(self, kind: BufferKind) -> PooledPair:
-        free = self._free[kind]
-        pair = free.pop()
+    def _pop(self, size: tuple[int, torch.device]) -> Block:
+        free = self._free[size]
+        block = free.pop()
         if not free:
-            del self._free[kind]
-        self._free_bytes -= kind.nbytes
-        return pair
-
-
-def _made(kind: BufferKind) -> PooledPair:
-    # Not in inference mode, or they could not be written to in a later training step.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        first = torch.empty(kind.first, dtype=kind.dtype, device=kind.device)
-        return PooledPair(first, torch.empty(kind.second, dtype=kind.dtype, device=kind.device), kind)
+            del self._free[size]
+        self._free_bytes -= block.nbytes
+        return block

@@ -6,13 +6,13 @@ Owns the tensors behind the buffer numbers of `schedule/steps.py`. When a step i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.buffers import BufferKind, Buffers, kind_of
+from ds_ring.runtime.buffers import BufferKind, kind_of
 from ds_ring.runtime.messages import Label, TokenRange
+from ds_ring.runtime.pass_memory import PassMemory
 from ds_ring.runtime.to_device import slot_index
 from ds_ring.runtime.views import Pair, Two, Views
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Send
@@ -27,7 +27,7 @@ class RingBuffers:
 
     Args:
         chunk: whose steps are run.
-        pool: where memory comes from.
+        memory: of the pass.
         kinds: of the buffers as far as they are known; filled here, and the same at each pass of a shape.
         views: of the pass; knows the buffers while they are in use.
         shard: K and V of the own tokens.
@@ -35,20 +35,22 @@ class RingBuffers:
     """
 
     def __init__(
-        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, views: Views, shard: Pair,
+        self, chunk: HeadChunk, memory: PassMemory, kinds: Kinds, views: Views, shard: Pair,
         home: Pair | None = None,
     ) -> None:  # fmt: skip
         self.chunk, self.views = chunk, views
-        self._pool, self._kinds = pool, kinds
-        # SHARD and RESULTS are the caller's tensors: no step gives them to the pool.
-        # All others are the pool's, copies made for sends among them.
-        self._pairs: dict[int, Any] = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
-        for pair in self._pairs.values():
+        self._memory, self._kinds, self._number = memory, kinds, chunk.kv_heads.start
+        # SHARD and RESULTS are the caller's tensors: no step gives them back. All others are the memory's,
+        # copies made for sends among them; most are there from the beginning.
+        own = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
+        self._known = memory.known(self._number)
+        self._pairs = {**self._known, **own}
+        for pair in (*memory.pairs, *own.values()):
             views.add(pair)
 
     def pair(self, buffer: int) -> Pair:
         """Return the tensors of a buffer; those of one that is new are uninitialised."""
-        found: Pair | None = self._pairs.get(buffer)
+        found = self._pairs.get(buffer)
         if found is None:
             payload, slots = self.chunk.steps.buffers[buffer]
             found = self._take(buffer, slots, payload)
@@ -62,7 +64,7 @@ class RingBuffers:
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # none of it is the pool's memory
                 final = True
-            else:
+            elif step.buffer not in self._known:
                 self._free(step.buffer)
         return final
 
@@ -86,14 +88,14 @@ class RingBuffers:
         taken = self._pairs.pop(buffer, None)
         if taken is not None:
             self.views.drop(taken)
-            self._pool.give(taken)
+            self._memory.give(self._number, buffer)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # The own shard has the heads, and the two dimensions, of all pairs.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
             kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
-        taken = self._pairs[buffer] = self._pool.take(kind, shard)
+        taken = self._pairs[buffer] = self._memory.take(self._number, buffer, kind, shard)
         self.views.add(taken)
         return taken
 
@@ -111,7 +113,7 @@ class RingBuffers:
             first, second = self._slots(pair, *ranges[0])
             if first.is_contiguous() and second.is_contiguous():
                 return first, second
-        packed = self._take(step.packed, step.count, step.payload)
+        packed = self.pair(step.packed)
         if len(ranges) > FEW_RANGES:
             for whole, part in ((pair.first, packed.first), (pair.second, packed.second)):
                 index = slot_index(step.part, whole.device)

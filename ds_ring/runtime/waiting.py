@@ -252,7 +252,8 @@ def _ask(job: _Job, seconds: float) -> None:
 def _cause(job: _Job, place: Place) -> str:
     if job.error is not None:
         return f"the connection to it failed at {place}: {str(job.error).splitlines()[0]}"
-    return f"it did not come to {place} before the deadline (hop_timeout_seconds)"
+    deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
+    return f"it did not come to {place} before the deadline ({deadline})"
 
 
 def _until(true: Callable[[], bool], seconds: float) -> bool:

@@ -94,7 +94,7 @@ def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer:
     assert (waiting.status, silent.status) == ("returned", "returned"), waiting.report
     found: Blame = waiting.value
     assert found[:3] == (0, hop, peer), found
-    assert "before the deadline (hop_timeout_seconds)" in found.cause
+    assert "before the deadline (hop_timeout_seconds;" in found.cause
     assert DEADLINE_S * 0.9 < found.seconds < LATE_S, found
 
 

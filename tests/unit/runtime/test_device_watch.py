@@ -125,7 +125,7 @@ def test_a_batch_that_never_ends_names_its_peer_and_aborts_its_group() -> None:
     ring.post(never)
     error = ring.broken()
     assert (error.ring_rank, error.hop, error.peer) == (OWN, 3, PEER)
-    assert "call 7, hop 3 before the deadline (hop_timeout_seconds)" in error.cause
+    assert "call 7, hop 3 before the deadline (hop_timeout_seconds;" in error.cause
     ring.until(lambda: ring.aborted == ["ring"])
     assert not ring.monitor.noticed, "an error that nobody has seen"
 
