@@ -7,8 +7,9 @@ The steps of a schedule are the same at every pass of a shape, so its first pass
 use at the same time. From the second one on a pass takes one block when it begins, and every buffer has its
 place there: no hop looks for memory, and the views that a kernel reads live on from pass to pass. The largest
 buffers get their places first, each the lowest that no buffer has at the same time ("greedy by size for
-offset calculation": Pisarchyk and Lee 2020, arXiv:2001.03288, section 5). Where the block were larger than
-what was in use at once, buffers are taken one by one for good: no pass takes more memory so.
+offset calculation": Pisarchyk and Lee 2020, arXiv:2001.03288, section 5), or else the first ones, those of
+most bytes times time, or those in use longest. Where the block were larger than what was in use at once in
+all of these orders, buffers are taken one by one for good: no pass takes more memory so.
 """
 
 from __future__ import annotations
@@ -67,22 +68,32 @@ def place(uses: Sequence[Use]) -> Places | None:
     Args:
         uses: all buffers of the pass, on one device.
     """
-    sizes, begins, ends = (
-        np.array(numbers, dtype=np.int64)
-        for numbers in zip(*((use.kind.nbytes, use.begin, use.end) for use in uses), strict=True)
-    )
-    offsets = np.full(len(uses), -1, dtype=np.int64)
-    for one in np.lexsort((begins, -sizes)).tolist():  # by size, then by time
-        beside = (offsets >= 0) & (begins < ends[one]) & (begins[one] < ends)
-        offsets[one] = _lowest_gap(offsets[beside], sizes[beside], int(sizes[one]))
-    nbytes = int((offsets + sizes).max())
-    if nbytes > _most_in_use(sizes, begins, ends):
+    last = 2 * len(uses)  # nothing is counted beyond
+    numbers = [(use.kind.nbytes, use.begin, min(use.end, last)) for use in uses]
+    sizes, begins, ends = np.array(numbers, dtype=np.int64).T
+    most = _most_in_use(sizes, begins, ends)
+    by_area, by_life = sizes * (begins - ends), begins - ends
+    for keys in ((begins, -sizes), (-sizes, begins), (begins, by_area), (begins, -sizes, by_life)):
+        offsets = _offsets(np.lexsort(keys).tolist(), sizes, begins, ends)
+        nbytes = int((offsets + sizes).max())
+        if nbytes <= most:
+            break
+    else:
         return None
     parts: dict[tuple[BufferKind, int], int] = {}
     chunks: dict[int, dict[int, int]] = defaultdict(dict)
     for use, offset in zip(uses, offsets.tolist(), strict=True):
         chunks[use.chunk][use.buffer] = parts.setdefault((use.kind, offset), len(parts))
     return Places(nbytes, uses[0].kind.device, tuple(parts), dict(chunks))
+
+
+def _offsets(order: list[int], sizes: IntArray, begins: IntArray, ends: IntArray) -> IntArray:
+    """Give each buffer, in this order, the lowest place that no other has at the same time."""
+    offsets = np.full(len(sizes), -1, dtype=np.int64)
+    for one in order:
+        beside = (offsets >= 0) & (begins < ends[one]) & (begins[one] < ends)
+        offsets[one] = _lowest_gap(offsets[beside], sizes[beside], int(sizes[one]))
+    return offsets
 
 
 def _lowest_gap(offsets: IntArray, sizes: IntArray, size: int) -> int:
