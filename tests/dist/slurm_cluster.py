@@ -46,6 +46,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=5
 MinJobAge=300
+SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName={nodes[0]} NodeAddr={nodes[0]} CPUs={slots}
 NodeName={nodes[1]} NodeAddr={nodes[1]} CPUs={slots}
 NodeName=gpu[0-7] NodeAddr={nodes[1]} Port=7000 CPUs=8 State=DOWN

@@ -134,10 +134,12 @@ def test_a_preempted_job_goes_back_into_the_queue_and_ends(
     job = job.removeprefix("Submitted batch job ")
     wait_until(lambda: len(list(workplace.folder.glob("ready-*"))) == 4)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@... sends ahead of time
-    wait_until(lambda: "Restarts=1" in slurm.ask("scontrol", "show", "job", job))
+    wait_until(lambda: shows(slurm, job, "JobState=PENDING", "Restarts=1"))
     assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
-    wait_until(lambda: "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", job))
+    # Slurm would wait for two minutes. Not before the job is pending: it sets the time only then; nor in
+    # the same second: a credential of the second in which the last one was revoked is revoked, too.
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
+    wait_until(lambda: shows(slurm, job, "JobState=COMPLETED"))
     events = RunFolder(workplace.folder / "run").events()
     assert [(one["event"], one["attempt"]) for one in events] == [
         ("start", 1), ("end", 1), ("start", 2), ("end", 2)
@@ -146,10 +148,16 @@ def test_a_preempted_job_goes_back_into_the_queue_and_ends(
     assert (workplace.folder / "checkpoints/latest").read_text() == "12"
 
 
+def shows(slurm: SlurmCluster, job: str, *words: str) -> bool:
+    said = slurm.ask("scontrol", "show", "job", job)
+    assert "JobState=FAILED" not in said, said
+    return all(word in said for word in words)
+
+
 def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not what():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "what is waited for does not come"
         time.sleep(0.1)
 
 
