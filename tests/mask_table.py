@@ -105,7 +105,7 @@ MASKS: dict[str, Mask] = {
         Dilated(N, P3, False, "zero") & Dilated((10, 40), (1, 3), True, "zero"),
         lambda q, k, h: dilated(q, k, N, P3, (0, 0, 0)) * dilated(q, k, (10, 40), (1, 3), (0, 0)) * (k <= q),
     ),
-    "mask function": Mask(MaskMod(three_apart) & Causal(), lambda q, k, h: ((q - k) % 3 != 1) & (k <= q)),
+    "mask function": Mask(Causal() & MaskMod(three_apart), lambda q, k, h: ((q - k) % 3 != 1) & (k <= q)),
     "mask function by head": Mask(
         MaskMod(by_head) & SlidingWindow(30),
         lambda q, k, h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30),

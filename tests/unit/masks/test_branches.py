@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_ring import (
     Causal,
@@ -22,9 +23,17 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
-from ds_ring.masks.branches import Branch, alike
+from ds_ring.masks.branches import LARGEST_LABEL, Branch, alike, product, subtract, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.partitions import Primitive, Remainder, Residue, Segment, Table
+from ds_ring.masks.partitions import (
+    Primitive,
+    Remainder,
+    Residue,
+    Segment,
+    Table,
+    in_range,
+    labelled,
+)
 from ds_ring.masks.pattern import BoundPattern, Head, Pattern
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.masks.windows import applies_window
@@ -225,3 +234,36 @@ def test_what_only_looks_like_a_window_is_none() -> None:
     assert applies_window(SlidingWindow(9) & Documents([0, 1]), 0, 8)
     assert not applies_window(DilatedWindow(5, 2), 0, 8)
     assert not applies_window(SlidingWindow(9) | Sinks(1), 0, 8)
+
+
+RANGE = st.sampled_from([(0, 12), (0, 5), (3, 9), (7, 12), (4, 4), (9, 2)]).map(lambda ends: in_range(*ends))
+BAND = st.sampled_from([(-14, 14), (0, 14), (-3, 2), (-14, -1), (3, 3), (2, 0)])
+BRANCHES = st.builds(lambda queries, keys, band: Branch(queries, keys, *band), RANGE, RANGE, BAND)
+
+
+def pairs(*branches: Branch) -> np.ndarray:
+    """In how many branches each pair of the first 12 positions takes part."""
+    at = np.arange(12)
+    return BoundPattern((branches,)).multiplicity(0, 1, 1, at[:, None], at[None])
+
+
+@settings(max_examples=150, deadline=None)
+@given(whole=BRANCHES, taken=BRANCHES)
+def test_the_algebra_of_branches_is_that_of_their_pairs(whole: Branch, taken: Branch) -> None:
+    """Difference, product, union and emptiness; ranges and bands may be empty, too."""
+    assert whole.is_empty is (not pairs(whole).any())
+    if not taken.is_empty:
+        np.testing.assert_array_equal(pairs(*subtract(whole, taken)), pairs(whole) * (1 - pairs(taken)))
+    np.testing.assert_array_equal(pairs(*product([whole], [taken])), pairs(whole) * pairs(taken))
+    either = union((whole,), (taken,))
+    assert either is not None
+    np.testing.assert_array_equal(pairs(*either), np.maximum(pairs(whole), pairs(taken)))
+
+
+def test_labels_of_many_primitives_stay_small_and_compare_as_before() -> None:
+    """Three labels of positions near 2**30 make numbers of 90 bits, unless they are renumbered."""
+    one = labelled(Segment(1))
+    at = (1 << 30) + np.arange(0, 60, 3)
+    q, k = Branch(one & one & one, one & one & one).labels(at, at[::-1])
+    np.testing.assert_array_equal(q[:, None] == k[None], at[:, None] == at[None, ::-1])
+    assert q.min() >= 0 and q.max() < LARGEST_LABEL
