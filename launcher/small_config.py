@@ -147,7 +147,11 @@ def _shrink_layers(values: Values, at_least: int) -> None:
     count = values[name]
     by_layer = [key for key, value in values.items() if isinstance(value, list) and len(value) == count > 1]
     own = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
-    kinds = [repr(([values[key][layer] for key in by_layer], own.get(layer))) for layer in range(count)]
+    first_shared = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
+    kinds = [
+        repr(([values[key][layer] for key in by_layer], own.get(layer), layer >= first_shared))
+        for layer in range(count)
+    ]
     firsts = {kinds.index(kind) for kind in kinds}
     others = [layer for layer in range(count) if layer not in firsts]
     kept = sorted(firsts.union(others[: max(0, at_least - len(firsts))]))
@@ -155,6 +159,8 @@ def _shrink_layers(values: Values, at_least: int) -> None:
         values["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
     for key in by_layer:
         values[key] = [values[key][layer] for layer in kept]
+    if first_shared < count:
+        values["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
     for key in _LAYERS:
         if isinstance(values.get(key), int):
             values[key] = min(values[key], len(kept))

@@ -48,6 +48,8 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, BYPASSES) for family in WITHOUT_THE_INTERFACE.split()),
     *((family, {}, EXACT) for family in MIXED_LAYERS.split()),
     ("qwen2", {"changes": MIXED_QWEN}, EXACT),
+    ("gemma4_text", {"changes": {"num_kv_shared_layers": 20}}, EXACT),  # E2B's; it slices its masks
+    ("doge", {}, "keep_window_size keeps the keys with the largest learned terms"),
     *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
     *((family, {}, EXACT) for family in ("stablelm", "falcon")),
     ("biogpt", {}, "it hides single tokens (padding)"),

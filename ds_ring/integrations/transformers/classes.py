@@ -25,6 +25,7 @@ _BYPASSES = "its attention bypasses transformers' attention interface"
 _SETTINGS: dict[str, tuple[str, str]] = {
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
+    "keep_window_size": ("keeps the keys with the largest learned terms of all keys", "none"),  # Doge
     "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
 }
 

@@ -34,11 +34,40 @@ _MAKERS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Stand for a mask tensor on its way to a layer."""
+    """Stand for a mask tensor on its way to a layer.
+
+    Raises:
+        RingPatternError: a model reads or changes the mask as a tensor, so its attention is another one.
+    """
 
     # No tensor: the recomputation of a layer would be handed a copy, which has lost the pattern.
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
+
+    def __getitem__(self, index: Any) -> LayerMask:
+        """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(one, slice) and one in (slice(None), slice(0, None)) for one in parts):
+            return self
+        raise _used_as_tensor(f"selects {index} of it")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python's protocols: copy, pickle
+            raise AttributeError(name)
+        raise _used_as_tensor(f"reads its {name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every function of torch, and every operator beside a tensor."""
+        raise _used_as_tensor(f"calls {getattr(function, '__name__', function)} on it")
+
+
+def _used_as_tensor(how: str) -> RingPatternError:
+    return RingPatternError(
+        f"attention_mask: expected a model that hands its mask to attention as it is, got one that {how}: it"
+        " computes a mask of its own from this rank's tokens, which no ring pattern stands for; use a model"
+        " with plain causal or full attention, or with windows or chunks"
+    )
 
 
 # [Note: what a layer says]

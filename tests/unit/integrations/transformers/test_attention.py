@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -284,6 +285,26 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
     made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
     assert made == LayerMask(Causal())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask.dtype,
+        lambda mask: mask[:, :, :, :7],
+        lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: torch.ones(2) + mask,
+    ],
+)
+def test_a_model_that_takes_the_mask_for_a_tensor_is_refused(use):
+    with pytest.raises(RingPatternError, match="expected a model that hands its mask to attention as it is"):
+        use(LayerMask(Causal()))
+
+
+def test_a_mask_survives_copies_and_a_slice_of_everything():
+    mask = LayerMask(Causal())
+    for same in (mask[:, :, slice(-0, None), :], copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert same == mask
 
 
 def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
