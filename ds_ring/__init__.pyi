@@ -31,6 +31,7 @@ from ds_ring.masks.windows import DilatedWindow as DilatedWindow
 from ds_ring.masks.windows import SlidingWindow as SlidingWindow
 from ds_ring.module import RingAttention as RingAttention
 from ds_ring.module import ring_attention as ring_attention
+from ds_ring.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.runtime.mesh import RingMesh as RingMesh
 from ds_ring.runtime.shard import gather_sequence as gather_sequence
 from ds_ring.runtime.shard import shard_sequence as shard_sequence

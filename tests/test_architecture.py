@@ -35,7 +35,7 @@ LAYERS = [
     ["schedule"],
     ["health"],
     ["runtime"],
-    ["module", "simulation"],
+    ["module", "multihead", "simulation"],
     ["estimator", "profiling"],  # measure what users call; know nothing of DeepSpeed but its JSON
     ["integrations"],
 ]

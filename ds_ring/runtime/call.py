@@ -79,9 +79,11 @@ def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tenso
 
 
 @torch.compiler.assume_constant_result
-def refusing_handle(mesh: RingMesh, why: str, in_a_graph: bool) -> int:
+def refusing_handle(
+    mesh: RingMesh, why: str, in_a_graph: bool, error: type[RingError] = RingConfigError
+) -> int:
     """Return the number of a context whose calls are refused, on all ranks."""
-    context = refusing_context(mesh, RingConfigError(why))
+    context = refusing_context(mesh, error(why))
     context.in_a_graph |= in_a_graph
     return context.handle
 

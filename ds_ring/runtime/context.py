@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,6 +68,10 @@ class RingContext:
         if self.mesh.sequence_size > 1:
             self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
         CONTEXTS[self.handle] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
+        """Return this context: it is immutable for its callers, and its mesh has no copy."""
+        return self
 
     def layout_for(self, local_tokens: int, device_type: str) -> Layout:
         """Return the layout of a call whose ring shards have so many slots, on a kind of device."""

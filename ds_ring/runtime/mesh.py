@@ -82,6 +82,10 @@ class RingMesh:
     use: MeshUse = field(default_factory=MeshUse, repr=False)
     ranks_per_node: int | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
+        """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
+        return self
+
     @classmethod
     def single(cls) -> RingMesh:
         """Return a ring of one rank that never communicates; works without torch.distributed."""
