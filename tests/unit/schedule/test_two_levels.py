@@ -114,6 +114,28 @@ def test_adapters_of_a_node_send_alike() -> None:
                 assert left.max() / left.mean() <= 1.05
 
 
+def test_what_leaves_a_node_leaves_it_a_part_in_each_batch() -> None:
+    layout = make_layout("contiguous", tokens=6 * 12, ring_size=6)
+    for node, payload in ((2, "float32"), (3, "bfloat16")):
+        plan = build_plan(Full(), layout, directions=two_levels(6, node), gradient_payload=payload)
+        for rank, backward in ((rank, backward) for rank in range(6) for backward in (False, True)):
+            for steps in lower_pass(plan.rank(rank).classes, 1, backward=backward).chunks[0].steps.rounds:
+                sends = [post for post in steps.posted if isinstance(post, Send)]
+                crossing = [post.count for post in sends if post.peer // node != rank // node]
+                assert set(crossing) <= {12 // node}, (rank, backward, crossing)
+
+
+@pytest.mark.parametrize(("size", "node"), [(5, 0), (6, 2), (6, 3), (8, 2)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hops_readers_and_origins_belong_together(size: int, node: int, sign: int) -> None:
+    way = Direction(sign, size - 1, node)
+    for origin in range(size):
+        readers = [way.reader(origin, hop, size) for hop in range(size)]
+        assert sorted(readers) == list(range(size)) and readers[0] == origin
+        assert [way.hop(origin, reader, size) for reader in readers] == list(range(size))
+        assert {way.origin(reader, hop, size) for hop, reader in enumerate(readers)} == {origin}
+
+
 def test_what_hardly_crosses_stays_in_one_ring() -> None:
     layout = make_layout("contiguous", tokens=16 * 64, ring_size=16)
     plan = build_plan(SlidingWindow(32), layout, ranks_per_node=4)

@@ -1,0 +1,119 @@
+"""Loaders of one rank go on in mid epoch; samples of a batch for smaller rings become each ring's batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import RingConfig, RingMesh
+from ds_ring.config.patterns import pattern_from_config
+from ds_ring.integrations.deepspeed.dynamic_ring import (
+    Assigned,
+    AssignedBatches,
+    AssignedSamples,
+    DynamicRing,
+    joined,
+)
+from ds_ring.integrations.deepspeed.packed_rows import PackedRows
+from ds_ring.integrations.deepspeed.sample_order import SampleOrder
+from ds_ring.integrations.deepspeed.session import RingSession
+from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
+from tests.dist.test_loader import _two_epochs
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped", "stream", "distributed"])
+def test_an_epoch_goes_on_where_it_was(kind: str) -> None:
+    """Real ranks, replicas and workers: tests/dist/test_loader.py."""
+    config = RingConfig(ring_size=1)
+    session = RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+    first, second = _two_epochs(session, kind)
+    for epoch in (first, second):
+        assert sorted(number for batch in epoch for number in batch) == list(range(1, 11))
+    assert (first != second) is (kind != "stream")
+
+
+def assigned_to_ranks(
+    dataset: Any, ring_size: int, batch: int, packed: bool, replica: tuple[int, int] = (0, 1)
+) -> list[list[Assigned]]:
+    """What each rank of a ring is given of every batch of an epoch."""
+    texts = Texts()
+    found = []
+    for rank in range(ring_size):
+        rows = hasattr(dataset, "rows")
+        lengths = None if rows else texts.lengths
+        order = SampleOrder(
+            len(dataset), batch, replica, shuffle=True, seed=3, drop_last=False, lengths=lengths
+        )
+        session = SimpleNamespace(
+            dynamic=DynamicRing({}, Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
+        )
+        batches = AssignedBatches(order, dataset, lengths or (), 100, packed, session)
+        found.append([one for (one,) in batches])
+        assert len(found[-1]) == len(batches)
+    return found
+
+
+@pytest.mark.parametrize(("packed", "batch"), [(False, 6), (True, 4), (False, 1), (True, 1)])
+def test_every_sample_of_a_batch_is_on_one_ring(packed: bool, batch: int) -> None:
+    texts = Texts()
+    dataset = PackedRows(texts, texts.lengths, LONGEST) if batch == 4 else texts
+    ranks, seen, sizes = assigned_to_ranks(dataset, 4, batch, packed), defaultdict(set), set()
+    for number, of_ranks in enumerate(zip(*ranks, strict=True)):
+        assert len({one.crc for one in of_ranks}) == len({one.longest for one in of_ranks}) == 1
+        tokens = defaultdict(set)
+        for rank, one in enumerate(of_ranks):
+            assert one.ring.first <= rank < one.ring.first + one.ring.ranks
+            sizes.add((one.ring.ranks, bool(one.ring.samples)))
+            tokens[one.ring.first].add(one.pieces if one.ring.samples else ())
+            check_joined(joined(one, AssignedSamples(dataset)[one][1], packed), one, texts, packed)
+        assert all(len(pieces) == 1 for pieces in tokens.values()), "ranks of a ring hold the same"
+        for (pieces,) in tokens.values():
+            for piece in pieces:
+                span = (piece.start, piece.stop)
+                assert span not in seen[number, piece.document]
+                seen[number, piece.document].add(span)
+        assert (
+            of_ranks[0].longest
+            == max(
+                stop - start
+                for (batch_of, _), spans in seen.items()
+                if batch_of == number
+                for start, stop in spans
+            )
+            - 1
+        )
+    assert {document for _, document in seen} == set(range(SAMPLES)) and sizes != {(4, True)}
+    assert ((1, False) in sizes) is (batch == 1), "ranks without samples"
+
+
+def check_joined(batch: dict[str, Tensor], one: Assigned, texts: Texts, packed: bool) -> None:
+    """The samples one after the other, or in rows; a ring without samples has a token that counts nothing."""
+    if not one.ring.samples:
+        assert batch["input_ids"].numel() == 1 and bool((batch["labels"] == -100).all())
+        assert "attention_mask" not in batch or not batch["attention_mask"].any()
+        return
+    wanted = [
+        {key: value[piece.start : piece.stop] for key, value in texts[piece.document].items()}
+        for piece in one.pieces
+    ]
+    for key in ("input_ids", "labels"):
+        if packed:
+            assert torch.equal(batch[key][0], torch.cat([sample[key] for sample in wanted]))
+            continue
+        for row, sample in zip(batch[key], wanted, strict=True):
+            assert torch.equal(row[: len(sample[key])], sample[key])
+            assert bool((row[len(sample[key]) :] == (0 if key == "input_ids" else -100)).all())
+    if packed:
+        lengths = torch.tensor([len(sample["labels"]) for sample in wanted])
+        expected = torch.arange(len(wanted)).repeat_interleave(lengths)
+        assert torch.equal(batch["document_ids"][0], expected)
+
+
+def test_a_ring_of_one_rank_takes_everything() -> None:
+    (batches,) = assigned_to_ranks(Texts(), 1, 6, False)
+    assert {len(one.pieces) for one in batches} == {6} and {one.ring.ranks for one in batches} == {1}

@@ -1,0 +1,167 @@
+"""Rings of ranks that are threads: both passes against dense float64 attention, in seconds.
+
+Every rank runs the production ring pass with its own schedule; messages are copied from one thread to another
+in the order in which both ends post them. Processes, deadlines and headers are tests/dist's.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import build_plan
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.kernels.reference import ReferenceKernel
+from ds_ring.runtime.messages import Message, check_messages
+from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.plan import two_levels
+from tests.cases import PATTERNS, Shape, layout_for, tensors
+from tests.reference import Dense, dense_attention, relative_error
+
+SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=83, head_dim=8)
+Channels = dict[tuple[int, int], "queue.SimpleQueue[Tensor]"]
+
+
+class ThreadExchange:
+    """Move messages between the threads of a ring.
+
+    Args:
+        rank: whose exchange this is.
+        channels: of all ranks, by sender and receiver.
+    """
+
+    def __init__(self, rank: int, channels: Channels) -> None:
+        self.rank, self.channels = rank, channels
+
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[int], list[int]]:
+        check_messages(sends)
+        check_messages(receives)
+        return [one.peer for one in sends], [one.peer for one in receives]
+
+    def start(
+        self, route: tuple[list[int], list[int]], sent: list[Tensor], received: list[Tensor], hop: int
+    ) -> Delivery:
+        for peer, tensor in zip(route[0], sent, strict=True):
+            self.channels[self.rank, peer].put(tensor.clone())
+        return Delivery(
+            [(self.channels[peer, self.rank], x) for peer, x in zip(route[1], received, strict=True)]
+        )
+
+
+class Delivery:
+    """A batch of messages in flight."""
+
+    def __init__(self, due: list[tuple[queue.SimpleQueue[Tensor], Tensor]]) -> None:
+        self.due = due
+
+    def wait(self) -> None:
+        for channel, tensor in self.due:
+            came = channel.get(timeout=10)
+            assert came.shape == tensor.shape and came.dtype == tensor.dtype
+            tensor.copy_(came)
+        self.due = []
+
+
+def ring_of_threads(
+    pattern: Pattern, layout: Layout, shape: Shape = SHAPE, dtype: torch.dtype = torch.float64, **planned: Any
+) -> list[Dense]:
+    """Out, lse and gradients in the order of positions, of the first and of the second pass of a shape."""
+    size = layout.ring_size
+    plan = build_plan(pattern, layout, query_heads=shape.query_heads, kv_heads=shape.kv_heads, **planned)
+    whole, channels = tensors(shape, dtype), defaultdict(queue.SimpleQueue)
+    order = [torch.from_numpy(layout.positions(rank)) for rank in range(size)]
+
+    def rank_of(rank: int) -> list[tuple[Tensor, ...]]:
+        where = order[rank]
+        q, k, v, grad = (torch.where((where >= 0)[:, None], x[:, :, where], 7.0) for x in whole)
+        run = RingPass(
+            plan.rank(rank),
+            ReferenceKernel(),
+            ThreadExchange(rank, channels),
+            shape.head_dim**-0.5,
+            chunk_bytes=1,
+        )
+        found = []
+        for _ in range(2):
+            out, lse = run.forward(q, k, v)
+            found.append((out, lse, *run.backward(grad, q, k, v, out, lse)))
+        return found
+
+    with ThreadPoolExecutor(size) as threads:
+        ranks = list(threads.map(rank_of, range(size)))
+    assert all(channel.empty() for channel in channels.values())
+    passes = []
+    for number in range(2):
+        parts = zip(*(found[number] for found in ranks), strict=True)
+        wholes = [x.new_zeros(*x.shape[:2], shape.tokens, *x.shape[3:]) for x in ranks[0][number]]
+        for joined, of_ranks in zip(wholes, parts, strict=True):
+            for part, where in zip(of_ranks, order, strict=True):
+                joined[:, :, where[where >= 0]] = part[:, :, where >= 0]
+        passes.append(Dense(*wholes))
+    return passes
+
+
+def check(passes: list[Dense], pattern: Pattern, shape: Shape = SHAPE, **most: float) -> None:
+    want = dense_attention(*tensors(shape, torch.float64), pattern)
+    for number, got in enumerate(passes):
+        for name in ("out", "dq", "dk", "dv"):
+            error = relative_error(getattr(got, name), getattr(want, name))
+            assert error < most.get(name, 1e-12), (number, name, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_name", "ring_size"),
+    [
+        ("causal", "zigzag", 4),
+        ("causal", "striped", 3),
+        ("full", "contiguous", 3),
+        ("window", "zigzag", 4),
+        ("window both ways", "balanced", 4),
+        ("dilated", "zigzag", 4),
+        ("dilated", "residue", 3),
+        ("documents, causal", "contiguous", 4),
+        ("causal", "contiguous", 2),
+    ],
+)
+def test_a_ring_is_dense_attention(name: str, layout_name: str, ring_size: int) -> None:
+    pattern = PATTERNS[name](SHAPE.tokens)
+    layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=ring_size)
+    check(ring_of_threads(pattern, layout), pattern)
+
+
+@pytest.mark.parametrize("payload", ["float32", "bfloat16"])
+def test_messages_of_many_ranges(payload: str) -> None:
+    """Of 12 ranges, which are sliced, and of 21, which are indexed (`FEW_RANGES`)."""
+    shape = replace(SHAPE, tokens=332)
+    pattern = PATTERNS["dilated"](shape.tokens)
+    layout = layout_for("contiguous", pattern, tokens=shape.tokens, ring_size=4)
+    most = {} if payload == "float32" else {"dk": 1e-2, "dv": 1e-2}
+    check(ring_of_threads(pattern, layout, shape, gradient_payload=payload), pattern, shape, **most)
+
+
+@pytest.mark.parametrize("name", ["causal", "window both ways"])
+@pytest.mark.parametrize(("ring_size", "node"), [(6, 2), (6, 3)])
+def test_nodes_of_a_ring_are_dense_attention(name: str, ring_size: int, node: int) -> None:
+    pattern = PATTERNS[name](SHAPE.tokens)
+    layout = layout_for("zigzag", pattern, tokens=SHAPE.tokens, ring_size=ring_size)
+    check(ring_of_threads(pattern, layout, directions=two_levels(ring_size, node)), pattern)
+    rounded = ring_of_threads(
+        pattern, layout, directions=two_levels(ring_size, node, -1), gradient_payload="bfloat16"
+    )
+    check(rounded, pattern, dk=1e-2, dv=1e-2)
+
+
+def test_gradients_that_travel_in_bfloat16_are_rounded_once() -> None:
+    """Each part by at most half a unit in its last place, 2**-9."""
+    pattern = PATTERNS["full"](SHAPE.tokens)
+    layout = layout_for("contiguous", pattern, tokens=SHAPE.tokens, ring_size=4)
+    check(ring_of_threads(pattern, layout, gradient_payload="bfloat16"), pattern, dk=4e-3, dv=4e-3)
