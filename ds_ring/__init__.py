@@ -1,4 +1,5 @@
-"""ds_ring: ring attention for DeepSpeed. The public names, nothing else: they are the rows of `__init__.pyi`.
+"""ds_ring: ring attention for DeepSpeed. The public names, which are the rows of `__init__.pyi`, and
+`attn_implementation="ds_ring"` of transformers.
 
 A name is imported when it is asked for: `import ds_ring` takes no torch with it (more than a second), a
 section can be read without it, and only `initialize` imports DeepSpeed.
@@ -6,12 +7,15 @@ section can be read without it, and only `initialize` imports DeepSpeed.
 
 from typing import Any
 
+from ds_ring.integrations.transformers.attention_name import register_with_transformers
 from ds_ring.registry import PUBLIC, load
 
 __version__ = "0.1.0"
 
 # No module of this folder may have the name of a public function: importing it would take that name.
 __all__ = sorted(PUBLIC)
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

@@ -275,6 +275,7 @@ def test_every_pattern_is_public() -> None:
     ("statement", "absent"),
     [
         ("import ds_ring", "torch"),
+        ("import ds_ring", "transformers"),
         ("from ds_ring import RingConfig, RingError", "torch"),
         ("from ds_ring import Causal, Documents, build_plan, make_layout", "torch"),
         ("from ds_ring import RingMesh, ring_attention, simulate", "deepspeed"),

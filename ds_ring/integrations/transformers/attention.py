@@ -1,9 +1,9 @@
 """Give transformers models the ring's attention: `attn_implementation="ds_ring"`.
 
-Owns the attention function and the mask function registered under that name, and `attach`, which gives a
-model that attention and ties it to a session. Importing this file registers the name. What a model may ask
-of attention that a ring would not do (a sliding window, dropout, a cache) is refused in
-`checks.py`: a model must never be trained on another attention than its own without a word.
+Owns the attention function and the mask function behind that name (attention_name.py registers it), and
+`attach`, which gives a model that attention and ties it to a session. What a model may ask of attention that
+a ring would not do (a sliding window, dropout, a cache) is refused in `checks.py`: a model must never be
+trained on another attention than its own without a word.
 
 The sharding of the batch travels as a keyword argument from the model's forward down to attention, so it
 is no global state and survives gradient checkpointing.
@@ -13,7 +13,6 @@ Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +29,9 @@ from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
-from ds_ring.integrations.transformers.attached import (
-    NAME,
-    REWRITTEN,
-    Attached,
-    own_implementation,
-)
-from ds_ring.integrations.transformers.classes import bypasses, check_class
+from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_implementation
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.classes import check_class
 from ds_ring.integrations.transformers.images import attention_of_parts, towers
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
 from ds_ring.integrations.transformers.model_needs import SHARDING
@@ -131,21 +126,7 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     return read_mask(mask_function)
 
 
-_choose_attention = PreTrainedModel.get_correct_attn_implementation
-
-
-@functools.wraps(_choose_attention)
-def _choose_or_refuse(
-    self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
-) -> str:
-    """Refuse our name for a class that does not know it: Falcon raises a KeyError, others go without."""
-    if requested_attention == NAME and not self._supports_attention_backend:
-        raise bypasses(type(self))
-    chosen: str = _choose_attention(self, requested_attention, *args, **kwargs)
-    return chosen
-
-
-PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse  # type: ignore[method-assign]
+# In place of attention_name.py's, which import this file.
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -285,6 +287,33 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     jumping = torch.tensor([0, 1, 2, 30, 31, 32]).expand(2, -1)
     made = create_causal_mask(model.config, embeds[:, :6], None, None, position_ids=jumping)
     assert made == LayerMask(Causal())
+
+
+BY_NAME = """
+import ds_ring
+assert ("transformers" in sys.modules) == TRANSFORMERS_FIRST
+from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
+small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=61)
+model = LlamaForCausalLM(LlamaConfig(attn_implementation="ds_ring", **small))
+assert model.config._attn_implementation == "ds_ring"
+for call, text in {
+    lambda: FalconForCausalLM(FalconConfig(attn_implementation="ds_ring", **small)): "bypasses",
+    lambda: model(model.dummy_inputs["input_ids"]): "start with ds_ring.initialize",
+}.items():
+    try:
+        call()
+    except ds_ring.RingError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import transformers.modeling_utils"])
+def test_transformers_knows_the_name_after_import_ds_ring(first):
+    code = f"import sys; TRANSFORMERS_FIRST = {bool(first)}; {first}" + BY_NAME
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
