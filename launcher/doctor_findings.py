@@ -17,6 +17,7 @@ MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value, agains
 MOST_MEMORY = (
     1.7  # of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
 )
+MOST_HEADERS = 4  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
 LEAST_BYTES_PER_S = 100e6  # between hosts: below it not even a gigabit network is in use
 SLOWER = 5.0  # than the median of its kind: a link that is named
 MOST_CLOCK_S = 1.0
@@ -227,19 +228,35 @@ def _exact(ranks: list[dict[str, Any]]) -> Finding:
 
 
 def _travels(ranks: list[dict[str, Any]]) -> Finding:
-    """Say whether K and V travel as a ring: point-to-point alone, a shard at most in one call."""
-    others = {name: count for name, count in ranks[0]["operations"].items() if name not in ("send", "recv")}
-    largest = max(one["largest_arrival_bytes"] / max(one["shard_bytes"], 1) for one in ranks)
-    if others and ranks[0]["ring_size"] > 1:
-        calls = ", ".join(f"{count} {name}" for name, count in others.items())
-        says = f"this is no ring: a pass called {calls}, and one call brought {largest:.0f} shards of K"
-        return Finding("ring", WRONG, f'{says}; set "transport": "ring" in the JSON, or find who replaced it')
-    if largest > 1.01:
-        return Finding(
-            "ring", WRONG, f"this is no ring: one call brought {largest:.1f} shards of K to a rank"
-        )
-    count = sum(ranks[0]["operations"].values())
-    return Finding("ring", OK, f"{count} sends and receives a rank and pass, none larger than a shard")
+    """Say whether K and V travel as a ring: point-to-point alone, as much as planned, a shard at most."""
+    for one in ranks:
+        if (why := _no_ring(one)) is not None:
+            says = f"this is no ring: {why}, on rank {one['rank']} of {one['host']}"
+            return Finding(
+                "ring", WRONG, f'{says}; set "transport": "ring" in the JSON, or find who replaced it'
+            )
+    if ranks[0]["ring_size"] == 1:
+        return Finding("ring", OK, "a ring of one sends nothing")
+    traffic = ranks[0]["traffic"]
+    says = f"{traffic['sends']} sends of {traffic['sent']} numbers a rank and pass, as planned"
+    return Finding("ring", OK, f"{says}, none larger than a shard ({ranks[0]['shard']})")
+
+
+def _no_ring(one: Mapping[str, Any]) -> str | None:
+    """Return what a rank moved that a ring does not move, or did not move that it does."""
+    traffic, shard = one["traffic"], one["shard"]
+    if traffic["others"] and one["ring_size"] > 1:
+        return "a pass called " + ", ".join(f"{n} {name}" for name, n in traffic["others"].items())
+    if traffic["largest"] > shard:
+        return f"one message had {traffic['largest'] / shard:.1f} shards of K"
+    for way in ("sent", "received"):
+        if traffic[way] != (planned := one[f"planned_{way}"]):
+            return f"a pass {way} {traffic[way]} numbers of K, V and gradients, its plan says {planned}"
+    if traffic["integers"] > shard // MOST_HEADERS:
+        return f"a pass sent {traffic['integers']} integers, which is more than its headers"
+    if one["ring_size"] > 1 and not traffic["sent"] + traffic["received"]:
+        return "a pass moved nothing, and so did its plan"
+    return None
 
 
 def _memory(ranks: list[dict[str, Any]]) -> Finding:

@@ -198,7 +198,7 @@ class RingContext:
             RingMismatchError: another rank's do not, or differ from this rank's.
         """
         refused: RingError | None = None
-        options, mesh = self.options, self.mesh
+        options = self.options
         try:
             layout, kernel = self.check(q, k, v)
             check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
@@ -209,16 +209,16 @@ class RingContext:
         more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
         agreed = self.agree(operation, q, k, refused, more, options.overlap and options.transport == "ring")
         _note_forward_pass(grad_out)
-        plan = build_plan(
-            self._pattern_here,
-            layout,
-            query_heads=q.shape[1],
-            kv_heads=k.shape[1],
-            prune=options.prune,
-            gradient_payload=options.gradient_payload,
+        return self.plan(layout, q.shape[1], k.shape[1]), kernel, self._scale(q), agreed
+
+    def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
+        """Return the plan of a pass over so many heads of this Ulysses rank."""
+        options, mesh = self.options, self.mesh
+        return build_plan(
+            self._pattern_here, layout, query_heads=query_heads, kv_heads=kv_heads,
+            prune=options.prune, gradient_payload=options.gradient_payload,
             ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
-        )
-        return plan, kernel, self._scale(q), agreed
+        )  # fmt: skip
 
     def _chosen(self, layout: Layout, kernel: Kernel) -> dict[str, object]:
         """Return what a name stands for here: by "auto" it goes by the kernel, which all ranks must have."""

@@ -98,12 +98,20 @@ def test_too_few_gpus_and_a_folder_that_is_not_shared() -> None:
     assert "node-0 does not see in /shared what node-1 wrote" in states(found)["folders"][1]
 
 
+MOVED = {"sends": 8, "sent": 512, "received": 512, "largest": 64, "others": {}, "integers": 8}
+NONE_PLANNED = {"planned_sent": 0, "planned_received": 0}
+
+
+def moved(**keys: Any) -> dict[str, Any]:
+    return {"traffic": {**MOVED, **keys}}
+
+
 def rank(number: int, **keys: Any) -> dict[str, Any]:
     link = {"source": number, "target": (number + 1) % 4, "bytes_per_s": 1e9, "latency_s": 1e-5}
     found = {
         "rank": number, "ring_rank": number, "ring_size": 4, "host": f"node-{number // 2}",
-        "place": f"p{number // 2}", "dtype": "float32", "error": 1e-7, "operations": {"send": 8, "recv": 8},
-        "largest_arrival_bytes": 64, "shard_bytes": 64, "memory_bytes": 28.0,
+        "place": f"p{number // 2}", "dtype": "float32", "error": 1e-7, "traffic": MOVED,
+        "planned_sent": 512, "planned_received": 512, "shard": 64, "memory_bytes": 28.0,
         "alone_bytes": 100.0 * (number == 0), "link": link, "clock_s": 0.0, "clock_error_s": 1e-3,
     }  # fmt: skip
     return {**found, **keys}
@@ -127,7 +135,13 @@ def test_a_healthy_ring_has_nothing_wrong() -> None:
     [
         ("exact", WRONG, {"error": 1e-3}, "rank 1"),
         ("exact", WRONG, {"error": float("nan")}, "rank 1"),
-        ("ring", WRONG, {"largest_arrival_bytes": 256}, "no ring: one call brought 4.0 shards"),
+        ("ring", WRONG, moved(largest=256), "no ring: one message had 4.0 shards of K, on rank 1"),
+        ("ring", WRONG, moved(others={"all_gather": 4}), "a pass called 4 all_gather, on rank 1"),
+        ("ring", WRONG, moved(sent=513), "sent 513 numbers of K, V and gradients, its plan says 512"),
+        ("ring", WRONG, moved(received=1), "received 1 numbers"),
+        ("ring", WRONG, moved(integers=512), "512 integers"),
+        ("ring", WRONG, moved(sends=0, sent=0, received=0, largest=0), "sent 0 numbers"),
+        ("ring", WRONG, {**moved(sent=0, received=0), **NONE_PLANNED}, "moved nothing"),
         ("memory", WRONG, {"memory_bytes": 100.0}, "does not fall with the ring"),
         ("links", WRONG, {"link": SLOW}, "rank 1 (node-0)"),
         ("clocks", WARNING, {"clock_s": 9.0}, "rank 1"),
@@ -178,7 +192,7 @@ def test_an_all_gather_in_the_place_of_a_ring_is_found_out(tmp_path: Path) -> No
     path = write(tmp_path, hosts="local", slots=4, section={"transport": "all_gather"})
     status, found, errors = doctor(path)
     assert status == 1, errors
-    assert found["ring"][0] == WRONG and "allgather" in found["ring"][1], found
+    assert found["ring"][0] == WRONG and "all_gather" in found["ring"][1], found
     assert found["memory"][0] == WRONG and "does not fall" in found["memory"][1], found
     assert {found[what][0] for what in ("exact", "hosts", "port", "clocks")} == {OK}, found
 
