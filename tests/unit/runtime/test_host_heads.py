@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ds_ring
+from ds_ring import build_plan, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.host_heads import HeadStream
+from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.options import Options
 from ds_ring.schedule.head_chunks import LONG_SHARD, heads_on_host
+from ds_ring.schedule.lowering import lower_rank
 from tests.one_rank import one_rank_mesh
 from tests.reference import dense_attention
 
@@ -81,6 +86,37 @@ def test_the_first_run_of_a_checkpointed_region_copies_nothing(
     assert copied == []
     out.sum().backward()
     assert len(copied) == 5  # q, k, v, out, lse, in the second run
+
+
+def test_heads_of_the_next_chunk_come_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk's heads once, one chunk ahead, and waited for before they are read."""
+    plan = build_plan(
+        ds_ring.Causal(), make_layout("contiguous", tokens=S, ring_size=1), query_heads=H, kv_heads=G
+    )
+    chunks = lower_rank(plan.rank(0), backward=True, head_bytes=1, chunk_bytes=1).chunks
+    saved = (*(x.detach() for x in leaves()), torch.randn(B, H, S, D), torch.randn(B, H, S))
+    told: list[tuple[str, int]] = []
+
+    class Device(HostMemory):
+        """The copies arrive when they are waited for: a tensor that is read before is NaN."""
+
+        def start_back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
+            told.append(("started", host.data_ptr()))
+            back = torch.full_like(host, torch.nan)
+            return back, lambda: (told.append(("waited", host.data_ptr())), back.copy_(host))[1]
+
+    stream = SimpleNamespace(wait_event=lambda arrive: arrive())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    heads = HeadStream(saved, chunks, torch.device("meta"), Device())
+    assert len(chunks) == G > 1
+    for number, chunk in enumerate(chunks):
+        told.clear()
+        found = heads.of(chunk)
+        for got, whole, of in zip(found, saved, "qkkqq", strict=True):
+            assert torch.equal(got, whole[:, chunk.query_heads if of == "q" else chunk.kv_heads])
+        started = [what for what, _ in told].count("started")
+        assert started == {0: 10, len(chunks) - 1: 0}.get(number, 5)
+        assert [what for what, _ in told] == ["started"] * started + ["waited"] * 5
 
 
 def test_auto_is_for_long_shards_beside_the_cpu() -> None:

@@ -94,6 +94,26 @@ def test_a_second_way_back_through_a_graph_runs_again() -> None:
     assert counted.ran == [2, 2] and torch.equal(first, x.grad)
 
 
+def test_results_that_the_first_way_back_left_are_no_ones() -> None:
+    """Its run of the region ended when all saved tensors were there again, before the second pass."""
+    ran = []
+
+    def passed(y: Tensor) -> tuple[Tensor, Tensor]:
+        ran.append(1)
+        return 2 * y, 3 * y[..., 0]
+
+    def region(x: Tensor) -> Tensor:
+        y = Pass.apply(x, partial(kept_or_run, "a"))
+        return y + kept_or_run("a", lambda: passed(y.detach()))[0]
+
+    x = leaf()
+    loss = checkpoint(region, x, use_reentrant=False).sum()
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    loss.backward()
+    assert len(ran) == 1 and torch.equal(first, x.grad)
+
+
 def test_results_that_a_model_wrote_to_are_made_again() -> None:
     ran = []
 

@@ -99,6 +99,12 @@ def test_a_long_sample_keeps_the_whole_ring() -> None:
     assert divide(BatchLengths((9000,), 3000, False), 4, Machine()).rings[0].ranks == 4
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(2, [4]), (3, [2, 2])])
+def test_a_rank_holds_the_larger_half_of_an_odd_sample(most: int, sizes: list[int]) -> None:
+    found = divide(BatchLengths((5, 5), most, False), 4, Machine())
+    assert [ring.ranks for ring in found.rings] == sizes
+
+
 def test_even_samples_go_to_single_ranks() -> None:
     found = divide(BatchLengths((1000,) * 8, 2000, True), 4, Machine())
     assert [ring.samples for ring in found.rings] == [(0, 4), (1, 5), (2, 6), (3, 7)]

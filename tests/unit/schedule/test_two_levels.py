@@ -115,14 +115,14 @@ def test_adapters_of_a_node_send_alike() -> None:
 
 
 def test_what_leaves_a_node_leaves_it_a_part_in_each_batch() -> None:
-    layout = make_layout("contiguous", tokens=6 * 12, ring_size=6)
-    for node, payload in ((2, "float32"), (3, "bfloat16")):
-        plan = build_plan(Full(), layout, directions=two_levels(6, node), gradient_payload=payload)
+    for node, pattern in ((2, Full()), (3, Full()), (2, SlidingWindow(30))):
+        layout = make_layout("contiguous", tokens=6 * 12, ring_size=6)
+        plan = build_plan(pattern, layout, directions=two_levels(6, node))
         for rank, backward in ((rank, backward) for rank in range(6) for backward in (False, True)):
             for steps in lower_pass(plan.rank(rank).classes, 1, backward=backward).chunks[0].steps.rounds:
                 sends = [post for post in steps.posted if isinstance(post, Send)]
                 crossing = [post.count for post in sends if post.peer // node != rank // node]
-                assert set(crossing) <= {12 // node}, (rank, backward, crossing)
+                assert max(crossing, default=0) <= 12 // node, (rank, backward, crossing)
 
 
 @pytest.mark.parametrize(("size", "node"), [(5, 0), (6, 2), (6, 3), (8, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,25 +24,47 @@ from ds_ring.integrations.deepspeed.packed_rows import PackedRows
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
-from tests.dist.test_loader import _two_epochs
+from tests.dist.test_loader import _two_epochs, loader_of, numbers
+
+
+def session() -> RingSession:
+    config = RingConfig(ring_size=1)
+    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
 
 
 @pytest.mark.parametrize("kind", ["own", "wrapped", "stream", "distributed"])
 def test_an_epoch_goes_on_where_it_was(kind: str) -> None:
     """Real ranks, replicas and workers: tests/dist/test_loader.py."""
-    config = RingConfig(ring_size=1)
-    session = RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
-    first, second = _two_epochs(session, kind)
+    first, second = _two_epochs(session(), kind)
     for epoch in (first, second):
         assert sorted(number for batch in epoch for number in batch) == list(range(1, 11))
     assert (first != second) is (kind != "stream")
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped"])
+def test_an_epoch_goes_on_where_it_was_again_and_again(kind: str) -> None:
+    expected, state, found = numbers(loader_of(session(), kind)), None, []
+    for _ in range(5):
+        loader = loader_of(session(), kind)
+        if state is not None:
+            loader.load_state_dict(state)
+        found += numbers(islice(iter(loader), 1))
+        state = loader.state_dict()
+    assert found == expected
+
+
+class Labelled(Texts):
+    """Every token has a label, the first one, too: a ring without samples has a token that must not count."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.texts[index], "labels": self.texts[index]}
 
 
 def assigned_to_ranks(
     dataset: Any, ring_size: int, batch: int, packed: bool, replica: tuple[int, int] = (0, 1)
 ) -> list[list[Assigned]]:
     """What each rank of a ring is given of every batch of an epoch."""
-    texts = Texts()
+    texts = Labelled()
     found = []
     for rank in range(ring_size):
         rows = hasattr(dataset, "rows")
@@ -60,8 +83,8 @@ def assigned_to_ranks(
 
 @pytest.mark.parametrize(("packed", "batch"), [(False, 6), (True, 4), (False, 1), (True, 1)])
 def test_every_sample_of_a_batch_is_on_one_ring(packed: bool, batch: int) -> None:
-    texts = Texts()
-    dataset = PackedRows(texts, texts.lengths, LONGEST) if batch == 4 else texts
+    texts = Labelled()
+    dataset = PackedRows(texts, texts.lengths, LONGEST // 2) if batch == 4 else texts
     ranks, seen, sizes = assigned_to_ranks(dataset, 4, batch, packed), defaultdict(set), set()
     for number, of_ranks in enumerate(zip(*ranks, strict=True)):
         assert len({one.crc for one in of_ranks}) == len({one.longest for one in of_ranks}) == 1
@@ -115,5 +138,5 @@ def check_joined(batch: dict[str, Tensor], one: Assigned, texts: Texts, packed: 
 
 
 def test_a_ring_of_one_rank_takes_everything() -> None:
-    (batches,) = assigned_to_ranks(Texts(), 1, 6, False)
+    (batches,) = assigned_to_ranks(Labelled(), 1, 6, False)
     assert {len(one.pieces) for one in batches} == {6} and {one.ring.ranks for one in batches} == {1}

@@ -84,6 +84,8 @@ def test_a_generator_of_the_callers_is_put_back_to_where_its_epoch_began():
     resumed.restore(state)
     resumed.first = 1
     assert list(resumed) == second[1:]
+    resumed.first = 0
+    assert list(resumed) == list(whole), "the epoch after it"
 
 
 def test_positions_count_samples_of_all_replicas():
