@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring.errors import RingConfigError
+from ds_ring.runtime.deferred_logits import DeferredLogits, NoLogitsError
 from ds_ring.runtime.tiled_call import tiled_call
 from ds_ring.runtime.tiled_loss import tiled_loss
 
@@ -138,3 +139,36 @@ def test_both_passes_of_a_tiled_call_run_under_the_callers_autocast() -> None:
     out.float().sum().backward()
     assert len(dtypes) == 6 and set(dtypes) == {torch.bfloat16}
     assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_what_is_done_to_deferred_logits_is_done_to_each_tile() -> None:
+    hidden, weight, bias = drawn(2, 13, WIDTH), drawn(WORDS, WIDTH, seed=1), drawn(WORDS, seed=2)
+    labels = labels_of(2, 13)
+
+    def made(strict: bool = True) -> DeferredLogits:
+        return DeferredLogits(hidden, lambda x, job: job(x, weight, bias), 5, WORDS, strict)
+
+    def changed(logits: Any) -> Any:
+        logits = logits[:, :, :] / 3.0
+        logits = 2.0 * torch.tanh(logits) - 0.5
+        logits *= 1.5
+        return (-logits + torch.tensor(0.25)).clamp(min=-3.0).to(torch.float64)
+
+    whole = changed(linear(hidden, weight, bias))
+    deferred = changed(made())
+    torch.testing.assert_close(deferred.tensor(), whole)
+    assert deferred.shape == whole.shape and deferred.size(-1) == WORDS and deferred.dim() == 3
+    want = cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum") / ITEMS
+    torch.testing.assert_close(deferred.loss(labels, ITEMS), want)
+    assert isinstance(scaled := made().mul_(2.0), DeferredLogits) and scaled.mul_(1.0) is scaled
+    refused: dict[str, Callable[[Any], Any]] = {
+        r"logits\[": lambda x: x[:, -1],
+        "sum": lambda x: x.sum(),
+        "argmax": lambda x: torch.argmax(x, -1),
+        "mul": lambda x: x * torch.ones(WORDS),
+        "add": lambda x: x + x,
+    }
+    for name, use in refused.items():
+        with pytest.raises(NoLogitsError, match=name):
+            use(made())
+        torch.testing.assert_close(use(made(strict=False)), use(linear(hidden, weight, bias)))

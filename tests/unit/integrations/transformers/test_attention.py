@@ -22,6 +22,7 @@ from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.dense import Causal
 from ds_ring.masks.windows import SlidingWindow
 from ds_ring.runtime.mesh import RingMesh
+from tests.dist.test_long_sequence import Largest
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -81,6 +82,33 @@ def test_the_loss_is_that_of_sdpa(family):
     assert got.past_key_values is None, "a cache would keep every layer's keys"
     order = torch.from_numpy(session.layout.positions(0))
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
+# Logits that are capped and scaled, experts, checkpointed layers.
+TILED: dict[str, Any] = {
+    "Llama": FAMILIES["Llama"],
+    "Gemma 3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, final_logit_softcapping=3.0),
+    "Granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
+    "Mixtral": FAMILIES["Mixtral"],
+}
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_tiles_change_no_gradient(family):
+    """And are taken: no operator returns all logits, or the MLP's widest rows of all tokens."""
+    expected = build(TILED[family](), "sdpa").train()
+    expected(input_ids=IDS, labels=IDS).loss.backward()
+    model, session = attached(TILED[family](), long_sequence={"tiled_loss": 7, "tiled_mlp": 5})
+    if family == "Llama":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
+    with Largest() as seen:
+        model.train()(**batch).loss.backward()
+    if family != "Mixtral":  # whose parameter of all experts is larger than that
+        assert seen.elements < IDS.numel() * 48, "the intermediate width, below the 61 words"
+    theirs = dict(expected.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3, local and global"])
