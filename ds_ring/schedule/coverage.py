@@ -36,7 +36,7 @@ class Coverage:
             next(
                 i
                 for i, head_class in enumerate(plan.classes)
-                if chunk.kv_heads.start in _heads(head_class.kv_heads)
+                if chunk.kv_heads.start in heads_of(head_class.kv_heads)
             )
             for chunk in chunks
         ]
@@ -106,7 +106,8 @@ class Coverage:
                     raise RingScheduleError(one.rank, None, "", expected, got)
 
 
-def _heads(heads: slice) -> range:
+def heads_of(heads: slice) -> range:
+    """Return the numbers of the heads of a slice."""
     return range(heads.start, heads.stop, heads.step or 1)
 
 

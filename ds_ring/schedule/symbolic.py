@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from ds_ring.errors import RingScheduleError
-from ds_ring.masks.slot_ranges import IntArray, SlotRanges, expand_ranges
+from ds_ring.masks.slot_ranges import IntArray, SlotRanges, count_slots, expand_ranges
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -117,16 +117,14 @@ class SymbolicRank:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
         # reads are allowed until the batch is over, changes are not: see `_live`
         source.leaving = self.batch
-        packed = self._fresh(index, step.packed)
+        packed = self._fresh(index, step.packed, step.payload, len(part.tokens))
         packed.tokens, packed.leaving = part.tokens, self.batch
         return part
 
     def receive(self, index: int, step: Recv) -> Content:
         """Return the buffer that will be filled."""
         self.step = step
-        target = self._fresh(index, step.buffer)
-        if len(target.tokens) != (count := int((step.slots[:, 1] - step.slots[:, 0]).sum())):
-            self.refuse(f"a buffer of {count} tokens", f"one of {len(target.tokens)}")
+        target = self._fresh(index, step.buffer, step.payload, count_slots(step.slots))
         target.arriving = self.batch
         return target
 
@@ -144,6 +142,7 @@ class SymbolicRank:
         """Mark the rank's own part as added to the gradients of the keys."""
         self.step = step
         keys = self._read(index, step.buffer, step.needs)
+        self._of_kind(index, step.buffer, Payload.KEYS)
         if len(keys.tokens) and (keys.tokens >> ORIGIN_BITS != step.origin).any():
             self.refuse(f"keys of ring rank {step.origin}", f"other keys in {name_of(step.buffer)}")
         self._live(index, RESULTS)
@@ -154,7 +153,7 @@ class SymbolicRank:
             target = self._live(index, RESULTS)
         else:
             # a sum begins here; sums of other ranks are added by Accumulate
-            target = self._fresh(index, step.gradients)
+            target = self._fresh(index, step.gradients, Payload.GRADIENTS, len(keys.tokens))
             target.tokens, target.came = keys.tokens, keys.came
             target.added = self._nobody(len(keys.tokens))
         if not np.array_equal(target.tokens, keys.tokens):
@@ -167,15 +166,18 @@ class SymbolicRank:
         """Put what arrived where it belongs."""
         self.step = step
         source = self._read(index, step.source, step.needs)
-        buffer = self._chunk(index).steps.buffers[step.buffer]
+        given = self._chunk(index).steps.buffers[step.source].payload
+        # rounded is what travels alone: sums are never rounded
+        payload = Payload.KEYS if given is Payload.KEYS else Payload.GRADIENTS
         # keys of several parts: the first part takes the buffer
         known = (index, step.buffer) in self.contents
-        target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer)
+        target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer, payload)
+        self._of_kind(index, step.buffer, payload)
         where = _each(step.part)
         if len(where) != len(source.tokens) or (len(where) and where[-1] >= len(target.tokens)):
             self.refuse(f"{len(source.tokens)} slots of {name_of(step.buffer)}", f"{len(where)} or others")
         target.came = max(target.came, source.came)
-        if buffer.payload is Payload.KEYS:
+        if payload is Payload.KEYS:
             if (target.tokens[where] != NOTHING).any():
                 self.refuse(f"empty slots of {name_of(step.buffer)}", "filled ones: written twice")
             target.tokens[where] = source.tokens
@@ -217,11 +219,19 @@ class SymbolicRank:
     def _nobody(self, count: int) -> np.ndarray:
         return np.zeros((count, self.words), dtype=np.uint64)
 
-    def _fresh(self, index: int, buffer: int) -> Content:
-        """Return a buffer that is taken now."""
+    def _of_kind(self, index: int, buffer: int, payload: Payload) -> None:
+        """Refuse a buffer of other tensors or of another dtype."""
+        if (found := self._chunk(index).steps.buffers[buffer].payload) is not payload:
+            self.refuse(f"{name_of(buffer)} to be of {payload.value}", f"a buffer of {found.value}")
+
+    def _fresh(self, index: int, buffer: int, payload: Payload, tokens: int | None = None) -> Content:
+        """Return a buffer that is taken now, for so many tokens (None: of several parts)."""
         if (index, buffer) in self.contents:
             self.refuse("a buffer that is free", f"{name_of(buffer)}, which is in use: overwritten")
+        self._of_kind(index, buffer, payload)
         slots = self._chunk(index).steps.buffers[buffer].slots
+        if tokens not in (None, slots):
+            self.refuse(f"{name_of(buffer)} to be a buffer of {tokens} tokens", f"one of {slots}")
         content = self.contents[index, buffer] = Content(np.full(slots, NOTHING))
         self.freed.discard((index, buffer))
         return content

@@ -16,10 +16,21 @@ from typing import NamedTuple, NoReturn
 
 from ds_ring.errors import RingScheduleError
 from ds_ring.masks.slot_ranges import count_slots
-from ds_ring.schedule.coverage import Coverage
+from ds_ring.schedule.coverage import Coverage, heads_of
+from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.steps import Accumulate, Batch, HeadChunk, Recv, Schedule, Send
+from ds_ring.schedule.steps import (
+    Accumulate,
+    Batch,
+    Buffer,
+    HeadChunk,
+    Payload,
+    Recv,
+    Schedule,
+    Send,
+    name_of,
+)
 from ds_ring.schedule.symbolic import Content, SymbolicRank
 
 
@@ -64,9 +75,30 @@ def validate_schedules(schedules: Sequence[Schedule], plan: Plan) -> None:
     for schedule in schedules:
         if (heads := [chunk.kv_heads for chunk in schedule.chunks]) != first:
             raise RingScheduleError(schedule.ring_rank, None, "", f"head chunks {first}", f"{heads}")
+        _check_chunks(schedule, plan)
     _match_messages(schedules)
     coverage = Coverage(plan, schedules)
     coverage.check(_Ring(schedules, coverage).run())
+
+
+def _check_chunks(schedule: Schedule, plan: Plan) -> None:
+    """Refuse heads that are left out or go twice, and memory of the caller that is described wrongly."""
+
+    def refuse(expected: str, got: str) -> NoReturn:
+        raise RingScheduleError(schedule.ring_rank, None, "", expected, got)
+
+    due = sorted(head for one in plan.classes for head in heads_of(one.kv_heads))
+    if (found := sorted(head for chunk in schedule.chunks for head in heads_of(chunk.kv_heads))) != due:
+        refuse(f"head chunks with the K/V heads {due}, each once", f"{found}")
+    valid = plan.layout.valid_tokens(schedule.ring_rank)
+    own = Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)  # SHARD and RESULTS
+    for index, chunk in enumerate(schedule.chunks):
+        if chunk.query_heads != (queries := query_heads_of(chunk.kv_heads, plan.group)):
+            refuse(f"query heads {queries} in head chunk {index}", f"{chunk.query_heads}")
+        for buffer, (expected, got) in enumerate(zip(own, chunk.steps.buffers, strict=False)):
+            if expected != got:
+                told = (f"{one.slots} tokens of {one.payload.value}" for one in (expected, got))
+                refuse(f"{name_of(buffer)} of head chunk {index} to have {next(told)}", next(told))
 
 
 # --- messages ---------------------------------------------------------------------------------------

@@ -99,9 +99,19 @@ class Seeded:
         sorted_: list[Any] = [tuple(s for s in steps if isinstance(s, kinds)) for kinds in PLACES]
         rounds = list(self.rounds(rank))
         rounds[batch] = Round(*sorted_)
-        chunk = self.schedules[rank].chunks[0]
-        chunk = chunk._replace(steps=chunk.steps._replace(rounds=tuple(rounds)))
+        self.chunk(rank, steps=self.schedules[rank].chunks[0].steps._replace(rounds=tuple(rounds)))
+
+    def chunk(self, rank: int, **values: Any) -> None:
+        """Change fields of a rank's head chunk."""
+        chunk = self.schedules[rank].chunks[0]._replace(**values)
         self.schedules[rank] = replace(self.schedules[rank], chunks=(chunk,))
+
+    def buffer(self, number: int, rank: int, **values: Any) -> None:
+        """Change what a buffer is."""
+        steps = self.schedules[rank].chunks[0].steps
+        buffers = list(steps.buffers)
+        buffers[number] = buffers[number]._replace(**values)
+        self.chunk(rank, steps=steps._replace(buffers=tuple(buffers)))
 
     def change(self, kind: type, rank: int, batch: int, **values: object) -> None:
         """Change fields of the first step of a kind in a batch."""
@@ -149,13 +159,91 @@ def wrong_size() -> Seeded:
 
 def buffer_too_small() -> Seeded:
     seeded = Seeded(backward=False)
-    first = seeded.find(Recv, 2, 0)
-    chunk = seeded.schedules[2].chunks[0]
-    buffers = list(chunk.steps.buffers)
-    buffers[first.buffer] = buffers[first.buffer]._replace(slots=12)
-    chunk = chunk._replace(steps=chunk.steps._replace(buffers=tuple(buffers)))
-    seeded.schedules[2] = replace(seeded.schedules[2], chunks=(chunk,))
+    seeded.buffer(seeded.find(Recv, 2, 0).buffer, 2, slots=12)
     return seeded
+
+
+def packed_too_small() -> Seeded:
+    seeded = Seeded(backward=False)
+    seeded.buffer(seeded.find(Send, 1, 0).packed, 1, slots=12)
+    return seeded
+
+
+def gradients_too_small() -> Seeded:
+    seeded = Seeded(backward=True)
+    seeded.buffer(seeded.find(Compute, 1, 1).gradients, 1, slots=12)
+    return seeded
+
+
+def results_too_small() -> Seeded:
+    seeded = Seeded(backward=True)
+    seeded.buffer(RESULTS, 3, slots=12)
+    return seeded
+
+
+def shard_too_large() -> Seeded:
+    seeded = Seeded(backward=False)
+    seeded.buffer(SHARD, 3, slots=17)
+    return seeded
+
+
+def packed_in_another_dtype() -> Seeded:
+    seeded = Seeded(backward=False)
+    seeded.buffer(seeded.find(Send, 1, 0).packed, 1, payload=Payload.GRADIENTS)
+    return seeded
+
+
+def received_in_another_dtype() -> Seeded:
+    """Rank 2 takes gradients, which come in float32, in a buffer of bfloat16."""
+    seeded = Seeded(backward=True)
+    seeded.buffer(gradient_message(seeded, 2, 2).buffer, 2, payload=Payload.ROUNDED)
+    return seeded
+
+
+def gradients_in_another_dtype() -> Seeded:
+    """Rank 1 adds up gradients in the dtype of the keys."""
+    seeded = Seeded(backward=True)
+    seeded.buffer(seeded.find(Compute, 1, 1).gradients, 1, payload=Payload.KEYS)
+    return seeded
+
+
+def results_in_another_dtype() -> Seeded:
+    seeded = Seeded(backward=True)
+    seeded.buffer(RESULTS, 0, payload=Payload.ROUNDED)
+    return seeded
+
+
+def gradients_for_keys() -> Seeded:
+    """Rank 1 attends to what it found for its own tokens, as if these were its keys."""
+    seeded = Seeded(backward=True)
+    seeded.change(Compute, 1, 0, buffer=RESULTS)
+    return seeded
+
+
+def gradients_into_keys() -> Seeded:
+    """What arrives for rank 0's tokens is added to their keys."""
+    seeded = Seeded(backward=True)
+    seeded.change(Accumulate, 2, 3, buffer=seeded.find(Compute, 2, 2).buffer)
+    return seeded
+
+
+def heads_left_out() -> Seeded:
+    seeded = Seeded(backward=False)
+    for rank in range(4):
+        seeded.chunk(rank, kv_heads=slice(1, 2, 1))
+    return seeded
+
+
+def queries_of_other_heads() -> Seeded:
+    seeded = Seeded(backward=False)
+    seeded.chunk(2, query_heads=slice(1, 2, 1))
+    return seeded
+
+
+def gradient_message(seeded: Seeded, rank: int, batch: int) -> Recv:
+    """The first message of gradients that a rank receives in a batch."""
+    posted = seeded.rounds(rank)[batch].posted
+    return next(s for s in posted if isinstance(s, Recv) and s.payload is Payload.GRADIENTS)
 
 
 def no_such_rank() -> Seeded:
@@ -184,8 +272,7 @@ def missing_send() -> Seeded:
 
 def other_heads() -> Seeded:
     seeded = Seeded(backward=False)
-    chunk = seeded.schedules[3].chunks[0]
-    seeded.schedules[3] = replace(seeded.schedules[3], chunks=(chunk._replace(kv_heads=slice(1, 2)),))
+    seeded.chunk(3, kv_heads=slice(1, 2))
     return seeded
 
 
@@ -355,7 +442,34 @@ FAULTS = [
         "ring rank 1, batch 0, send K/V of 1 .* to 2: expected the tokens it names, got others",
     ),
     (wrong_size, "ring rank 2, batch 0.*: expected 15 tokens, got 16: send K/V of 1"),
-    (buffer_too_small, "ring rank 2, batch 0.*: expected a buffer of 16 tokens, got one of 12"),
+    (buffer_too_small, "ring rank 2, batch 0.*: expected b3 to be a buffer of 16 tokens, got one of 12"),
+    (
+        packed_too_small,
+        "ring rank 1, batch 0, send.*: expected b2 to be a buffer of 16 tokens, got one of 12",
+    ),
+    (
+        gradients_too_small,
+        "ring rank 1, batch 1, hop 1.*: expected b[0-9]+ to be a buffer of 16 .*, got one of 12",
+    ),
+    (
+        results_too_small,
+        "ring rank 3: expected results .* 16 tokens of gradients, got 12 tokens of gradients",
+    ),
+    (shard_too_large, "ring rank 3: expected shard .* 16 tokens of keys, got 17 tokens of keys"),
+    (packed_in_another_dtype, "ring rank 1, batch 0, send.*: expected keys, got a buffer of the other kind"),
+    (received_in_another_dtype, "ring rank 2, batch 2, rec.* to be of gradients, got a buffer of rounded"),
+    (gradients_in_another_dtype, "ring rank 1, batch 1, hop 1.* to be of gradients, got a buffer of keys"),
+    (results_in_another_dtype, "ring rank 0: expected results .* 16 tokens of gradients, got .* rounded"),
+    (
+        gradients_for_keys,
+        "ring rank 1, batch 0, hop 0.*: expected results to be of keys, got a buffer of gra",
+    ),
+    (
+        gradients_into_keys,
+        "ring rank 2, batch 3.*: expected b[0-9]+ to be of gradients, got a buffer of keys",
+    ),
+    (heads_left_out, r"ring rank 0: expected head chunks with the K/V heads \[0\], each once, got \[1\]"),
+    (queries_of_other_heads, "ring rank 2: expected query heads slice.0, 1.*, got slice.1, 2"),
     (no_such_rank, "ring rank 3, batch 1.*: expected another rank of the ring, got ring rank 4"),
     (wrong_peer, "ring rank 2, batch 2.*: expected ring rank 1 to send it, got no send left there"),
     (missing_receive, "ring rank 1, batch 2.*: expected ring rank 2 to receive it, got no receive left"),
