@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.registry import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
@@ -156,6 +157,9 @@ def test_ranks_of_a_ring_shuffle_alike_without_a_seed(rank_pool: Any, world: int
     assert sorted(by_rank[0] + (by_rank[2] if world == 4 else [])) == list(range(12))
 
 
+ROLLOUTS = ("trl.GRPOConfig", "trl.RLOOConfig", "trl.experimental.online_dpo.OnlineDPOConfig")
+
+
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
     import ds_ring
@@ -187,6 +191,11 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             call()
         except ds_ring.RingError as error:
             found[name] = str(error)
+    for home in ROLLOUTS:
+        try:
+            load(home)("unused", deepspeed=dict(config), bf16=False)
+        except ds_ring.RingConfigError as error:
+            found[home] = str(error)
     model = build_model(size, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
@@ -201,7 +210,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
-    pytest.importorskip("accelerate")
+    pytest.importorskip("trl")
     words = {
         "from before": "call ds_ring.enable() before you import the name",
         "no section": "ring_attention: expected this section, got none",
@@ -209,8 +218,66 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "dispatch": "dispatch_batches: expected None or false",
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
+        **dict.fromkeys(ROLLOUTS, "policy training (GRPO, RLOO and other online methods) is not supported"),
     }
     for found in rank_pool(2).run(refusals):
         assert found.keys() == words.keys()
         for name, text in words.items():
             assert text in found[name], name
+
+
+def losses_of_trl(rank: int, world_size: int, method: str, config: str, output: str) -> Entries:
+    """What TRL's trainer of preferences logs in four steps; on one process without a ring."""
+    deepspeed = start_deepspeed()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from accelerate.state import AcceleratorState, GradientState
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    import ds_ring
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    multiprocessing.current_process()._config["daemon"] = False
+    sys.path.insert(0, str(EXAMPLES))
+    import text
+
+    if world_size > 1:
+        ds_ring.enable()
+    trl = __import__("trl")
+    model, tokenizer = text.model(), text.tokenizer()
+    reference = {"ref_model": text.model()} if method == "DPO" else {}
+    if method == "Reward":
+        torch.manual_seed(0)
+        model.config.num_labels, model.config.pad_token_id = 1, tokenizer.pad_token_id
+        model = AutoModelForSequenceClassification.from_config(model.config)
+    source = [one[200:300] for one in text.files(8)]
+    pairs = [{"chosen": one[30 : 60 + 5 * n], "rejected": one[35:90]} for n, one in enumerate(source)]
+    if method == "DPO":
+        pairs = [{"prompt": one[:30]} | pair for one, pair in zip(source, pairs, strict=True)]
+    arguments = getattr(trl, f"{method}Config")(
+        output, deepspeed=config, max_length=128, per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2,
+        bf16=False, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = getattr(trl, f"{method}Trainer")(
+        model=model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer,
+        **reference,
+    )  # fmt: skip
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{key: value for key, value in entry.items() if not key.endswith("runtime")} for entry in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["DPO", "Reward"])
+def test_trl_on_preferences_has_the_losses_of_one_process(rank_pool: Any, tmp_path: Path, method: str) -> None:
+    pytest.importorskip("trl")
+    ring_json = EXAMPLES / "ds_config.json"
+    plain_json = plain_config(tmp_path, json.loads(ring_json.read_text()))
+    (expected,) = rank_pool(1).run(losses_of_trl, method, plain_json, str(tmp_path / "plain"))
+    for got in rank_pool(2).run(losses_of_trl, method, str(ring_json), str(tmp_path / "ring")):
+        assert len(got) == len(expected) == 3
+        for one, other in zip(got, expected, strict=True):
+            assert one == pytest.approx(other, rel=2e-5, abs=2e-5)  # rewards are differences of sums

@@ -80,7 +80,7 @@ def arguments_for(
         given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
     if not _is_of_transformers(alone):
         return given
-    from ds_ring.integrations.transformers.attached import NAME
+    from ds_ring.integrations.transformers.attention_name import NAME
     from ds_ring.integrations.transformers.model_needs import SHARDING
 
     positions = given.get("position_ids")
@@ -110,7 +110,7 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
     if not _is_of_transformers(alone):
         return
-    from ds_ring.integrations.transformers.attached import NAME
+    from ds_ring.integrations.transformers.attention_name import NAME
     from ds_ring.integrations.transformers.images import attention_of_parts
 
     asked, model = config.pattern, alone.config

@@ -24,6 +24,8 @@ from ds_ring.runtime.shard import gather_sequence
 
 ONLY_LOSS = "ds_ring_only_loss"  # argument of a forward pass: nothing but the loss will be read
 _ITEMS = "num_items_in_batch"
+# What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
+_OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 _LABELS = ("labels", "shift_labels", _ITEMS)
 # Where documents begin, for kernels of variable length; position ids say the same.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -50,7 +52,7 @@ class WholeBatches:
     def __init__(self, session: RingSession, module: nn.Module) -> None:
         self._session, self._module = session, module
         self._parameters = inspect.signature(module.forward).parameters
-        self._outermost: tuple[nn.Module, BatchSharding, bool] | None = None
+        self._outermost: tuple[nn.Module, BatchSharding, bool, bool] | None = None
 
     def hook(self, module: nn.Module) -> None:
         """Hook the calls of the engine or of its module; the outer of two calls does the work."""
@@ -72,14 +74,15 @@ class WholeBatches:
         if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
             items = self._tokens(local) if items is None else torch.as_tensor(items)
             local[_ITEMS] = items.to(self._session.device) * _share(self._session)
-        self._outermost = module, self._session.batches.current, only_loss
+        shifts = "labels" in given and "shift_labels" not in given
+        self._outermost = module, self._session.batches.current, only_loss, shifts
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._outermost is None or self._outermost[0] is not module:
             return None
-        _, sharding, only_loss = self._outermost
+        _, sharding, only_loss, shifts = self._outermost
         self._outermost = None
         if output is None:  # the call failed
             return None
@@ -89,7 +92,10 @@ class WholeBatches:
                 output["loss"] = _shown(output["loss"], self._session)
             if only_loss:
                 return type(output)(loss=output["loss"])
-            return _read_later(output, whole)
+            later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
+            if shifts and "log_probs" in output:
+                later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
+            return _read_later(output, later)
         if isinstance(output, Tensor) and output.ndim < 2:
             raise RingConfigError(
                 f"{type(self._module).__name__}: expected logits or a ModelOutput, got a tensor"
@@ -218,9 +224,9 @@ def _names(output: Any) -> list[str]:
     return list(OrderedDict.keys(output))
 
 
-def _read_later(output: Any, whole: Callable[[Any], Any]) -> Any:
+def _read_later(output: Any, later: dict[str, Callable[[Any], Any]]) -> Any:
     """Return a ModelOutput whose tensors are gathered when they are read; the loss is whole already."""
-    vars(output)["_later"] = {name: whole for name in output if name != "loss"}
+    vars(output)["_later"] = later
     output.__class__ = _class_of(type(output))  # type: ignore[arg-type]
     return output
 

@@ -1,7 +1,7 @@
 """Make transformers' Trainer count the ranks of one sequence as one data replica.
 
 Owns the three places where it counts processes by itself: batch sizes in the DeepSpeed JSON and in its logs,
-and evaluations that read nothing but the loss.
+and evaluations that read nothing but the loss. Refuses what trains on rollouts of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.whole_batches import ONLY_LOSS
 
 _PRODUCT = "train_batch_size"
@@ -23,17 +24,32 @@ def enable_trainer_config() -> None:
     process = HfTrainerDeepSpeedConfig.trainer_config_process
 
     @functools.wraps(process)
-    def without_product(self: Any, *args: Any, **kwargs: Any) -> None:
+    def without_product(self: Any, args: Any, *others: Any, **kwargs: Any) -> None:
         product = "auto"
         if SECTION in self.config:
+            _refuse_rollouts(type(args))
             product = self.config.pop(_PRODUCT, "auto")
             # As a number: from_pretrained at ZeRO 3 hands the JSON to DeepSpeed as it is.
             self.config[SP_KEY] = RingConfig.from_deepspeed(self.config).sequence_parallel_size
-        process(self, *args, **kwargs)
+        process(self, args, *others, **kwargs)
         if product != "auto":
             self.config[_PRODUCT] = product
 
     HfTrainerDeepSpeedConfig.trainer_config_process = without_product  # type: ignore[method-assign]
+
+
+def _refuse_rollouts(kind: type[Any]) -> None:
+    """Refuse TRL's methods that sample from the model while it trains: they have a temperature."""
+    # Others may mean another thing by temperature.
+    of_trl = (one for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl")
+    if any("temperature" in vars(one).get("__annotations__", {}) for one in of_trl):
+        raise RingConfigError(
+            f"{kind.__name__}: expected a method that trains on a given data set, got one that samples from"
+            " the model while it trains; policy training (GRPO, RLOO and other online methods) is not"
+            " supported on a ring yet: the ranks of a sequence would sample different rollouts. Use"
+            " SFTTrainer, DPOTrainer, RewardTrainer or KTOTrainer, or leave out ds_ring.enable() and the"
+            f' "{SECTION}" section'
+        )
 
 
 def enable_trainer() -> None:
