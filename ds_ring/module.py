@@ -58,7 +58,8 @@ def ring_attention(
         layout: which position lies in which slot; a name stands for that layout of ring_size * S tokens.
         mesh: this process's place; every rank of the ring must call.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel: "auto", "cpu" or "reference".
+        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
+            fast one.
         transport: "ring", or "all_gather" as the yardstick to measure it against.
         overlap, prune: compute while sending; send only what is read. For comparison, not for use.
         hop_timeout_s: seconds after which a hop that has not arrived raises.

@@ -1,7 +1,8 @@
 """Build the command line of an engine that exists already, one function for each.
 
-Starts nothing and writes nothing: process.py runs an `Invocation`, and `--dry-run` prints it. A new engine is
-one function, one row of the table and one word in cluster.py.
+Starts nothing and writes nothing: process.py runs an `Invocation`, and `--dry-run` prints it. A new engine
+is one function, one row of the table and one word in cluster.py; one that starts all hosts needs more
+(CONTRIBUTING.md, "Others").
 """
 
 from __future__ import annotations

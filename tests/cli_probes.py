@@ -382,7 +382,8 @@ def content_probes(folder: Path) -> Iterator[Probe]:
 def _hardware_probes(folder: Path) -> Iterator[Probe]:
     keys = [line.split(":")[0] for line in CPU_YAML.splitlines() if line[:1].isalpha()]
     for key in keys:
-        for value in ("[]", "-1", "x", "~", "1.0e-300", "9" * 400, "2020-01-01", ".nan", "{1: 2}", "[[[["):
+        numbers = ("-1", "1.0e-300", "1.0e+300", "9" * 400, ".nan")
+        for value in (*numbers, "[]", "x", "~", "2020-01-01", "{1: 2}", "[[[["):
             kept = [line for line in CPU_YAML.splitlines() if not line.startswith((f"{key}:", " "))]
             if key not in ("peak_flops", "attention_efficiency", "source"):
                 kept = [line for line in CPU_YAML.splitlines() if not line.startswith(f"{key}:")]

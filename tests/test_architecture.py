@@ -323,6 +323,67 @@ def test_every_module_says_what_it_owns() -> None:
         assert not tree.body or ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
 
 
+NOTE = re.compile(r"\[Note: ([^\]]+)\]")
+# The name of a note stands alone in its line, or before a sentence.
+DEFINITION = re.compile(r"^[ \t]*(?:# |\"{3})?\[Note: ([^\]]+)\](?=$| [A-Z])", re.MULTILINE)
+FILE = re.compile(r"[\w/-]*\w\.py\b")
+# A script of the user's, a placeholder in a command, a module of Python's.
+NOT_OURS = {"train.py", "SCRIPT.py", "socket.py"}
+
+
+def lost_references(texts: dict[str, str], files: set[str]) -> list[str]:
+    """Every note that is not defined exactly once, and every file that is named and does not exist.
+
+    Args:
+        texts: of each file, by its path.
+        files: all paths that may be named, in full or by their last parts.
+    """
+    endings = {"/".join(path.split("/")[start:]) for path in files for start in range(path.count("/") + 1)}
+    defined = [
+        name for path, text in texts.items() if path.endswith(".py") for name in DEFINITION.findall(text)
+    ]
+    lost = [
+        f"[Note: {name}] is defined {defined.count(name)} times"
+        for name in set(defined)
+        if defined.count(name) > 1
+    ]
+    for path, text in texts.items():
+        notes = [name for name in NOTE.findall(" ".join(text.replace("#", " ").split())) if name != "name"]
+        lost += [f"{path}: [Note: {name}] is defined nowhere" for name in notes if name not in defined]
+        lost += [
+            f"{path}: {name} does not exist" for name in FILE.findall(text) if name not in endings | NOT_OURS
+        ]
+    return lost
+
+
+def test_notes_and_files_that_are_named_exist() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.suffix == ".py"}
+    named = {path for path in files if path.startswith(("ds_ring/", "launcher/", "tools/"))} | {
+        "ds_ring/DESIGN.md"
+    }
+    lost = lost_references({path: (ROOT / path).read_text() for path in named}, files)
+    assert not lost, "\n".join(lost)
+
+
+def test_a_lost_note_and_a_lost_file_are_found() -> None:
+    good = {
+        "a/one.py": '"""See two.py.\n\n[Note: here]\nText."""',
+        "a/b/two.py": "# wraps: [Note:\n# here] in a/one.py",
+    }
+    files = {*good, "a/__init__.py"}
+    assert lost_references(good, files) == []
+    faults = {
+        "see [Note: gone].": "[Note: gone] is defined nowhere",
+        "    # [Note: here] Text.": "[Note: here] is defined 2 times",
+        "# [Note: there] in two.py": "[Note: there] is defined nowhere",
+        "what graph_placement.py has": "graph_placement.py does not exist",
+        "`c/two.py`": "c/two.py does not exist",
+    }
+    for text, words in faults.items():
+        (found,) = lost_references(good | {"a/__init__.py": text}, files)
+        assert found.endswith(words), found
+
+
 def test_packages_are_all_installed() -> None:
     listed = set(re.findall(r'^  "(ds_ring[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}

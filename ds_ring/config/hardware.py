@@ -16,9 +16,10 @@ from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS
 
 DTYPES = ("float32", "bfloat16", "float16")
-_RATE = "a number above 0"
-_FRACTION = "a number above 0 and at most 1"
-_WAIT = "a number of seconds, 0 or more"
+# Bounds that no device comes near: within them no time that is estimated overflows.
+_RATE = "a number of at least 1 and at most 1e+30"
+_FRACTION = "a number of at least 1e-06 and at most 1"
+_WAIT = "a number of seconds, 0 or more and at most 1e+06"
 
 Name = Annotated[str, Field(min_length=1), Takes("a word", "write the name of the device")]
 Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
@@ -26,9 +27,9 @@ Bytes = Annotated[
     int, Field(ge=1, le=2**60), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")
 ]
 Count = Annotated[int, Field(ge=1, le=2**20), Takes("a whole number of at least 1", "write 8, say")]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
+Rate = Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
 RateOrNone = Annotated[
-    Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+    Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False)] | None,
     Takes(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
 ]
 BytesOrNone = Annotated[
@@ -36,9 +37,9 @@ BytesOrNone = Annotated[
     Takes("a whole number of bytes above 0, or null", "write 2_000_000_000_000, say, or leave it out"),
 ]
 Fraction = Annotated[
-    float, Field(gt=0, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
+    float, Field(ge=1e-6, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
 ]
-Wait = Annotated[float, Field(ge=0, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
+Wait = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
 Sources = Annotated[
     dict[str, str], Takes("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
 ]

@@ -146,6 +146,6 @@ class AskedMask:
             raise refusal(function, "a mask that is the same for all samples here", "one that is not")
         if not q.size:
             return np.zeros(q.shape, dtype=bool)
-        ours, theirs = (torch.from_numpy(np.ascontiguousarray(x).reshape(-1)) for x in (q, k))
+        ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         found: IntArray = evaluate_pairs(function, self.heads[0], ours, theirs).numpy().reshape(q.shape)
         return found

@@ -68,7 +68,7 @@ def _of(which: Tensor) -> Placed:
 # A model that knows nothing of the ring is compiled once for a length of local tokens, and many global
 # lengths, and every set of packed documents, have that length. A handle written into the graph would attend
 # with the layout of the batch that was traced. So the graph computes the handle in every run
-# (`place_attention` in graph_placement.py), as an int64 [1] on the CPU, and attention takes it as a tensor;
+# (`place_attention` in graph_sharding.py), as an int64 [1] on the CPU, and attention takes it as a tensor;
 # the backward pass gets the one that its forward pass had.
 @torch.library.custom_op("ds_ring::placed_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ class Options:
             checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
         score_mod: changes scores pair by pair.
         block_size: side of a block of the flex kernel, slots.
-        chunk_bytes: see [Note: heads in groups]; None takes what `head_chunks.py` says for the device:
+        chunk_bytes: see [Note: head chunks]; None takes what `head_chunks.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
         offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
         first_pass_timeout_s: as hop_timeout_s, on a GPU in the first pass of a shape, forward and backward,

@@ -53,7 +53,7 @@ class VirtualRanks:
     plan: Plan  # of all ranks
     kernel: Kernel  # computes
     scale: float  # of the scores
-    chunk_bytes: int  # see [Note: heads in groups]
+    chunk_bytes: int  # see [Note: head chunks]
     sums: GradientSums | None  # collects dK and dV; None for the forward pass alone
     measure: bool  # count memory
     keep_trace: bool = False  # return what happened when

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -53,7 +54,13 @@ def faults_of(probe: Probe) -> list[str]:
     out, err = io.StringIO(), io.StringIO()
     began, status = time.process_time(), None
     try:
-        with deadline(HANG_SECONDS), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            deadline(HANG_SECONDS),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's word for a figure that is none
             status = cli.main(probe.argv)
     except SystemExit as ended:  # argparse
         status = ended.code

@@ -1,7 +1,7 @@
 """Write and read the manifest of a checkpoint: its files, their sizes and sha256. Knows no deepspeed.
 
 Owns the file `ds_ring_manifest.json` in a tag's folder and the order of the checkpoints of a run. Who hashes
-what on which rank, and what follows from damage, is checkpoint.py's.
+what on which rank is save.py's; what follows from damage is load.py's.
 """
 
 from __future__ import annotations

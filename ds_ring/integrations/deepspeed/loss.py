@@ -33,11 +33,12 @@ class RingLoss(NamedTuple):
 # [Note: gradient scale]
 # With `mpu=None` DeepSpeed 0.19.8 reduces gradients over the whole world of W ranks, ring neighbours
 # included, and divides the sum by D: D = W at ZeRO 0, 1, 2 and 3, with `reduce_scatter` on or off (measured
-# ratio 1/W, deviation 0; runtime/engine.py allreduce_bucket, zero/stage_1_and_2.py average_tensor,
-# zero/stage3.py __avg_scatter_grads), and D = 1 with `"gradient_allreduce_op": "sum"`. The gradient of the
-# mean over all N labelled tokens of the world's batch is sum over ranks of grad(local_sum) / N. So every
-# rank's loss is local_sum * D / N: its gradient survives the division exactly, and it does not depend on how
-# the tokens (or the labels among them) are spread over ranks, nor on the ring size.
+# ratio 1/W, deviation 0; in deepspeed.runtime: allreduce_bucket of engine, average_tensor of
+# zero.stage_1_and_2, __avg_scatter_grads of zero.stage3), and D = 1 with `"gradient_allreduce_op": "sum"`.
+# The gradient of the mean over all N labelled tokens of the world's batch is sum over ranks of
+# grad(local_sum) / N. So every rank's loss is local_sum * D / N: its gradient survives the division exactly,
+# and it does not depend on how the tokens (or the labels among them) are spread over ranks, nor on the ring
+# size.
 #
 # N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean over
 # its own tokens, as it does without a ring.

@@ -3,7 +3,8 @@
 Owns the kernel. Which calls is flash_calls.py's, what carries one out flash_executors.py's. No table, no
 permutation and no compilation: a call is a view. What is no window (a mask function, changed scores) is
 refused; kernel "flex" takes it. On the CPU the same calls are carried out by aten's operator for it, so that
-tests and CI execute the list; as a kernel for the CPU "cpu" is faster.
+tests and CI execute the list; as a kernel for the CPU "cpu" is faster. On CUDA FlashAttention 2 adds
+dQ with atomics: its last bits differ from run to run unless torch.use_deterministic_algorithms is on.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ def test_a_name_in_capitals_is_found():
         ({"memory_byte": 1}, "did you mean 'memory_bytes'"),
         ({"kind": "gpu"}, 'one of "cuda", "cpu", got "gpu"'),
         ({"memory_bytes": "80GB"}, "memory_bytes: expected a whole number of bytes above 0"),
-        ({"matmul_efficiency": 1.5}, "matmul_efficiency: expected a number above 0 and at most 1, got 1.5"),
+        ({"matmul_efficiency": 1.5}, "expected a number of at least 1e-06 and at most 1, got 1.5"),
         ({"attention_efficiency": {"forward": 0.5}}, "attention_efficiency"),
         ({"attention_efficiency": None}, "attention_efficiency: expected a mapping"),
         ({"peak_flops": {"float8": 1.0e15}}, "peak_flops"),
         ({"peak_flops": {}}, "a rate for one dtype at least"),
         ({"link_latency_s": -1.0}, "link_latency_s: expected a number of seconds, 0 or more"),
-        ({"inter_node_bytes_per_s": 0}, "inter_node_bytes_per_s: expected a number above 0"),
+        ({"inter_node_bytes_per_s": 0}, "inter_node_bytes_per_s: expected a number of at least 1"),
     ],
 )
 def test_what_is_wrong_is_named(changes, message):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring import Causal, Dilated, Full, RingPatternError, SlidingWindow
+from ds_ring import Causal, Dilated, Full, MaskMod, RingPatternError, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
@@ -30,6 +30,14 @@ def test_a_window_sees_itself_and_what_is_before_it(window: int, causal: bool, q
     np.testing.assert_array_equal(paint(pattern.tiles(q_runs, k_runs), *gap.shape), want)
     np.testing.assert_array_equal(pattern.mask(expand_runs(q_runs), expand_runs(k_runs)), want)
     assert pattern.is_causal is (causal or window == 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mask_function_gets_arrays_of_its_own(tokens: int) -> None:
+    """A broadcast array of one pair is contiguous and read-only; torch warns where it shares such memory."""
+    pattern, positions = MaskMod(lambda b, h, q, k: q >= k), np.arange(tokens)
+    np.testing.assert_array_equal(pattern.mask(positions, positions), np.tri(tokens, dtype=bool))
 
 
 @settings(max_examples=120, deadline=None)
