@@ -105,7 +105,10 @@ MASKS: dict[str, Mask] = {
         Dilated(N, P3, False, "zero") & Dilated((10, 40), (1, 3), True, "zero"),
         lambda q, k, h: dilated(q, k, N, P3, (0, 0, 0)) * dilated(q, k, (10, 40), (1, 3), (0, 0)) * (k <= q),
     ),
-    "mask function": Mask(Causal() & MaskMod(three_apart), lambda q, k, h: ((q - k) % 3 != 1) & (k <= q)),
+    "mask function": Mask(
+        SlidingWindow(40) & MaskMod(three_apart),
+        lambda q, k, h: ((q - k) % 3 != 1) & (k <= q) & (q - k < 40),
+    ),
     "mask function by head": Mask(
         MaskMod(by_head) & SlidingWindow(30),
         lambda q, k, h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30),

@@ -87,6 +87,36 @@ def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primit
     assert len(known) < 200
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Sinks(5) | SlidingWindow(4),
+        PrefixLM(17),
+        Chunked(20) & SlidingWindow(6),
+        Slices((((10, 60), (5, 80), "causal"), ((60, 90), (3, 7), "full"))),
+        Dilated((8, 16, 64), (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_stretches_of_one_phase_are_attended_alike(pattern: Pattern) -> None:
+    bound = pattern.bind((0,), 1, 1)
+    known: dict[object, np.ndarray] = {}
+    for start in range(100):
+        at = np.arange(start, start + 9)
+        counts = bound.multiplicity(0, 1, 1, at[:, None], at[None])
+        assert np.array_equal(known.setdefault(bound.phase(start, 9), counts), counts), start
+    assert len(known) < 100
+
+
+def test_alternatives_that_are_no_product_stay_apart() -> None:
+    """Segments of 8 with parity, or segments of 32 modulo 3: not segments of 8 modulo 3."""
+    small, large = (labelled(Segment(n)) & labelled(Remainder(m)) for n, m in ((8, 2), (32, 3)))
+    pattern = BoundPattern(((Branch(small, small, least=0), Branch(large, large, least=0)),))
+    whole, at = np.array([[0, 1, 70]]), np.arange(70)
+    want = pattern.multiplicity(0, 1, 1, at[:, None], at[None])
+    np.testing.assert_array_equal(paint(pattern.tiles(whole, whole), 70, 70), want)
+
+
 def test_a_billion_positions_cost_nothing() -> None:
     tokens = 1 << 30
     whole = np.array([[0, 1, tokens]])
@@ -189,6 +219,7 @@ def test_unions_count_each_pair_once() -> None:
         (Documents([0, 0, 1, 1]), Chunked(3)),
         (Chunked(3), Chunked(4)),
         (Dilated((8, 16), (1, 2)), Causal()),  # a pair of both would have several m
+        (Causal(), Dilated((8, 16), (1, 2))),
     ],
     ids=str,
 )

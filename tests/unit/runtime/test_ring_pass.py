@@ -21,8 +21,10 @@ from ds_ring import build_plan
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.messages import Message, check_messages
+from ds_ring.runtime.prepared import PreparedPasses
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import two_levels
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
@@ -165,3 +167,28 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once() -> None:
     pattern = PATTERNS["full"](SHAPE.tokens)
     layout = layout_for("contiguous", pattern, tokens=SHAPE.tokens, ring_size=4)
     check(ring_of_threads(pattern, layout, gradient_payload="bfloat16"), pattern, dk=4e-3, dv=4e-3)
+
+
+def test_sums_are_rounded_to_the_dtype_of_the_inputs() -> None:
+    pattern = PATTERNS["causal"](SHAPE.tokens)
+    layout = layout_for("striped", pattern, tokens=SHAPE.tokens, ring_size=3)
+    passes = ring_of_threads(pattern, layout, dtype=torch.bfloat16)
+    check(passes, pattern, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
+    assert {getattr(passes[1], name).dtype for name in ("out", "dq", "dk", "dv")} == {torch.bfloat16}
+
+
+def test_passes_of_other_tensors_or_schedules_share_nothing() -> None:
+    layout = layout_for("contiguous", PATTERNS["causal"](8), tokens=8, ring_size=2)
+    plan = build_plan(PATTERNS["causal"](8), layout).rank(0)
+    schedules = [lower_rank(plan, backward=backward) for backward in (False, True)]
+    passes, k = PreparedPasses(), torch.zeros(1, 1, 4, 8)
+    tensors_of = [
+        (k, k),
+        (k, k[..., :4]),
+        (k[:, :, :2], k),
+        (k.double(), k.double()),
+        (k.to("meta"), k.to("meta")),
+    ]
+    found = [passes.of(schedule, *both) for schedule in schedules for both in tensors_of]
+    assert len(set(map(id, found))) == 10
+    assert passes.of(schedules[0], k.clone(), k) is found[0]

@@ -161,6 +161,9 @@ def test_what_is_done_to_deferred_logits_is_done_to_each_tile() -> None:
     want = cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum") / ITEMS
     torch.testing.assert_close(deferred.loss(labels, ITEMS), want)
     assert isinstance(scaled := made().mul_(2.0), DeferredLogits) and scaled.mul_(1.0) is scaled
+    for other_way_round in (lambda x: 1.0 - x, lambda x: 1.0 / x):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            other_way_round(made())
     refused: dict[str, Callable[[Any], Any]] = {
         r"logits\[": lambda x: x[:, -1],
         "sum": lambda x: x.sum(),

@@ -28,8 +28,11 @@ def test_a_chunk_sets_out_at_the_last_hop_of_the_one_before(
     plan = build_plan(Full(), layout, query_heads=chunks, kv_heads=chunks, directions=one_way(ring_size))
     for backwards, apart in ((False, forward), (True, backward)):
         for rank in range(ring_size):
-            schedule = lower_rank(plan.rank(rank), backward=backwards, head_bytes=1, chunk_bytes=1)
+            own = plan.rank(rank)
+            schedule = lower_rank(own, backward=backwards, head_bytes=1, chunk_bytes=1)
             assert schedule.starts == [apart * chunk for chunk in range(chunks)]
+            assert len(lower_rank(own, backward=backwards, head_bytes=0, chunk_bytes=1).chunks) == 1
+            assert len(lower_rank(own, backward=backwards, head_bytes=1, chunk_bytes=chunks).chunks) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ import torch
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import REMEMBERED, BatchSharding, RecentBatches
-from ds_ring.masks.dense import Causal
+from ds_ring.integrations.deepspeed.batch_sharding import (
+    REMEMBERED,
+    BatchSharding,
+    RecentBatches,
+    RowsAttention,
+)
+from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.options import Options
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layouts import make_layout
 
@@ -66,3 +74,35 @@ def test_only_the_latest_batches_are_remembered():
 def test_ulysses_ranks_hold_a_part_of_a_shard():
     layout = make_layout("zigzag", tokens=32, ring_size=2, multiple_of=2)
     assert BatchSharding(CONFIG, layout, RingMesh(Grid(4, 2, 2), 0), Causal()).local_tokens == 8
+
+
+def bias_of_positions(score, batch, head, q, k):
+    return score - (q - k)
+
+
+def test_what_is_kept_goes_by_all_that_it_depends_on():
+    layout = make_layout("zigzag", tokens=8, ring_size=1)
+    patterns = LayerPatterns(Causal(), {})
+    config, mesh = RingConfig(ring_size=1), RingMesh.single()
+    batch = BatchSharding(config, layout, mesh, patterns)
+    asked = [(), (0.5,), (0.25,), (None, Full()), (None, None, bias_of_positions)]
+    found = [batch.attention(*arguments) for arguments in asked]
+    assert len(set(map(id, found))) == len(asked)
+    assert [batch.attention(*arguments) for arguments in asked] == found
+
+    other = make_layout("contiguous", tokens=8, ring_size=1)
+    calls = [(Causal(), layout, Options()), (Full(), layout, Options()), (Causal(), other, Options())]
+    calls += [(Causal(), layout, Options(scale=0.5)), (Causal(), "zigzag", Options())]
+    contexts = [context_for(pattern, where, mesh, options) for pattern, where, options in calls]
+    assert len({context.handle for context in contexts}) == len(calls)
+    assert [context_for(pattern, where, mesh, options) for pattern, where, options in calls] == contexts
+
+
+def test_rows_that_attend_apart_stay_where_they_are():
+    """Three groups, in an order whose inverse is another one."""
+    parts = [lambda q, k, v, sinks, n=n: 100 * n + q + k + v for n in range(3)]
+    rows = RowsAttention(parts, ((2, 4), (0,), (1, 3)))
+    x = torch.arange(5.0).reshape(5, 1, 1, 1)
+    assert rows(x, x, x).flatten().tolist() == [100.0, 203.0, 6.0, 209.0, 12.0]
+    with pytest.raises(RingShapeError, match="expected the 5 samples"):
+        rows(x[:4], x[:4], x[:4])
