@@ -1,8 +1,10 @@
 """Keep memory for what travels, used again from hop to hop and from call to call.
 
 Owns the memory of messages. A block is given back only after the wait of the batch that its buffers were in:
-until then they are in flight, and nobody writes to them. What is kept unused is at most what was in use at
-once, so that calls of many different sizes do not pile up; `release` gives all of it back to the system.
+until then they are in flight, and nobody writes to them. On a GPU "after the wait" means later on the stream
+that waited, so a block is only ever used by calls on the stream that it was made for. What is kept unused is
+at most what was in use at once, so that calls of many different sizes do not pile up; `release` gives all of
+it back to the system.
 Which buffer lies where in which block is `pass_memory.py`'s.
 """
 
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_ring.runtime.streams import stream_of
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.views import Pair
 
@@ -56,12 +59,13 @@ class Block:
 
     Args:
         nbytes, device: how much, and where.
+        stream: the number of the stream that uses it, and that was present when it was made.
     """
 
-    __slots__ = ("_kept", "_storage", "device", "nbytes")
+    __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes, self.device = nbytes, device
+    def __init__(self, nbytes: int, device: torch.device, stream: int = 0) -> None:
+        self.nbytes, self.device, self.stream = nbytes, device, stream
         self._kept: dict[Any, list[Pair]] = {}
         with torch.inference_mode(False):
             self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -95,11 +99,19 @@ class Block:
         return tensor.set_(self._storage, begin // kind.dtype.itemsize, shape, strides)
 
 
+class Size(NamedTuple):
+    """Name what free blocks are found by."""
+
+    nbytes: int
+    device: torch.device
+    stream: int
+
+
 class Buffers:
-    """Keep free blocks by size and device."""
+    """Keep free blocks by size, device and stream."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[tuple[int, torch.device], list[Block]] = OrderedDict()
+        self._free: OrderedDict[Size, list[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self._used_bytes = self._most_bytes = self._free_bytes = 0
 
@@ -114,22 +126,22 @@ class Buffers:
         return self._used_bytes + self._free_bytes
 
     def take(self, nbytes: int, device: torch.device, or_larger: bool = False) -> Block:
-        """Return a block of this size, or a free one that is larger."""
+        """Return a block of this size for the present stream, or a free one that is larger."""
+        size = Size(nbytes, device, stream_of(device))
         with self._lock:
-            size = (nbytes, device)
             if or_larger:
-                sizes = (one for one in self._free if one[1] == device and one[0] >= nbytes)
-                size = min(sizes, key=lambda one: one[0], default=size)
+                sizes = (one for one in self._free if one[1:] == size[1:] and one.nbytes >= nbytes)
+                size = min(sizes, key=lambda one: one.nbytes, default=size)
             block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
-            self._used_bytes += size[0]
+            self._used_bytes += size.nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
             self._drop_what_is_too_much()
-        return Block(nbytes, device) if block is None else block
+        return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
         """Take a block back after use; its buffers must not be in flight any more."""
-        size = (block.nbytes, block.device)
+        size = Size(block.nbytes, block.device, block.stream)
         with self._lock:
             self._free.setdefault(size, []).append(block)
             # Sizes given back longest ago stand first, and go first.
@@ -153,7 +165,7 @@ class Buffers:
     def _drop_oldest(self) -> None:
         self._pop(next(iter(self._free)))
 
-    def _pop(self, size: tuple[int, torch.device]) -> Block:
+    def _pop(self, size: Size) -> Block:
         free = self._free[size]
         block = free.pop()
         if not free:

@@ -14,8 +14,9 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ds_ring.errors import RingShapeError, shown
+from ds_ring.errors import RingConfigError, RingShapeError, shown
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.streams import is_captured
 
 QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -126,7 +127,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     Raises:
         RingShapeError: with the shapes, dtypes or devices expected and got.
+        RingConfigError: a CUDA graph is captured on the present stream.
     """
+    if is_captured(q):
+        raise RingConfigError(
+            "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
+            " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
+            " of the graph (torch.compile does so by itself)"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise RingShapeError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messag
 from ds_ring.runtime.pending import DeviceWatch, Pending
 from ds_ring.runtime.prepared import PreparedPasses
 from ds_ring.runtime.streams import Streams, streams_of
-from ds_ring.runtime.waiting import Place, blame, error_of
+from ds_ring.runtime.waiting import Place, blame, check_alive
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # of headers
@@ -79,7 +78,7 @@ class Exchange:
         self.prepared = PreparedPasses()
         self.call = 0  # number of the call that this rank is in, for messages
         self._latest: Pending | None = None
-        self._device_watch = DeviceWatch(mesh)
+        self._device_watch = DeviceWatch.of(mesh)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop at once; returns at once.
@@ -131,7 +130,7 @@ class Exchange:
         """Start all messages of a batch at once."""
         self.counters.count(route.sizes)
         place = Place(self.call, hop)
-        self._check_alive(hop)
+        check_alive(self.mesh, hop)
         try:
             works = start_batch(route, sent, received)
         except RuntimeError as error:
@@ -151,25 +150,15 @@ class Exchange:
     ) -> Pending:  # fmt: skip
         if streams is None:
             return Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
-        begun, device = partial(streams.reached, streams.mark()), (sent or received)[0].device
         return Pending(
             works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group,
-            self._device_watch, begun, device,
+            self._device_watch, streams,
         )  # fmt: skip
 
     def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
         """Return the streams that wait for works; None for gloo's, though it takes a GPU's tensors."""
         on_device = tensor.is_cuda and dist.get_backend(group) != "gloo"
         return self.streams(tensor) if on_device else None
-
-    def _check_alive(self, hop: int | None) -> None:
-        """Refuse to go on after a fault: nothing works any more, and every call says why."""
-        watch, broken = self.mesh.watch, self.mesh.use.broken
-        if watch is not None and watch.fault is not None:
-            raise error_of(self.mesh, hop, watch.fault)
-        # One error object for all calls: each raise would lengthen its traceback.
-        if broken is not None:
-            raise broken.with_traceback(None)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -227,7 +216,7 @@ class Exchange:
             return [tensor]
         # One allocation; its slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
-        self._check_alive(None)
+        check_alive(self.mesh, None)
         own = tensor.contiguous()
         self._finish(dist.all_gather(parts, own, group=group, async_op=True), group, [own], parts)
         self.counters.bytes_sent += tensor.nbytes * (size - 1)
@@ -235,7 +224,7 @@ class Exchange:
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Sum over the ranks of a group, in place."""
-        self._check_alive(None)
+        check_alive(self.mesh, None)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
 
@@ -245,7 +234,7 @@ class Exchange:
             return list(parts)
         sends = [part.contiguous() for part in parts]
         received = [torch.empty_like(part) for part in sends]
-        self._check_alive(None)
+        check_alive(self.mesh, None)
         self._finish(dist.all_to_all(received, sends, group=group, async_op=True), group, sends, received)
         # One part stays here; all have one size, so any of them may be left out.
         self.counters.bytes_sent += sum(part.nbytes for part in sends[1:])

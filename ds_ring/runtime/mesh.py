@@ -229,6 +229,19 @@ class RingMesh:
         with self.use.one_call(self.watch.failed if self.watch is not None else None):
             yield
 
+    def settle(self) -> None:
+        """Wait until all messages of past calls have arrived, and raise if one has not.
+
+        Call it before results become permanent: before `optimizer.step()` in a training loop of your own, and
+        before a checkpoint. `engine.step` and `engine.save_checkpoint` of `ds_ring.initialize` call it. On
+        the CPU messages have arrived when a call returns, so nothing is waited for there.
+
+        Raises:
+            RingPeerError: a message failed or came too late, or a rank has failed; names the rank.
+        """
+        if self.use.device_watch is not None:
+            self.use.device_watch.settle(self)
+
     @property
     def trace(self) -> Trace | None:
         """Return what passes on this mesh are noted in; None for nothing."""

@@ -10,8 +10,17 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from ds_ring.errors import RingMeshError, RingPeerError
+
+
+class Settles(Protocol):
+    """See messages through; `pending.py`'s DeviceWatch does."""
+
+    def settle(self, mesh: Any) -> None:
+        """Wait until all messages so far are over; raise RingPeerError if one failed."""
+        ...
 
 
 class MeshUse:
@@ -22,6 +31,7 @@ class MeshUse:
         broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
         shapes: of the passes so far; a first one compiles ([Note: compile skew]).
         aborted: ids of the process groups that were aborted then.
+        device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
     """
 
     def __init__(self) -> None:
@@ -29,6 +39,7 @@ class MeshUse:
         self.broken: RingPeerError | None = None
         self.shapes: set[Hashable] = set()
         self.aborted: set[int] = set()
+        self.device_watch: Settles | None = None
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`

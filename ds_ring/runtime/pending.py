@@ -5,12 +5,13 @@ waits, and whom it blames, is `waiting.py`'s; what is posted is the exchange's.
 
 [Note: no host in the loop]
 A wait for a Work of NCCL makes the present stream wait and returns at once, so the host runs ahead of the
-GPU. Deadlines and verdicts are then a thread's: it looks at the mark that was made when the batch was posted
-(from there on the deadline runs: before it the GPU was busy with something else), then at the works. Where
-they fail, or do not end in time, it asks the monitor who is to blame, marks the mesh as broken, so that the
-next call on it raises the error, and aborts the groups that are stuck, so that NCCL's kernels do not spin for
-ever ([Note: which groups are aborted]). A device that fails, or never comes to the mark, is this rank's own
-fault.
+GPU. Deadlines and verdicts are then a thread's. Two marks surround the wait in the stream. The deadline runs
+from the first one on: before it the GPU is busy with something else. Once the second one is reached, the
+thread asks the works whether they have failed. Where they have, or do not end in time, it asks the monitor
+who is to blame, marks the mesh as broken, and aborts the groups that are stuck, so that NCCL's kernels do not
+spin for ever ([Note: which groups are aborted]). The next call on a broken mesh raises the error, and so does
+`RingMesh.settle`, which waits for the thread ([Note: results that stay] in `culprits.py`). A device that
+fails, or never comes to the first mark, is this rank's own fault.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -29,10 +30,19 @@ from torch.distributed import ProcessGroup
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.watch import keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.streams import Streams
 from ds_ring.runtime.stuck_groups import abort_groups
-from ds_ring.runtime.waiting import Place, Task, of_device, own_fault, wait_for
+from ds_ring.runtime.waiting import (
+    Place,
+    Task,
+    check_alive,
+    failed_wait,
+    look,
+    of_device,
+    own_fault,
+    wait_for,
+)
 
-LOOK_S = 1e-3  # between two looks of the thread at a mark or an event
 SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
 IDLE_SWEEPS = 10  # without anything: the thread ends
 BUSY_TIMEOUT_S = 1800.0  # for what a device does before it comes to a batch: a step of the optimizer, say
@@ -55,8 +65,9 @@ class Pending:
         sent, received: the tensors concerned.
         group: what they travel through.
         watch: takes over the deadline, on a device; None where the host waits.
-        begun: returns whether the device has come to the post.
-        device: which; None for the host.
+        streams: of that device.
+        came: returns whether the device has come to the wait.
+        arrived: returns whether it has passed the wait, so that the works are done or have failed.
     """
 
     works: list[dist.Work]
@@ -68,8 +79,9 @@ class Pending:
     received: Sequence[Tensor]
     group: ProcessGroup | None = None
     watch: DeviceWatch | None = None
-    begun: Callable[[], bool] = _at_once
-    device: torch.device | None = None
+    streams: Streams | None = None
+    came: Callable[[], bool] = field(init=False, default=_at_once)
+    arrived: Callable[[], bool] = field(init=False, default=_at_once)
     deadline: float = field(init=False)
     _versions: list[int] = field(init=False)
     _over: bool = field(init=False, default=False)
@@ -94,8 +106,7 @@ class Pending:
                 self._wait_here()
             self.works = []
         else:
-            for work in self.works:
-                work.wait()  # orders the present stream behind it; does not block
+            self._wait_on_device(watch)
         # No tensor is held any longer: the thread that watches needs none.
         self._over, self.sent, self.received = True, (), ()
         if watch is not None:
@@ -110,9 +121,26 @@ class Pending:
     def hand_over(self) -> None:
         """Let the watch of the device see to a batch that nobody will wait for: the pass has failed."""
         if self.watch is not None and not self._over:
-            # Its tensors stay with this one, which is kept for ever.
-            without = replace(self, sent=(), received=())
-            self.watch.add(without)
+            # torch may still read and write its tensors: their memory must not be used again.
+            keep_for_ever(self.sent, self.received)
+            self._over, self.sent, self.received = True, (), ()
+            self.watch.add(self)  # without marks: its works are asked themselves
+
+    def _wait_on_device(self, watch: DeviceWatch) -> None:
+        """Order the present stream behind the works, between two marks; does not block."""
+        streams = self.streams
+        assert streams is not None, "a watch without streams"
+        self.came = partial(streams.reached, streams.mark())
+        done = 0
+        try:
+            for work in self.works:
+                work.wait()
+                done += 1
+        except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
+            self.mesh.use.broken = failed_wait(self.mesh, self.place, self.peers[done], error)
+            self.hand_over()  # the watch aborts what is stuck
+            raise self.mesh.use.broken from error
+        self.arrived = partial(streams.reached, streams.mark())
 
     def _wait_here(self) -> None:
         try:
@@ -132,17 +160,24 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class DeviceWatch:
-    """Watch over works of a device, in the order in which they were posted; [Note: no host in the loop].
+    """Watch over works of a device, in the order in which they were waited for; [Note: no host in the loop].
 
-    Args:
-        mesh: who is who; its `use.broken` is set where a batch fails.
+    Meshes of one `MeshUse` share a watch. Its `broken` is set where a batch fails.
     """
 
-    def __init__(self, mesh: RingMesh) -> None:
-        self._mesh = mesh
-        self._queue: deque[Pending] = deque()
+    def __init__(self) -> None:
+        self._queue: deque[Pending | threading.Event] = deque()  # an event is set when its turn comes
         self._lock = threading.Lock()
+        self._hurried = threading.Event()
         self._running = False
+
+    @classmethod
+    def of(cls, mesh: RingMesh) -> DeviceWatch:
+        """Return the watch of a mesh; made when first asked for."""
+        if mesh.use.device_watch is None:
+            mesh.use.device_watch = cls()
+        assert isinstance(mesh.use.device_watch, cls)
+        return mesh.use.device_watch
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
@@ -150,6 +185,17 @@ class DeviceWatch:
         self._queue.append(batch)
         if not self._running:
             self._start()
+
+    def settle(self, mesh: RingMesh) -> None:
+        """Wait until all batches so far are over; see `RingMesh.settle`."""
+        if self._running or self._queue:
+            seen = threading.Event()
+            self._queue.append(seen)
+            self._hurried.set()
+            if not self._running:
+                self._start()
+            seen.wait()  # each batch before it has a deadline of its own
+        check_alive(mesh, None)
 
     def _start(self) -> None:
         with self._lock:
@@ -159,21 +205,29 @@ class DeviceWatch:
 
     # [Note: a watch that sweeps]
     # A thread that were woken for each batch would take the interpreter from the pass at every hop. This one
-    # looks every SWEEP_S at what has been posted since, and ends after IDLE_SWEEPS without anything.
+    # looks every SWEEP_S at what was waited for since, and ends after IDLE_SWEEPS without anything. Most
+    # batches are over by then, which takes one query. While somebody waits in `settle` it looks every LOOK_S.
     def _run(self) -> None:
-        idle, device = 0, None
+        idle, streams = 0, None
         while idle < IDLE_SWEEPS or not self._may_end():
             idle = 0 if self._queue else idle + 1
             while self._queue:
                 one = self._queue.popleft()
-                if one.device != device and torch.cuda.is_available():
-                    torch.cuda.set_device(one.device)  # a thread has its own
-                device = one.device
-                if not _is_over(one):
-                    self._see_through(one)
+                if isinstance(one, threading.Event):
+                    one.set()
+                    continue
+                try:
+                    if one.streams is not None and one.streams is not streams:
+                        one.streams.prepare_thread()
+                        streams = one.streams
+                    if not _is_over(one):
+                        self._see_through(one)
+                except Exception as error:  # the device is lost, say; the batches behind it are looked at
+                    one.mesh.use.broken = own_fault(one.mesh, one.place, of_device(error))
                 one.works = []
                 del one  # or its works would live on until the next one comes
-            time.sleep(SWEEP_S)
+            self._hurried.wait(SWEEP_S)
+            self._hurried.clear()
 
     def _may_end(self) -> bool:
         with self._lock:
@@ -182,46 +236,44 @@ class DeviceWatch:
 
     def _see_through(self, one: Pending) -> None:
         """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
-        mesh, watch = self._mesh, self._mesh.watch
-        noticed = watch is not None and watch.noticed
+        mesh = one.mesh
         try:
             if mesh.use.broken is None:
                 self._wait_for_begin(one)
                 deadline = time.monotonic() + one.timeout_s
-                wait_for(one.works, one.peers, mesh, one.place, deadline, on_device=True)
+                wait_for(one.works, one.peers, mesh, one.place, deadline, one.arrived, self._hurried)
                 return
         except RingPeerError as error:
+            # Nobody has seen it yet: a host that is stuck is still ended (`Watch._last_resort`).
             mesh.use.broken = error
-            # Nobody has seen it yet: a host that is stuck must still be ended (`Watch._last_resort`).
-            if watch is not None:
-                watch.noticed = noticed
         # Whatever else was posted and does not end is stuck, too: nobody completes it any more.
-        stuck = [one, *(other for other in list(self._queue) if not _is_over(other))]
-        abort_groups(mesh, [other.group for other in stuck])
+        others = [other for other in list(self._queue) if isinstance(other, Pending) and not _is_over(other)]
+        abort_groups((other.mesh, other.group) for other in (one, *others))
 
     def _wait_for_begin(self, one: Pending) -> None:
-        """Wait until the device comes to the post: before, it is busy with something else.
+        """Wait until the device comes to the wait: before, it is busy with something else.
 
         Raises:
             RingPeerError: it failed, or did not come within BUSY_TIMEOUT_S: names this rank.
         """
-        mesh, end = self._mesh, time.monotonic() + BUSY_TIMEOUT_S
+        mesh = one.mesh
+
+        def came() -> bool:
+            return one.came() or (mesh.watch is not None and mesh.watch.fault is not None)
+
         try:
-            while not one.begun() and (mesh.watch is None or mesh.watch.fault is None):
-                if time.monotonic() > end:
-                    cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
-                    raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
-                time.sleep(LOOK_S)
-        except RingPeerError:
-            raise
+            if look(came, BUSY_TIMEOUT_S, self._hurried):
+                return
         except RuntimeError as error:  # of an event's query
             raise own_fault(mesh, one.place, of_device(error)) from error
+        cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
+        raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
 
 
 def _is_over(one: Pending) -> bool:
     """Return whether a batch is over without a failure, as most are when they are looked at."""
     try:
         # a work that failed counts as completed, and its wait raises
-        return one.begun() and all(work.is_completed() and work.wait() for work in one.works)
+        return one.arrived() and all(work.is_completed() and work.wait() for work in one.works)
     except RuntimeError:
         return False

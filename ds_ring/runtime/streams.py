@@ -10,6 +10,8 @@ travel while it computes. `tests/unit/runtime/test_happens_before.py` proves tha
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +21,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.trace import is_fake
+
+_log = logging.getLogger(__name__)
+SUCCESS, NOT_READY = 0, 600  # of CUDA's driver
+THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Streams(Protocol):
@@ -36,6 +42,10 @@ class Streams(Protocol):
         """Return a context in which what is posted begins behind a mark, not behind what came after it."""
         ...
 
+    def prepare_thread(self) -> None:
+        """Let the present thread ask for marks that others have made."""
+        ...
+
 
 class HostStreams:
     """Order nothing: on the CPU everything is over when its call returns."""
@@ -49,6 +59,9 @@ class HostStreams:
     @contextmanager
     def behind(self, mark: None) -> Iterator[None]:
         yield
+
+    def prepare_thread(self) -> None:
+        return None
 
 
 class CudaStreams:
@@ -68,13 +81,61 @@ class CudaStreams:
         return mark
 
     def reached(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+        driver = _driver()
+        result = NOT_READY if driver is None else driver.cuEventQuery(ctypes.c_void_p(mark.cuda_event))
+        if driver is not None and result in (SUCCESS, NOT_READY):
+            return bool(result == SUCCESS)
+        return bool(mark.query())  # raises torch's error where the device has failed
 
     @contextmanager
     def behind(self, mark: torch.cuda.Event) -> Iterator[None]:
         self._posting.wait_event(mark)
         with torch.cuda.stream(self._posting):
             yield
+
+    def prepare_thread(self) -> None:
+        torch.cuda.set_device(self._device)  # a thread has its own
+        driver = _driver()
+        if driver is None:
+            return
+        mode = ctypes.c_int(THREAD_LOCAL)
+        result = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if result != SUCCESS:
+            _log.warning("ds_ring: a thread's capture mode cannot be set: error %d of CUDA's driver", result)
+
+
+# [Note: queries from another thread]
+# `Event.query` and `Work.is_completed` hold the interpreter's lock, and a query of an event can wait for
+# another thread that is inside CUDA (a comment of torch's ProcessGroupNCCL.cpp says so). Then no thread of
+# Python runs: heartbeats stop, and the monitor takes this rank for dead. So an event is queried through
+# CUDA's driver by ctypes, which releases the lock, at growing intervals (`waiting.look`), and `is_completed`
+# is called once for a batch, after an event behind the batch was reached. (The last batch of a pass that
+# raised has no such event: there `is_completed` is asked at these intervals.)
+# While a thread captures a CUDA graph in the mode "global", torch's default, a query by another thread is
+# refused and invalidates the capture. A thread that has set its own mode to "thread local" is exempt; torch's
+# and NCCL's own watchdogs do the same. A stream that is captured itself is refused by `checks.py`.
+# All of this is known from CUDA's documentation and the sources of torch and NCCL. No GPU has shown it.
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    """Return CUDA's driver library; None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        _log.warning(
+            "ds_ring: CUDA's driver library cannot be loaded (%s): events are queried through torch, which"
+            " holds the interpreter's lock and disturbs the capture of a CUDA graph in another thread", error,
+        )  # fmt: skip
+        return None
+
+
+def stream_of(device: torch.device) -> int:
+    """Return a number for the present stream of a device: work on one stream is done in order."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured on the present stream of a tensor's device."""
+    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 HOST = HostStreams()

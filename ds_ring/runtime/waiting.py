@@ -24,7 +24,7 @@ from ds_ring.health.watch import Watch, keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
 
 FOR_EVER_S = 365 * 86400.0
-ASK_S = 1e-3  # between two looks at an event, by a thread
+LOOK_S, SELDOM_S = 1e-3, 0.02  # between two looks of a thread at an event: at first, and later on
 # What torch raises of a device that has failed; releases without it raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
     kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
@@ -47,9 +47,17 @@ class Place(NamedTuple):
 
 @dataclass
 class _Job:
-    """Hold works that a thread waits for, one after the other."""
+    """Hold works that a thread waits for, one after the other.
+
+    Attributes:
+        works: of torch.
+        arrived: of a device's works, asks whether the device has passed them; None: the host waits for them.
+        hurried: somebody waits for those looks.
+    """
 
     works: Sequence[dist.Work]
+    arrived: Callable[[], bool] | None = None
+    hurried: threading.Event = field(default_factory=threading.Event)
     wake: threading.Event = field(default_factory=threading.Event)
     done: int = 0
     error: RuntimeError | None = None
@@ -68,6 +76,18 @@ class _Job:
         except RuntimeError as error:
             self.error = error
         self.wake.set()
+
+    def ask(self) -> bool:
+        """Ask a device once, without waiting for it; return whether there is nothing more to wait for."""
+        assert self.arrived is not None
+        try:
+            # `is_completed` is asked behind the event only; streams.py's [Note: queries from another thread]
+            while not self.finished and self.arrived() and self.works[self.done].is_completed():
+                self.works[self.done].wait()  # raises what NCCL has found; does not block
+                self.done += 1
+        except RuntimeError as error:
+            self.error = error
+        return self.finished
 
 
 class Task:
@@ -100,6 +120,10 @@ class Task:
         if self._error is not None:
             raise self._error
 
+    def ends_by(self, deadline: float) -> bool:
+        """Wait until the end or a deadline on the monotonic clock; return whether it has ended."""
+        return self._wake.wait(max(0.0, deadline - time.monotonic()))
+
 
 class _Waiters:
     """Keep threads that wait; a free one is used again, one that is stuck is replaced."""
@@ -127,6 +151,10 @@ class _Waiters:
             del job  # its works and buffers must not live on until the next one comes
             with self._lock:
                 self._free.append(queue)
+
+    def is_current(self) -> bool:
+        """Return whether the present thread is one of these: no error that it makes is seen by the caller."""
+        return threading.current_thread() in self._threads
 
     def end(self) -> None:
         """End the threads that are free or about to be; see [Note: threads at exit]."""
@@ -158,7 +186,8 @@ def wait_for(
     mesh: RingMesh,
     place: Place,
     deadline: float,
-    on_device: bool = False,
+    arrived: Callable[[], bool] | None = None,
+    hurried: threading.Event | None = None,
 ) -> None:
     """Wait for works until the deadline; see [Note: a wait that can be left].
 
@@ -167,25 +196,25 @@ def wait_for(
         peers: of each the world ranks it depends on.
         place: where this is.
         deadline: on the monotonic clock, seconds.
-        on_device: NCCL's works: their events are asked instead; a wait for them does not block.
+        arrived: of NCCL's works, whose wait does not block: whether the device has passed them, asked now
+            and then.
+        hurried: is set while somebody waits for that.
 
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank that is to blame.
     """
-    job, watch = _Job(works), mesh.watch
-    if on_device:
-        _ask(job, min(PATIENCE_S, deadline - time.monotonic()))
-    else:
-        # Only waits longer than PATIENCE_S are told to the monitor.
+    job, watch = _Job(works, arrived, hurried or threading.Event()), mesh.watch
+    if arrived is None:
         _waiters.start(job)
-        job.wake.wait(PATIENCE_S)
+    # Only waits longer than PATIENCE_S are told to the monitor.
+    _pause(job, min(PATIENCE_S, deadline - time.monotonic()) if arrived else PATIENCE_S)
     if not job.finished and watch is None:
-        _pause(job, deadline - time.monotonic(), on_device)
+        _pause(job, deadline - time.monotonic())
     elif (not job.finished or job.error is not None) and watch is not None:
         # So that the monitor's verdict ends the wait as the works themselves do.
         watch.expect(job.wake)
         try:
-            _wait_watched(job, watch, peers, place, deadline, on_device)
+            _wait_watched(job, watch, peers, place, deadline)
         finally:
             watch.expect_no_more(job.wake)
     if job.finished and job.error is None:
@@ -195,7 +224,23 @@ def wait_for(
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
         raise own_fault(mesh, place, of_device(job.error)) from job.error
-    raise blame(mesh, place.hop, _of(peers, job), _cause(job, place)) from job.error
+    raise blame(mesh, place.hop, _of(peers, job), _cause(job.error, place)) from job.error
+
+
+def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: RuntimeError) -> RingPeerError:
+    """Return the error for what the wait for a device's work raised, after the monitor was asked.
+
+    Args:
+        peers: world ranks that the work depends on.
+        error: of torch; it says that something failed, not which rank did.
+    """
+    if isinstance(error, DEVICE_ERROR):
+        return own_fault(mesh, place, of_device(error))
+    cause = _cause(error, place)
+    if mesh.watch is not None:
+        mesh.watch.waits(peers, place.key, str(place))
+        mesh.watch.accuse(peers, cause)
+    return blame(mesh, place.hop, peers, cause)
 
 
 def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
@@ -204,7 +249,7 @@ def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
 
 
 def _wait_watched(
-    job: _Job, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float, on_device: bool
+    job: _Job, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
 ) -> None:
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
@@ -214,44 +259,45 @@ def _wait_watched(
             told = _of(peers, job)
             watch.waits(told, place.key, str(place))
         # At most a second at once: no event says that one work of several is done.
-        _pause(job, min(left_s, 1.0), on_device)
+        _pause(job, min(left_s, 1.0))
     if watch.fault is not None:
         # What comes within this time is used, and the fault is raised by a later wait.
-        _until(lambda: job.finished, 0.0 if on_device else PATIENCE_S)
+        _until(lambda: job.finished, PATIENCE_S if job.arrived is None else 0.0)
     # A device that has failed is this rank's own: the others are not to blame.
     elif (not job.finished or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
         watch.waits(_of(peers, job), place.key, str(place))
-        watch.accuse(_of(peers, job), _cause(job, place))
+        watch.accuse(_of(peers, job), _cause(job.error, place))
     if told is not None and job.finished and job.error is None:
         watch.goes_on()
 
 
-def _pause(job: _Job, seconds: float, on_device: bool) -> None:
-    if on_device:
-        _ask(job, seconds)
-    else:
+def _pause(job: _Job, seconds: float) -> None:
+    """Wait until a job is finished, something wakes us or the time is over."""
+    if job.arrived is None:
         job.wake.wait(max(0.0, seconds))
+    else:
+        look(lambda: job.wake.is_set() or job.ask(), seconds, job.hurried)
 
 
-def _ask(job: _Job, seconds: float) -> None:
-    """Ask the events of NCCL's works until they are done, something wakes us or the time is over."""
-    end = time.monotonic() + seconds
-    try:
-        while not job.finished and not job.wake.is_set():
-            if job.works[job.done].is_completed():
-                job.works[job.done].wait()  # orders the current stream behind it; does not block
-                job.done += 1
-            elif time.monotonic() >= end:
-                return
-            else:
-                time.sleep(ASK_S)
-    except RuntimeError as error:
-        job.error = error
+def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> bool:
+    """Ask until something is true or the time is over, more and more seldom unless somebody is waiting."""
+    end, pause_s = time.monotonic() + seconds, LOOK_S
+    while not true():
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return False
+        if hurried.is_set():
+            time.sleep(min(LOOK_S, left_s))
+        else:
+            hurried.wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, SELDOM_S)
+    return True
 
 
-def _cause(job: _Job, place: Place) -> str:
-    if job.error is not None:
-        return f"the connection to it failed at {place}: {str(job.error).splitlines()[0]}"
+def _cause(error: BaseException | None, place: Place) -> str:
+    if error is not None:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"the connection to it failed at {place}: {text}"
     deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
     return f"it did not come to {place} before the deadline ({deadline})"
 
@@ -272,6 +318,19 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
     return RingPeerError(mesh.ring_rank, hop, peer, cause)
 
 
+def check_alive(mesh: RingMesh, hop: int | None) -> None:
+    """Refuse to go on after a fault: nothing works any more, and every call says why.
+
+    Raises:
+        RingPeerError: a rank has failed, or a message between GPUs has.
+    """
+    if mesh.watch is not None and mesh.watch.fault is not None:
+        raise error_of(mesh, hop, mesh.watch.fault)
+    # One error object for all calls: each raise would lengthen its traceback.
+    if mesh.use.broken is not None:
+        raise mesh.use.broken.with_traceback(None)
+
+
 def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
     """Tell the others that this rank has failed; return the error, which names it (or who failed before)."""
     if mesh.watch is None:
@@ -288,6 +347,6 @@ def of_device(error: BaseException) -> str:
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict, as this rank's error."""
-    if mesh.watch is not None:
+    if mesh.watch is not None and not _waiters.is_current():
         mesh.watch.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,14 +66,18 @@ def train_to(engine: Any, steps: int, after: Callable[[int], object] = lambda st
     """Train to step `steps`, each step on its own batch; the losses, exact."""
     losses = []
     for step in range(engine.global_steps + 1, steps + 1):
-        generator = torch.Generator().manual_seed(step)
-        ids_BT = torch.randint(1, VOCABULARY, (SIZE.samples, SIZE.tokens), generator=generator)
-        loss = engine(**engine.ring.shard_batch({"input_ids": ids_BT, "labels": ids_BT})).loss
+        loss = engine(**engine.ring.shard_batch(_batch(step))).loss
         engine.backward(loss)
         engine.step()
         losses.append(float(engine.ring.mean_loss(loss)))
         after(step)
     return losses
+
+
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(1, VOCABULARY, (SIZE.samples, SIZE.tokens), generator=generator)
+    return {"input_ids": ids_BT, "labels": ids_BT}
 
 
 def train_and_save(
@@ -190,6 +195,70 @@ def _refused(act: Callable[[], object]) -> Refused:
     except Exception as error:
         return Refused(type(error).__name__, str(error), unqueued_seconds() - started)
     return Refused("", "", unqueued_seconds() - started)
+
+
+class LostHop(NamedTuple):
+    """What a rank saw after a hop on rank 1's device failed: refusals by name, and what changed all the same."""
+
+    refusals: dict[str, str]
+    waits: tuple[int, int, int]
+    changed: list[str]
+    steps: int
+
+
+def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) -> LostHop:
+    """Train a step and save; then a hop of rank 1 fails on a device, half a second after the backward pass."""
+    from ds_ring.runtime.pending import DeviceWatch, Pending
+    from ds_ring.runtime.waiting import Place
+
+    engine = start_engine(config)
+    mesh, waits = engine.ring.mesh, [0]
+    device_watch = DeviceWatch.of(mesh)
+    settle = device_watch.settle
+
+    def counted(*args: Any) -> None:
+        waits[0] += 1
+        settle(*args)
+
+    device_watch.settle = counted
+    seen = []
+    for _ in range(2):  # micro batches; the first one only accumulates
+        train_to(engine, engine.global_steps + 1)
+        seen.append(waits[0])
+    engine.save_checkpoint(folder)
+    seen.append(waits[0])
+    for _ in range(2):
+        loss = engine(**engine.ring.shard_batch(_batch(9))).loss
+        engine.backward(loss)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    if rank == 1:
+        fails_at = time.monotonic() + 0.5
+
+        def fails() -> bool:
+            if time.monotonic() > fails_at:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            return False
+
+        work = SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+        batch = Pending([work], [(0,)], mesh, Place(9, 1), 30.0, [], [], watch=device_watch)
+        batch.arrived = fails
+        device_watch.add(batch)
+    else:  # whose own messages were all right: it hears of the fault
+        end = time.monotonic() + 20.0
+        while mesh.watch.fault is None and time.monotonic() < end:
+            time.sleep(0.01)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    calls: dict[str, Callable[[], object]] = {
+        "step": engine.step,
+        "save": lambda: engine.save_checkpoint(folder, "stale"),
+        "background": lambda: engine.save_checkpoint(folder, "stale", background=True),
+        "16 bit": lambda: engine.save_16bit_model(folder),
+    }
+    refusals = {name: _refused(call) for name, call in calls.items()}
+    changed = [name for name, p in engine.module.named_parameters() if not torch.equal(before[name], p)]
+    said = {name: f"{one.error}: {one.text}" for name, one in refusals.items()}
+    return LostHop(said, (seen[0], seen[1], seen[2]), changed, engine.global_steps)
 
 
 def die_in_mid_save(

@@ -23,12 +23,13 @@ from tests.dist.checkpoint_ranks import (
     load_and_train,
     load_refused,
     load_with_steps_of_deepspeed,
+    lose_a_hop,
     save_refused,
     train_and_save,
     two_hosts,
 )
 from tests.dist.deepspeed_ranks import json_config
-from tests.dist.harness import first_in_time, run_ranks_collect
+from tests.dist.harness import first_in_time, run_ranks, run_ranks_collect
 
 STEPS, OLDER, NEWER = 6, "global_step2", "global_step4"
 UNFINISHED = f".{NEWER}.saving"
@@ -206,6 +207,20 @@ def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS):
         assert resumed.folder == NEWER
         assert resumed.losses == whole.losses[4:]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.sampled(2)
+def test_after_a_hop_that_failed_no_step_is_made_and_nothing_is_saved(tmp_path, stage):
+    """(The step added what happened to be in memory, and a checkpoint of it was sealed.)"""
+    config = json_config(2, SIZE.samples, stage, gradient_accumulation_steps=2)
+    for found in run_ranks(lose_a_hop, 2, config, str(tmp_path)):
+        assert set(found.refusals) == {"step", "save", "background", "16 bit"}
+        for said in found.refusals.values():
+            assert said.startswith("RingPeerError: ring rank ") and "its device failed" in said, found
+        assert not found.changed and found.steps == 1
+        assert found.waits[0] == 0 and found.waits[1] == 1 < found.waits[2]  # where results last
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step1"]
 
 
 def refused(rank_pool, fn, *args):

@@ -1,7 +1,8 @@
 """Name whoever failed first, wherever in a DeepSpeed job the others notice it.
 
 Owns what happens to a RuntimeError of torch.distributed outside the ring: in the engine's own collectives,
-and in those of the training script. Who failed is the monitor's to say (`health/monitor/`).
+and in those of the training script; and that results of a pass whose messages failed are not kept. Who
+failed is the monitor's to say (`health/monitor/`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ METHODS = (
     "get_global_grad_norm",
     "destroy",
 )
+# Of these, what makes results permanent.
+PERMANENT = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict")
 
 
 # [Note: outside the ring]
@@ -68,12 +71,41 @@ def join_job(config: RingConfig | None) -> Watch | None:
 
 
 def name_culprits(engine: Any, mesh: RingMesh) -> None:
-    """Make the engine's methods raise RingPeerError where another rank's failure is why they fail."""
-    if mesh.watch is None:
-        return
+    """Make the engine's methods raise RingPeerError where another rank's failure is why they fail, and, if
+    their results last, where a message has failed; [Note: results that stay].
+    """
     for name in METHODS:
         if hasattr(type(engine), name):  # the engine itself also has the model's attributes
-            setattr(engine, name, culprits_named(getattr(engine, name), mesh))
+            call = getattr(engine, name)
+            if name in PERMANENT:
+                call = _settled(call, engine, mesh, accumulates=name == "step")
+            setattr(engine, name, call if mesh.watch is None else culprits_named(call, mesh))
+
+
+# [Note: results that stay]
+# On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
+# the receive buffers, and only the watch's thread knows. Before parameters change, and before anything is
+# saved, the host therefore waits until the watch has seen every message, and raises the fault.
+# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, and
+# about a millisecond more, and so loses its lead over the device. The device still has work then, which hides
+# a part of the optimizer's launches: the layers in front of the first attention, the reduction of gradients.
+# With gradient clipping or fp16 DeepSpeed reads the norm on the host here anyway, and waits for all of that.
+# Other micro batches do not wait. To check without waiting would cost nothing, but the optimizer could then
+# add garbage before the fault is known, and a script that catches the later error could go on with it.
+# Another rank, whose own messages arrived, may have summed a gradient of the failed pass and changed its part
+# of the parameters. It cannot save them: saving is collective, and the rank whose step was refused does not
+# take part. A save in the background copies behind the check, and writes the copies. No GPU has measured the
+# wait; `tests/dist/test_checkpoint.py` seeds the fault into real engines.
+def _settled(call: Callable[P, T], engine: Any, mesh: RingMesh, accumulates: bool) -> Callable[P, T]:
+    """Return `call` behind `mesh.settle`; a step that only accumulates gradients does not wait."""
+
+    @functools.wraps(call)
+    def settled(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not accumulates or engine.is_gradient_accumulation_boundary():
+            mesh.settle()
+        return call(*args, **kwargs)
+
+    return settled
 
 
 def culprits_named(call: Callable[P, T], mesh: RingMesh) -> Callable[P, T]:

@@ -22,13 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring.errors import RingMismatchError
 from ds_ring.masks.tiles import Tiles
+from ds_ring.runtime import buffers
+from ds_ring.runtime.buffers import Block
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads, PartialOut, Rows
 from ds_ring.runtime.messages import Counters, Message, check_messages
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, layout_for
 
-MAIN, POSTING, NCCL = 0, 1, 2
+MAIN, POSTING, NCCL, OTHER = 0, 1, 2, 3
 TOKENS = 96
 PIECE = 32  # bytes: of one token of one head
 
@@ -38,14 +40,16 @@ class Device(TorchDispatchMode):
 
     Args:
         left_out: number of the wait that is forgotten; None for none.
+        kept: if given, only accesses of these blocks are looked at: others' addresses are used again.
 
     Attributes:
         waits: how many there were.
         errors: accesses that are not ordered.
     """
 
-    def __init__(self, left_out: int | None = None) -> None:
+    def __init__(self, left_out: int | None = None, kept: list[Block] | None = None) -> None:
         super().__init__()
+        self._kept = kept
         self.left_out, self.waits, self.errors = left_out, 0, []
         self.stream = MAIN
         self._handler, self._events = EventHandler(), 0
@@ -55,6 +59,14 @@ class Device(TorchDispatchMode):
         # By address: buffers of a pass lie side by side in one block, and one after the other in one place.
         written = {piece for x in writes for piece in _pieces(x)}
         read = {piece for x in reads for piece in _pieces(x)} - written
+        if self._kept is not None:
+            begins = [(block._storage.data_ptr(), block.nbytes) for block in self._kept]
+            pool = {
+                piece
+                for begin, size in begins
+                for piece in range(begin // PIECE, -(-(begin + size) // PIECE))
+            }
+            written, read = written & pool, read & pool
         names: dict[int, list[str]] = defaultdict(list)
         self.errors += self._handler._handle_kernel_launch(stream, read, written, set(), what, names)
 
@@ -213,6 +225,31 @@ def kept(made: RingPass) -> list[Tensor]:
     """All memory that the pool keeps."""
     blocks = [block for free in made.buffers._free.values() for block in free]
     return [torch.empty(0, dtype=torch.uint8).set_(block._storage) for block in blocks]
+
+
+def test_calls_on_two_streams_of_one_thread_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(The second call wrote to buffers that the first one's kernels were still reading.)"""
+    blocks: list[Block] = []
+
+    class Noted(Block):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            blocks.append(self)  # alive, so that its address means one block
+
+    monkeypatch.setattr(buffers, "Block", Noted)
+    plan, slots = rank_of("causal", "zigzag", 4, 1)
+    tensors = {
+        stream: [torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4)] for stream in (MAIN, OTHER)
+    }
+    with Device(kept=blocks) as device:
+        monkeypatch.setattr(buffers, "stream_of", lambda _: device.stream, raising=False)
+        made = RingPass(plan, Touch(), Nccl(device), 1.0, chunk_bytes=1 << 12)
+        for stream in (MAIN, MAIN, OTHER, MAIN):  # the first one finds places, which the others use
+            device.stream = stream
+            q, k, v, grad = tensors[stream]
+            out, lse = made.forward(q, k, v)
+            made.backward(grad, q, k, v, out, lse)
+    assert blocks and not device.errors, str(device.errors[0])
 
 
 @pytest.mark.parametrize("refused", [False, True])
