@@ -22,9 +22,9 @@ _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_ag
 def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingMesh]:
     """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
 
-    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, the buffers
-    and the traces of `mesh`, and are closed with it; each has plans and a count of calls of its own. One is
-    used at a time.
+    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, the buffers,
+    the host memory and the traces of `mesh`, and are closed with it; each has plans and a count of calls of
+    its own. One is used at a time.
 
     Raises:
         RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
@@ -37,6 +37,7 @@ def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingM
     shared: dict[str, Any] = {
         "watch": mesh.watch,
         "buffers": mesh.buffers,
+        "host_memory": mesh.host_memory,
         "traces": mesh.traces,
         "use": mesh.use,
     }
@@ -49,5 +50,6 @@ def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingM
         what = f"the making of the process groups of rings of {size}"
         make = functools.partial(make_groups, grid, timeout)
         groups = call_guarded(make, mesh.watch, grid, what, step, timeout_s)
-        found[size] = RingMesh(grid, mesh.global_rank, *groups, **shared)
+        more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
+        found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
     return found

@@ -106,6 +106,11 @@ def test_tiles_change_no_gradient(family):
         model.train()(**batch).loss.backward()
     if family != "Mixtral":  # whose parameter of all experts is larger than that
         assert seen.elements < IDS.numel() * 48, "the intermediate width, below the 61 words"
+    norms = {name for name, part in model.named_modules() if type(part).__name__.endswith("Norm")}
+    taken = {name for name, part in model.named_modules() if "forward" in vars(part)}
+    assert taken & norms == {name for name in norms if "self_attn" not in name}, "those of a head stay"
+    head = model.get_output_embeddings()
+    assert isinstance(head(torch.zeros(1, 32)), Tensor), "logits are held back in forward passes alone"
     theirs = dict(expected.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
