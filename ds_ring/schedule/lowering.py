@@ -252,6 +252,11 @@ class _Direction:
             steps += [*self._drop_keys(), *self._join()]
             if self.plan.direction.crosses(hop + 1):
                 self.across = self.keys
+        elif self.plan.at(hop + 1) is None:
+            # No hop reads these keys any more. They must not wait for gradients that still return: the next
+            # chunk's keys arrive meanwhile.
+            steps += self._drop_keys()
+            self.keys = SHARD
         if self.partial is not None:
             buffer, part = self.partial
             self.came[self.gradients[hop]] = hop
