@@ -18,6 +18,7 @@ MOST_MEMORY = (
     1.7  # of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
 )
 MOST_HEADERS = 4  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
+LEAST_MEMORY = 0.5  # of the same: a pass that takes less was not measured
 LEAST_BYTES_PER_S = 100e6  # between hosts: below it not even a gigabit network is in use
 SLOWER = 5.0  # than the median of its kind: a link that is named
 MOST_CLOCK_S = 1.0
@@ -217,8 +218,13 @@ def judge_ring(ranks: list[dict[str, Any]]) -> list[Finding]:
     return [_exact(ranks), _travels(ranks), _memory(ranks), _links(ranks), _clocks(ranks)]
 
 
+def _size(value: float) -> float:
+    """Return the magnitude of a figure; NaN, which compares with nothing, counts as infinite."""
+    return inf if isnan(value) else abs(float(value))
+
+
 def _exact(ranks: list[dict[str, Any]]) -> Finding:
-    worst = max(ranks, key=lambda one: inf if isnan(one["error"]) else float(one["error"]))
+    worst = max(ranks, key=lambda one: _size(one["error"]))
     told = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
     if not worst["error"] <= MOST_ERROR[worst["dtype"]]:
         return Finding(
@@ -261,20 +267,28 @@ def _no_ring(one: Mapping[str, Any]) -> str | None:
 
 def _memory(ranks: list[dict[str, Any]]) -> Finding:
     size, alone = ranks[0]["ring_size"], ranks[0]["alone_bytes"]
-    worst = max(ranks, key=lambda one: float(one["memory_bytes"]))
+    worst = max(ranks, key=lambda one: _size(one["memory_bytes"]))
     share = worst["memory_bytes"] / alone
     told = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
-    if share * size > MOST_MEMORY:
+    if not share * size <= MOST_MEMORY:
         return Finding(
             "memory", WRONG, f"memory does not fall with the ring: {told}, on rank {worst['rank']}"
         )
+    least = min(ranks, key=lambda one: float(one["memory_bytes"]))
+    if (share := least["memory_bytes"] / alone) * size < LEAST_MEMORY:
+        says = f"memory was not measured: a pass takes {share:.2f} of one rank's, less than its shards"
+        return Finding("memory", WRONG, f"{says}, on rank {least['rank']}")
     return Finding("memory", OK, told)
 
 
 def _links(ranks: list[dict[str, Any]]) -> Finding:
     links = [one["link"] for one in ranks if one["link"] is not None]
-    if not links:
+    if ranks[0]["ring_size"] == 1:
         return Finding("links", NOT_LOOKED_AT, "a ring of one has none")
+    for one in ranks:
+        if one["link"] is None or not one["link"]["bytes_per_s"] > 0:
+            says = f"rank {one['rank']} of {one['host']} measured no link to the next rank"
+            return Finding("links", WRONG, says)
     place = {one["rank"]: one["place"] for one in ranks}
     host = {one["rank"]: one["host"] for one in ranks}
     for link in links:
@@ -298,9 +312,9 @@ def _named(link: Mapping[str, Any], host: Mapping[int, str]) -> str:
 
 
 def _clocks(ranks: list[dict[str, Any]]) -> Finding:
-    worst = max(ranks, key=lambda one: abs(float(one["clock_s"])))
+    worst = max(ranks, key=lambda one: _size(one["clock_s"]))
     ahead_ms, error_ms = 1e3 * worst["clock_s"], 1e3 * worst["clock_error_s"]
     told = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
-    if abs(worst["clock_s"]) - worst["clock_error_s"] > MOST_CLOCK_S:
+    if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MOST_CLOCK_S:
         return Finding("clocks", WARNING, f"{told} on {worst['host']}: logs of hosts do not line up; run NTP")
     return Finding("clocks", OK, told)

@@ -94,9 +94,10 @@ class HostWaits(TorchDispatchMode):
         kwargs = kwargs or {}
         name = str(getattr(function, "__name__", function)).split(".")[0]
         self.operators.append(name)
-        result = function(*args, **kwargs)
+        # before it is run: of a fake tensor there is nothing to read, and whoever calls may catch that error
         if name in READS or _masked(name, args) or (name == "repeat_interleave" and _unsized(args, kwargs)):
             self.found.append(name)
+        result = function(*args, **kwargs)
         if name in ("_to_copy", "copy_"):
             source, target = (args[0], result) if name == "_to_copy" else (args[1], args[0])
             waits = kwargs.get("non_blocking", False) is False and not (len(args) > 2 and args[2])
@@ -122,7 +123,9 @@ class HostWaits(TorchDispatchMode):
             stack.enter_context(works)
             for owner, name in (
                 (time, "sleep"), (threading.Event, "wait"), (torch.Tensor, "item"), (torch.Tensor, "tolist"),
-                (torch.Tensor, "cpu"), (torch.Tensor, "numpy"), (torch.cuda, "synchronize"),
+                (torch.Tensor, "cpu"), (torch.Tensor, "numpy"), (torch.Tensor, "cuda"),
+                (torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"),
+                (torch.cuda.Event, "synchronize"),
             ):  # fmt: skip
                 stack.enter_context(patched(owner, name))
             stack.enter_context(self)

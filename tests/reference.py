@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf, isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +38,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: 
     out.backward(grad_out.double())
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest of some errors; NaN, which `max` may pass over, counts as infinite."""
+    return max((inf if isnan(error) else error for error in errors), default=inf)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -109,8 +109,14 @@ READS_THE_ENVIRONMENT = {
 }
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
-# Sockets and pipes have these two as well: they count where they are torch.distributed's.
-PLAIN_POINT_TO_POINT = {"send", "recv"}
+# Sockets, pipes and the exchange have such methods as well: these count where they are torch.distributed's.
+OF_TORCH_DISTRIBUTED = {
+    "send", "recv", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all",
+    "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+}  # fmt: skip
+# Methods of a group's backend send as well.
+ASKS_FOR_A_BACKEND = {"runtime.exchange", "runtime.stuck_groups"}  # the second one aborts
+SENDS = {"runtime.exchange", "runtime.process_groups"}  # the second one connects the ranks of new groups
 
 
 def name_of(path: Path) -> str:
@@ -228,18 +234,33 @@ def test_nothing_below_the_launcher_reads_the_environment(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(MODULES))
 def test_only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
-    if name == "runtime.exchange":
-        return
-    for node in ast.walk(tree_of(MODULES[name])):
+    tree, sends = tree_of(MODULES[name]), name in SENDS
+    names = distributed_names(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value).split(".")[-1]
-            plain = node.attr in PLAIN_POINT_TO_POINT and owner in ("dist", "distributed", "distributed_c10d")
-            where = f"ds_ring.{name}, line {node.lineno}"
-            assert not plain and node.attr not in POINT_TO_POINT, f"{where}: only runtime/exchange.py sends"
+            owner = ast.unparse(node.value)
+            of_torch = any(owner == one or owner.startswith(f"{one}.") for one in names)
+            sent = node.attr in POINT_TO_POINT or (of_torch and node.attr in OF_TORCH_DISTRIBUTED)
+            asked = node.attr == "_get_backend" and name not in ASKS_FOR_A_BACKEND
+            assert not asked and (sends or not sent), (
+                f"ds_ring.{name}, line {node.lineno}: only runtime/exchange.py sends"
+            )
     taken = {
         imported.split(".")[-1] for imported in imports_of(name) if imported.startswith("torch.distributed")
     }
-    assert not taken & (POINT_TO_POINT | PLAIN_POINT_TO_POINT)
+    assert sends or not taken & (POINT_TO_POINT | OF_TORCH_DISTRIBUTED)
+
+
+def distributed_names(tree: ast.Module) -> set[str]:
+    """What torch.distributed and its parts are called in a module."""
+    names = {"torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom):
+            origins = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            names |= {one for one, origin in origins.items() if origin.startswith("torch.distributed")}
+    return names
 
 
 def test_public_names_stand_where_their_rows_say() -> None:

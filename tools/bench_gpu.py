@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -188,8 +189,21 @@ def main(arguments: list[str] | None = None) -> int:
             print(path)
     if options.write_rates:
         write_rates(header["device"], found.get("Kernels by kind of tile", []))
-    wrong = any(row.get("exit status") for row in found.get("Correctness", []))
+    wrong = faults(found, options.device)
+    for one in wrong:
+        print(f"WRONG: {one}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def faults(found: dict[str, list[Row]], device: str) -> list[str]:
+    """Return what failed, or was not looked at though it was asked for."""
+    tests = found.get("Correctness", [])
+    wrong = [str(row["tests/gpu"]) for row in tests if row["exit status"]]
+    if tests and device == "cuda" and not re.search(r"\b[1-9]\d* passed", str(tests[0]["tests/gpu"])):
+        wrong.append(f"no test of tests/gpu passed: {tests[0]['tests/gpu']}")
+    wrong += [f"{part}: nothing was measured" for part, rows in found.items() if not rows]
+    failed = [(part, row["failed"]) for part, rows in found.items() for row in rows if "failed" in row]
+    return wrong + [f"{part}: {why}" for part, why in failed]
 
 
 if __name__ == "__main__":

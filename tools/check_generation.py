@@ -22,6 +22,8 @@ import torch
 
 from ds_ring_launcher.local_ranks import run_ranks
 
+MOST_LOGITS, MOST_CACHE = 1e-4, 1.2  # relative error; share of the cache times ring size
+
 
 class Request(NamedTuple):
     """What is generated, and where."""
@@ -92,8 +94,23 @@ def on_a_rank(request: Request) -> dict[str, Any]:
     }
 
 
+def faults(ranks: list[dict[str, Any]], request: Request) -> list[str]:
+    """What is wrong with what the ranks found; tokens alone would be equal without a ring, too."""
+    wrong = []
+    for one in ranks:
+        if one["equal_tokens"] != request.tokens:
+            wrong.append(f"{one['equal_tokens']} of {request.tokens} tokens are those of one process")
+        if not one["logits_off"] <= MOST_LOGITS:
+            wrong.append(f"logits are off by {one['logits_off']:.1e}, expected at most {MOST_LOGITS:.0e}")
+        if not one["cache_share"] * request.ring_size <= MOST_CACHE:
+            wrong.append(f"a rank holds {one['cache_share']} of the cache: it is not sharded")
+        if one["different_tokens_generated"] < 2 <= request.tokens:
+            wrong.append("one token again and again, which proves nothing")
+    return wrong
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """One row a ring size; exit status 1 if a token differs from one process."""
+    """One row a ring size; exit status 1 if a token or a logit differs, or the cache is not sharded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,7 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = run_ranks(on_a_rank, ring_size, (request,), threads=1, deadline_s=600.0)
         row = {key: max(one[key] for one in found) for key in found[0]}
         row["equal_tokens"] = min(one["equal_tokens"] for one in found)
-        wrong += row["equal_tokens"] != options.tokens
+        row |= {"wrong": (told := faults(found, request))}
+        wrong += len(told)
         print(json.dumps({"ring_size": ring_size, "of_tokens": options.tokens} | row), flush=True)
     return int(wrong > 0)
 

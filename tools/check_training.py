@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--meshes", nargs="*", choices=tuple(MESHES), default=list(MESHES))
     options = parser.parse_args(arguments)
     names = [name for name in VARIANTS if not options.only or any(part in name for part in options.only)]
+    if not names:
+        parser.error(f"--only: expected parts of the names of variants, got {options.only}; see --help")
     bad, started = 0, time.monotonic()
     for mesh in options.meshes:
         table = Table(title=f"{mesh}: error of losses, of gradients", title_justify="left")

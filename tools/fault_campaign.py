@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     every = KINDS_OF[options.mode]
     kinds = [kind for kind in every if not options.only or any(part in kind for part in options.only)]
+    if not kinds or options.rounds < 1:
+        parser.error(f"expected faults and rounds to play, got --only {options.only} of {every}")
     zygote, bad, started = Zygote(options.mode), 0, time.monotonic()
     for kind in kinds:
         rounds = [play(zygote, kind, options.mode, turn) for turn in range(options.rounds)]

@@ -50,6 +50,19 @@ def written_out(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -1e9).softmax(-1) @ v
 
 
+def written_out_by_name(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Batch and heads in one dimension, and the scores given by name, beside a ring pass."""
+    weights = functional.softmax(input=(q @ k.transpose(-1, -2)).flatten(0, 1), dim=-1)
+    return of_the_session(model, q, k, weights.unflatten(0, k.shape[:2]) @ v)
+
+
+def multihead(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's module beside a ring pass: it calls scaled_dot_product_attention where nobody sees it."""
+    module = nn.MultiheadAttention(SIZE.hidden, HEADS, bias=False, batch_first=True)
+    flat = of_the_session(model, q, k, v).transpose(1, 2).flatten(-2)
+    return module(flat, flat, flat, need_weights=False)[0].unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
 def of_the_session(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = model.session.attention()(q, k, v)
     return out
@@ -130,6 +143,8 @@ LOCAL = "got scaled_dot_product_attention over the 12 tokens of this rank, of 24
 ATTENTIONS: dict[str, tuple[Attend, str]] = {
     "plain": (plain, LOCAL),
     "written out": (written_out, "got softmax over the 12 tokens of this rank"),
+    "written out by name": (written_out_by_name, "got softmax over the 12 tokens of this rank"),
+    "nn.MultiheadAttention": (multihead, "got multi_head_attention_forward over the 12 tokens of this rank"),
     "every second layer": (every_second_layer, LOCAL),
     "nothing": (lambda model, q, k, v: v, NO_PASS),
     "the session's": (of_the_session, ""),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--device cpu --tokens 256 --ring-sizes 1 2 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32"
@@ -32,6 +36,27 @@ def test_every_part_has_its_rows_and_files(tmp_path: Path) -> None:
     assert rows["Merge"] and rows["Host time of a hop"]
     (text,) = tmp_path.glob("*.md")
     assert text.read_text().count("\n## ") == len(rows)
+
+
+PASSED = {"tests/gpu": "12 passed, 3 skipped in 9 s", "exit status": 0}
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"Correctness": [PASSED], "Merge": [{"GB/s": 1}]}, []),
+        ({"Correctness": [{**PASSED, "exit status": 1}]}, ["12 passed"]),
+        ({"Correctness": [{**PASSED, "tests/gpu": "40 skipped in 1 s"}]}, ["no test of tests/gpu passed"]),
+        ({"Correctness": [PASSED], "Merge": []}, ["Merge: nothing was measured"]),
+        ({"Longest": [{"failed": "out of memory"}]}, ["Longest: out of memory"]),
+    ],
+)
+def test_what_failed_or_was_not_looked_at_is_found(
+    found: dict[str, list[dict[str, Any]]], says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    faults = importlib.import_module("bench_gpu").faults(found, "cuda")
+    assert len(faults) == len(says) and all(word in fault for word, fault in zip(says, faults, strict=True))
 
 
 def test_a_machine_without_a_gpu_is_told_so() -> None:

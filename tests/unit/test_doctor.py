@@ -143,8 +143,13 @@ def test_a_healthy_ring_has_nothing_wrong() -> None:
         ("ring", WRONG, moved(sends=0, sent=0, received=0, largest=0), "sent 0 numbers"),
         ("ring", WRONG, {**moved(sent=0, received=0), **NONE_PLANNED}, "moved nothing"),
         ("memory", WRONG, {"memory_bytes": 100.0}, "does not fall with the ring"),
+        ("memory", WRONG, {"memory_bytes": float("nan")}, "does not fall with the ring"),
+        ("memory", WRONG, {"memory_bytes": 0.0}, "memory was not measured"),
+        ("links", WRONG, {"link": None}, "rank 1 of node-0 measured no link"),
+        ("links", WRONG, {"link": {**SLOW, "bytes_per_s": float("nan")}}, "rank 1 of node-0 measured no"),
         ("links", WRONG, {"link": SLOW}, "rank 1 (node-0)"),
         ("clocks", WARNING, {"clock_s": 9.0}, "rank 1"),
+        ("clocks", WARNING, {"clock_s": float("nan")}, "rank 1"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_the_ring_is_named(what: str, state: str, keys: dict[str, Any], says: str) -> None:

@@ -35,6 +35,7 @@ _TRAINS_OFF = (
 )
 _PLAIN = "scaled_dot_product_attention", "flex_attention"
 _SOFTMAX = "softmax", "_softmax"
+_MULTIHEAD = "multi_head_attention_forward"  # of nn.MultiheadAttention; what it calls is not seen
 
 
 class RingUse:
@@ -118,8 +119,11 @@ class _PlainAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if (name in _PLAIN and self._is_local(args, kwargs or {})) or (
-            name in _SOFTMAX and self._is_scores(args)
+        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        if (
+            (name in _PLAIN and self._is_local(given, -2))
+            or (name == _MULTIHEAD and self._is_local(given, 0))
+            or (name in _SOFTMAX and self._is_scores(given))
         ):
             raise RingConfigError(
                 f"expected ring attention, got {name} over the {self._tokens} tokens of this rank, of"
@@ -127,11 +131,10 @@ class _PlainAttention(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def _is_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)][:2]
-        return all(x.ndim >= 2 and x.shape[-2] == self._tokens for x in tensors)
+    def _is_local(self, given: list[torch.Tensor], dim: int) -> bool:
+        """Return whether queries and keys are this rank's tokens, which lie in a dimension."""
+        return all(x.ndim >= 2 and x.shape[dim] == self._tokens for x in given[:2])
 
-    def _is_scores(self, args: tuple[Any, ...]) -> bool:
-        """Return whether these are scores of attention written out: [batch, heads, tokens, tokens]."""
-        shape: tuple[int, ...] = getattr(args[0], "shape", ()) if args else ()
-        return len(shape) == 4 and shape[-1] == shape[-2] == self._tokens
+    def _is_scores(self, given: list[torch.Tensor]) -> bool:
+        """Return whether these are scores of attention written out: [(batch, heads,) ..., tokens, tokens]."""
+        return bool(given) and given[0].ndim >= 3 and given[0].shape[-2:] == (self._tokens, self._tokens)

@@ -1,0 +1,305 @@
+"""Every checker finds the fault that it is for: what no test beside the checker seeds is seeded here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ds_ring.integrations.deepspeed.comparison import Numbers, Tolerance, beyond, compare
+from tests import test_architecture as architecture
+from tests.dist import long_table, training_table
+from tests.host_waits import HostWaits, cuda_guard
+from tests.merge_cases import cases, wrong
+from tools import check_generation, check_long, check_plan, check_training, fault_campaign, soak
+
+NAN = float("nan")
+
+
+# --- comparisons with one process ------------------------------------------------------------------
+
+
+def numbers() -> Numbers:
+    """Of a model of one layer and two parameters."""
+    generator = torch.Generator().manual_seed(0)
+    logits, layer = (torch.randn(2, 64, 8, generator=generator) for _ in range(2))
+    gradients = {name: torch.randn(8, 8, generator=generator) for name in ("first", "second")}
+    return Numbers(logits, 1.0, {"layers.0": layer}, gradients)
+
+
+def one_token(got: Numbers) -> None:
+    got.logits[1, 40] *= 1.01
+
+
+def one_token_of_a_layer(got: Numbers) -> None:
+    got.layers["layers.0"][0, 3] = 0
+
+
+def not_a_number(got: Numbers) -> None:
+    got.logits[0, 0, 0] = NAN
+
+
+def loss_of_one_rank(got: Numbers) -> None:
+    got.loss = 1.0 / 2
+
+
+def gradient_halved(got: Numbers) -> None:
+    got.gradients["second"] /= 2
+
+
+def gradients_swapped(got: Numbers) -> None:
+    got.gradients = dict(zip(("second", "first"), got.gradients.values(), strict=True))
+
+
+def gradient_missing(got: Numbers) -> None:
+    del got.gradients["first"]
+
+
+def gradient_not_a_number(got: Numbers) -> None:
+    got.gradients["second"][0, 0] = NAN
+
+
+def fewer_tokens(got: Numbers) -> None:
+    got.logits = got.logits[:, :63]
+
+
+SEEDED: dict[Callable[[Numbers], None], str] = {
+    one_token: "logits", one_token_of_a_layer: "layer layers.0", not_a_number: "logits",
+    loss_of_one_rank: "loss", gradient_halved: "gradient second", gradients_swapped: "gradient first",
+    gradient_missing: "gradient first", gradient_not_a_number: "gradient second", fewer_tokens: "logits",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SEEDED, ids=lambda fault: fault.__name__)
+def test_the_first_batch_check_and_check_model_find(fault: Callable[[Numbers], None]) -> None:
+    got, allowed = numbers(), Tolerance.of(torch.float32)
+    assert not beyond(compare(got, numbers()), allowed), "without a fault nothing differs"
+    fault(got)
+    found = beyond(compare(got, numbers()), allowed)
+    assert found and str(found[0]).startswith(SEEDED[fault]), found
+
+
+@pytest.mark.parametrize("place", ["loss", "gradient"])
+@pytest.mark.parametrize("table", [long_table, training_table], ids=["long", "training"])
+def test_tables_of_training_find_a_nan_behind_a_number(table: Any, place: str) -> None:
+    """`max` passes over a NaN that does not come first."""
+    fine = {"first": torch.ones(2), "second": torch.ones(2)}
+    bad = fine | ({"second": torch.tensor([1.0, NAN])} if place == "gradient" else {})
+
+    def run(loss: float, gradients: dict[str, Tensor]) -> Any:
+        made = [loss] if table is training_table else loss
+        kind = training_table.Run if table is training_table else long_table.Step
+        return kind(**{name: {"gradients": gradients}.get(name, made) for name in kind._fields})
+
+    runs = [run(1.0, bad), run(NAN if place == "loss" else 1.0, bad)]
+    errors = table.errors(runs, run(1.0, fine))
+    assert errors[place == "gradient"] == float("inf") and errors[place != "gradient"] == 0
+
+
+# --- tools that end with 1 -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", [check_plan, check_training, fault_campaign], ids=lambda tool: tool.__name__)
+def test_a_tool_that_would_look_at_nothing_is_refused(tool: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.main(["--only", "no such thing"])
+    assert ended.value.code == 2 and "--only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("peak", "sent", "code"), [(100, 8, 0), (106, 8, 1), (94, 8, 1), (100, 9, 1), (100, 0, 1)]
+)
+def test_check_plan_finds(peak: int, sent: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that is off by more than 5 %, and bytes that are not those of the plan."""
+    monkeypatch.setattr(check_plan, "POINTS", check_plan.POINTS[2:3])
+    monkeypatch.setattr(check_plan, "planned", lambda _: check_plan.Found(peak, 8))
+    monkeypatch.setattr(check_plan, "measured", lambda _: check_plan.Found(100, sent))
+    assert check_plan.main(["--json"]) == code
+
+
+GENERATED = {"equal_tokens": 8, "different_tokens_generated": 6, "logits_off": 1e-6, "cache_share": 0.51}
+
+
+@pytest.mark.parametrize(
+    ("seeded", "says"),
+    [
+        ({}, ""),
+        ({"equal_tokens": 7}, "7 of 8 tokens"),
+        ({"logits_off": 1e-2}, "logits are off"),
+        ({"logits_off": NAN}, "logits are off"),
+        ({"cache_share": 1.0}, "not sharded"),
+        ({"different_tokens_generated": 1}, "proves nothing"),
+    ],
+)
+def test_check_generation_finds(seeded: dict[str, float], says: str) -> None:
+    request = check_generation.Request(2, 64, 8, 0)
+    found = check_generation.faults([dict(GENERATED), GENERATED | seeded], request)
+    assert says in str(found) if says else not found
+
+
+@pytest.mark.parametrize("tool", [check_long, check_training], ids=lambda tool: tool.__name__)
+@pytest.mark.parametrize(("loss", "gradient"), [(1e-2, 0.0), (0.0, 1e-2), (NAN, 0.0), (0.0, NAN)])
+def test_a_cell_beyond_rounding_is_bad(
+    tool: Any, loss: float, gradient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "errors", lambda *_: (loss, gradient))
+    monkeypatch.setattr(training_table, "train_alone", lambda _: None)
+    monkeypatch.setattr(check_training, "train_alone", lambda _: None)
+
+    class Pool:
+        world_size = 1
+
+        def run(self, *_: object) -> None: ...
+
+    name = next(iter(training_table.VARIANTS))
+    call = (name, 3, "") if tool is check_training else ("llama", 0, "", False, None)
+    text, good = tool.cell(Pool(), *call)
+    assert not good and text.endswith("!")
+
+
+SOAKED = [{"pass": n, "rss_mib": 100.0, "descriptors": 9, "threads": 5} for n in (0, 10, 100)]
+
+
+@pytest.mark.parametrize(
+    ("seeded", "says"),
+    [
+        ({}, ""),
+        ({"different": 1}, "1 results differ"),
+        ({"large_hop_exact": False}, "bit for bit"),
+        ({"seen": [*SOAKED[:2], SOAKED[2] | {"rss_mib": 109.0}]}, "rss_mib grew by 9"),
+        ({"seen": [*SOAKED[:2], SOAKED[2] | {"descriptors": 10}]}, "descriptors grew by 1"),
+        ({"seen": [*SOAKED[:2], SOAKED[2] | {"threads": 6}]}, "threads grew by 1"),
+    ],
+)
+def test_soak_finds(seeded: dict[str, Any], says: str) -> None:
+    found = soak.judge({"different": 0, "large_hop_exact": True, "seen": SOAKED} | seeded, 100, 8.0)
+    assert says in str(found) if says else not found
+
+
+def without_the_maximum(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """lse + log1p(exp(part_lse - lse)): overflows at a gap of 89."""
+    merged = lse + torch.log1p((part_lse - lse).exp())
+    out.mul_((lse - merged).exp().unsqueeze(-1)).add_(part_out * (part_lse - merged).exp().unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def without_the_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """A part is lost."""
+
+
+@pytest.mark.parametrize("merge", [without_the_maximum, without_the_part])
+def test_verify_merge_finds(merge: Callable[..., None]) -> None:
+    assert any(what for case in cases((5,)) for what in wrong(case, merge))
+
+
+# --- the rules of tests themselves -----------------------------------------------------------------
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "cpu()": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "index": lambda x: x[x > 0],
+    "copy_: cpu to cuda:0": lambda x: x.copy_(torch.ones(4)),
+    "_to_copy: cpu": lambda x: torch.ones(4).to(x.device),
+    "cuda()": lambda x: torch.ones(4).cuda(),
+    "repeat_interleave": lambda x: torch.repeat_interleave(torch.ones_like(x, dtype=torch.long)),
+    "synchronize()": lambda x: torch.cuda.synchronize(),
+    "item()": lambda x: x.item(),
+    "stream": lambda x: torch.cuda.Stream.synchronize(mock.Mock()),
+    "event": lambda x: torch.cuda.Event.synchronize(mock.Mock()),
+    "sleep()": lambda x: time.sleep(0),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_the_test_of_host_waits_finds(what: str) -> None:
+    with cuda_guard(), FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.ones(4, device="cuda")
+        with HostWaits().watching() as waits:
+            x.mul_(2)
+            assert not waits.found
+            with suppress(Exception):  # a fake tensor has no value to read, and this machine no GPU
+                WAITS[what](x)
+    what = "synchronize()" if what in ("stream", "event") else what
+    assert any(one.startswith(what) for one in waits.found), waits.found
+
+
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "up": (architecture.test_imports_go_downward, "masks.seeded", "from ds_ring.runtime import mesh"),
+    "the package": (architecture.test_imports_go_downward, "masks.seeded", "import ds_ring"),
+    "in a function": (
+        architecture.test_imports_go_downward, "masks.seeded", "def f():\n    from ..schedule import plan",
+    ),
+    "a part of the runtime": (
+        architecture.test_parts_of_the_runtime_do_not_import_each_other, "runtime.merge",
+        "from ds_ring.runtime.exchange import Exchange",
+    ),
+    "a pass": (
+        architecture.test_only_autograd_sees_a_pass, "runtime.seeded",
+        "from ds_ring.runtime.ring_pass import RingPass",
+    ),
+    "an outside package": (
+        architecture.test_outside_packages_stay_in_their_place, "runtime.seeded", "import deepspeed",
+    ),
+    "torch in arithmetic": (
+        architecture.test_outside_packages_stay_in_their_place, "schedule.seeded", "import torch",
+    ),
+    "tests": (architecture.test_outside_packages_stay_in_their_place, "runtime.seeded", "import tests.cases"),
+    "the environment": (
+        architecture.test_nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        "import os\nx = os.environ.get('X')",
+    ),
+    "the environment by name": (
+        architecture.test_nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        "from os import getenv",
+    ),
+    "a send": (
+        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        "import torch.distributed as dist\ndist.send(x, 1)",
+    ),
+    "a send under another name": (
+        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        "import torch.distributed as c10d\nc10d.send(x, 1)",
+    ),
+    "a send of a backend": (
+        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        "way = group._get_backend(device)\nway.send([x], 1, 0)",
+    ),
+    "a send of a group": (
+        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        "import torch.distributed as dist\ndist.group.WORLD.send([x], 1, 0)",
+    ),
+    "an all-gather": (
+        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        "import torch.distributed as dist\ndist.all_gather(parts, x)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_rules_of_the_architecture_find(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, name, source = BROKEN[what]
+    path = tmp_path / "seeded.py"
+    path.write_text(source + "\n")
+    monkeypatch.setitem(architecture.MODULES, name, path)
+    with pytest.raises(AssertionError):
+        rule(name)
+
+
+def test_the_rule_of_machine_paths_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "seeded.md"
+    path.write_text("pip install --index" + "-url https://mirror\n")
+    monkeypatch.setattr(architecture, "ROOT", tmp_path)
+    monkeypatch.setattr(architecture, "tracked_files", lambda: [path])
+    with pytest.raises(AssertionError, match="index.url"):
+        architecture.test_no_machine_paths_in_tracked_files()
