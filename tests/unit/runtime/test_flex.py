@@ -6,6 +6,7 @@ CUDA runs is in tests/gpu.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ring import Causal, Dilated, Documents, SlidingWindow
+from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import BlockTable, HopTensors, hop_mask
+from ds_ring.runtime.hop_geometry import geometry_of
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.runtime.kernels.reference import ReferenceKernel
@@ -59,6 +61,32 @@ def seen(tensors: HopTensors, head_in_group: int) -> np.ndarray:
             shown &= pairs(torch.tensor(0), head, q.position, k.position)
         m += shown
     return m.numpy()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Causal(),
+        SlidingWindow(9),
+        PrefixLM(21),
+        Chunked(20),
+        Sinks(5) | SlidingWindow(4),
+        Dilated((8, 16, 64), (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_hops_of_one_geometry_are_attended_alike(rule: Pattern) -> None:
+    """All pairs of runs of 8 among 96 positions; whatever only moves with its positions shares a table."""
+    bound, known = rule.bind((0,), 1, 1), dict[Any, np.ndarray]()
+    hops = 0
+    for q, k in itertools.product(range(0, 96, 4), repeat=2):
+        tiles = bound.tiles(np.array([[q, 1, 8]]), np.array([[k, 1, 8]]))
+        if len(tiles):
+            hops += 1
+            picture = paint(tiles, 8, 8)
+            key = geometry_of(tiles, 8, 0, 0, False).key
+            assert np.array_equal(known.setdefault(key, picture), picture), (q, k)
+    assert len(known) < hops
 
 
 def listed(table: BlockTable, head_in_group: int, columns: int) -> np.ndarray:

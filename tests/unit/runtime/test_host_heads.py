@@ -20,6 +20,7 @@ from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.host_heads import HeadStream
 from ds_ring.runtime.host_memory import HostMemory
 from ds_ring.runtime.options import Options
+from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.head_chunks import LONG_SHARD, heads_on_host
 from ds_ring.schedule.lowering import lower_rank
 from tests.one_rank import one_rank_mesh
@@ -86,6 +87,19 @@ def test_the_first_run_of_a_checkpointed_region_copies_nothing(
     assert copied == []
     out.sum().backward()
     assert len(copied) == 5  # q, k, v, out, lse, in the second run
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.25)])
+def test_a_region_that_asks_for_another_pass_runs_it(
+    mesh: ds_ring.RingMesh, monkeypatch: pytest.MonkeyPatch, scales: tuple[float, float]
+) -> None:
+    """As where another batch came in between: the context is another one, shapes are the same."""
+    ran, forward, asked = [], RingPass.forward, iter(scales)
+    monkeypatch.setattr(RingPass, "forward", lambda *given: (ran.append(1), forward(*given))[1])
+    checkpoint(
+        lambda *x: attend(mesh, *x, scale=next(asked)), *leaves(), use_reentrant=False
+    ).sum().backward()
+    assert len(ran) == len(set(scales))
 
 
 def test_heads_of_the_next_chunk_come_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
