@@ -76,15 +76,15 @@ def seen(tensors: HopTensors, head_in_group: int) -> np.ndarray:
     ids=str,
 )
 def test_hops_of_one_geometry_are_attended_alike(rule: Pattern) -> None:
-    """All pairs of runs of 8 among 96 positions; whatever only moves with its positions shares a table."""
+    """All pairs of runs of 4 in some stretch; whatever only moves with its positions shares a table."""
     bound, known = rule.bind((0,), 1, 1), dict[Any, np.ndarray]()
     hops = 0
-    for q, k in itertools.product(range(0, 96, 4), repeat=2):
-        tiles = bound.tiles(np.array([[q, 1, 8]]), np.array([[k, 1, 8]]))
+    for q, k in itertools.product(range(14, 32), repeat=2):
+        tiles = bound.tiles(np.array([[q, 1, 4]]), np.array([[k, 1, 4]]))
         if len(tiles):
             hops += 1
-            picture = paint(tiles, 8, 8)
-            key = geometry_of(tiles, 8, 0, 0, False).key
+            picture = paint(tiles, 4, 4)
+            key = geometry_of(tiles, 4, 0, 0, False).key
             assert np.array_equal(known.setdefault(key, picture), picture), (q, k)
     assert len(known) < hops
 
