@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -172,19 +172,16 @@ def layer_of(name: str) -> int:
     return layers[0]
 
 
-MODULES_IN_LAYERS = [name for name in MODULES if name]
-
-
-@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
-def test_imports_go_downward(name: str) -> None:
+def imports_go_downward(name: str) -> None:
+    if not name:
+        return
     own_layer = layer_of(name)
     for imported in own_imports_of(name):
         assert imported, f"ds_ring.{name} imports the package itself, which imports everything"
         assert layer_of(imported) <= own_layer, f"ds_ring.{name} imports ds_ring.{imported}, a layer above it"
 
 
-@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
-def test_parts_of_the_runtime_do_not_import_each_other(name: str) -> None:
+def parts_of_the_runtime_do_not_import_each_other(name: str) -> None:
     allowed = IMPORTERS.get(name, set())
     for imported in own_imports_of(name):
         parts = {part for part in SEPARATE if is_in(imported, part) and not is_in(name, part)}
@@ -193,8 +190,7 @@ def test_parts_of_the_runtime_do_not_import_each_other(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", MODULES_IN_LAYERS)
-def test_only_autograd_sees_a_pass(name: str) -> None:
+def only_autograd_sees_a_pass(name: str) -> None:
     if name not in MAY_IMPORT_A_PASS | PASSES:
         seen = own_imports_of(name) & PASSES
         assert not seen, f"ds_ring.{name} imports {sorted(seen)}; only {sorted(MAY_IMPORT_A_PASS)} may"
@@ -205,8 +201,7 @@ def test_passes_do_not_know_each_other() -> None:
         assert not (own_imports_of(name) & PASSES)
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_outside_packages_stay_in_their_place(name: str) -> None:
+def outside_packages_stay_in_their_place(name: str) -> None:
     roots = {imported.split(".")[0] for imported in imports_of(name)}
     for package, place in OUTSIDE.items():
         assert package not in roots or is_in(name, place), (
@@ -219,8 +214,7 @@ def test_outside_packages_stay_in_their_place(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_nothing_below_the_launcher_reads_the_environment(name: str) -> None:
+def nothing_below_the_launcher_reads_the_environment(name: str) -> None:
     if name in READS_THE_ENVIRONMENT:
         return
     readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
@@ -232,8 +226,7 @@ def test_nothing_below_the_launcher_reads_the_environment(name: str) -> None:
             assert not taken, f"ds_ring.{name}, line {node.lineno}: from os import {taken}"
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
+def only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
     tree, sends = tree_of(MODULES[name]), name in SENDS
     names = distributed_names(tree)
     for node in ast.walk(tree):
@@ -249,6 +242,23 @@ def test_only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
         imported.split(".")[-1] for imported in imports_of(name) if imported.startswith("torch.distributed")
     }
     assert sends or not taken & (POINT_TO_POINT | OF_TORCH_DISTRIBUTED)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        imports_go_downward,
+        parts_of_the_runtime_do_not_import_each_other,
+        only_autograd_sees_a_pass,
+        outside_packages_stay_in_their_place,
+        nothing_below_the_launcher_reads_the_environment,
+        only_the_exchange_sends_from_rank_to_rank,
+    ],
+    ids=lambda rule: rule.__name__,
+)
+def test_a_rule_holds_for_every_module(rule: Callable[[str], None]) -> None:
+    for name in MODULES:
+        rule(name)
 
 
 def distributed_names(tree: ast.Module) -> set[str]:

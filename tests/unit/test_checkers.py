@@ -235,52 +235,52 @@ def test_the_test_of_host_waits_finds(what: str) -> None:
 
 
 BROKEN: dict[str, tuple[Any, str, str]] = {
-    "up": (architecture.test_imports_go_downward, "masks.seeded", "from ds_ring.runtime import mesh"),
-    "the package": (architecture.test_imports_go_downward, "masks.seeded", "import ds_ring"),
+    "up": (architecture.imports_go_downward, "masks.seeded", "from ds_ring.runtime import mesh"),
+    "the package": (architecture.imports_go_downward, "masks.seeded", "import ds_ring"),
     "in a function": (
-        architecture.test_imports_go_downward, "masks.seeded", "def f():\n    from ..schedule import plan",
+        architecture.imports_go_downward, "masks.seeded", "def f():\n    from ..schedule import plan",
     ),
     "a part of the runtime": (
-        architecture.test_parts_of_the_runtime_do_not_import_each_other, "runtime.merge",
+        architecture.parts_of_the_runtime_do_not_import_each_other, "runtime.merge",
         "from ds_ring.runtime.exchange import Exchange",
     ),
     "a pass": (
-        architecture.test_only_autograd_sees_a_pass, "runtime.seeded",
+        architecture.only_autograd_sees_a_pass, "runtime.seeded",
         "from ds_ring.runtime.ring_pass import RingPass",
     ),
     "an outside package": (
-        architecture.test_outside_packages_stay_in_their_place, "runtime.seeded", "import deepspeed",
+        architecture.outside_packages_stay_in_their_place, "runtime.seeded", "import deepspeed",
     ),
     "torch in arithmetic": (
-        architecture.test_outside_packages_stay_in_their_place, "schedule.seeded", "import torch",
+        architecture.outside_packages_stay_in_their_place, "schedule.seeded", "import torch",
     ),
-    "tests": (architecture.test_outside_packages_stay_in_their_place, "runtime.seeded", "import tests.cases"),
+    "tests": (architecture.outside_packages_stay_in_their_place, "runtime.seeded", "import tests.cases"),
     "the environment": (
-        architecture.test_nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        architecture.nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
         "import os\nx = os.environ.get('X')",
     ),
     "the environment by name": (
-        architecture.test_nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        architecture.nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
         "from os import getenv",
     ),
     "a send": (
-        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
         "import torch.distributed as dist\ndist.send(x, 1)",
     ),
     "a send under another name": (
-        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
         "import torch.distributed as c10d\nc10d.send(x, 1)",
     ),
     "a send of a backend": (
-        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
         "way = group._get_backend(device)\nway.send([x], 1, 0)",
     ),
     "a send of a group": (
-        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
         "import torch.distributed as dist\ndist.group.WORLD.send([x], 1, 0)",
     ),
     "an all-gather": (
-        architecture.test_only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
         "import torch.distributed as dist\ndist.all_gather(parts, x)",
     ),
 }  # fmt: skip
