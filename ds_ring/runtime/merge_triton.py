@@ -17,7 +17,9 @@ ELEMENTS = 2048  # of the output that one program merges
 ROW_DIMS = 4  # of the output but the last: [batch, repeats, heads, tokens]
 
 
-@triton.jit
+# Triton compiles a variant for a number that is 1, a multiple of 16 or another one, except for those named
+# here: sizes and strides of lse differ from hop to hop. Those of the outputs make accesses wide.
+@triton.jit(do_not_specialize=["rows", "n1", "n2", "n3", "l0", "l1", "l2", "s0", "s1", "s2"])
 def merge_rows(  # type: ignore[no-untyped-def]
     out, lse, part_out, part_lse, rows, n1, n2, n3,
     o0, o1, o2, o3, o4, l0, l1, l2, l3, p0, p1, p2, p3, p4, s0, s1, s2, s3,

@@ -1,17 +1,21 @@
-"""The Triton kernel of the merge, in Triton's interpreter; skipped where triton is not installed."""
+"""The Triton kernel of the merge: in Triton's interpreter where triton is installed, else by its source."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+import ds_ring
 from tests.merge_cases import cases, wrong
 
-pytest.importorskip("triton", reason="triton comes with torch's CUDA wheels")
 
-
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_merge.py runs it on the GPU")
 def test_the_interpreted_kernel_merges_every_case_as_float64() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is decorated
@@ -19,3 +23,18 @@ def test_the_interpreted_kernel_merges_every_case_as_float64() -> None:
 
     found = [what for case in cases() for what in wrong(case, launch)]
     assert not found, found
+
+
+def test_no_size_that_differs_from_hop_to_hop_has_a_variant_of_its_own() -> None:
+    """All numbers but the strides of the outputs and of the last dimension of lse (1 for what is dense)."""
+    source = (Path(ds_ring.__file__).parent / "runtime" / "merge_triton.py").read_text()
+    kernel = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "merge_rows")
+    assert isinstance(kernel, ast.FunctionDef)
+    options = {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for decorator in kernel.decorator_list
+        for keyword in getattr(decorator, "keywords", [])
+    }
+    numbers = [one.arg for one in kernel.args.args if one.annotation is None][4:]  # behind the pointers
+    special = [name for name in numbers if re.fullmatch("[op][0-4]|[ls]3", name)]
+    assert len(special) == 12 and sorted(options["do_not_specialize"]) == sorted(set(numbers) - {*special})
