@@ -7,6 +7,7 @@ device's, which does nothing, is entered in c10's table for as long as the block
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +114,9 @@ class HostWaits(TorchDispatchMode):
             real: Callable[..., Any] = getattr(owner, name)
 
             def noting(*args: Any, **kwargs: Any) -> Any:
-                self.note(f"{name}()")
+                # Python waits for a thread that it starts, not for a device.
+                if sys._getframe(1).f_code is not threading.Thread.start.__code__:
+                    self.note(f"{name}()")
                 return real(*args, **kwargs)
 
             return mock.patch.object(owner, name, noting)

@@ -8,6 +8,7 @@ and fp16.
 
 Needs the CUDA wheel of torch (5 GB) in an environment of its own, with numpy, pydantic, pyyaml, psutil, tqdm:
     python -m tools.verify_cuda_kernels --patterns causal dilated
+    python -m tools.verify_cuda_kernels --patterns causal --shapes
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ BLOCK = 64
 TILES: dict[str, Any] = {"fwd_BLOCK_M": BLOCK, "fwd_BLOCK_N": BLOCK}
 TILES |= {f"bwd_BLOCK_{axis}": BLOCK for axis in ("M1", "N1", "M2", "N2")}
 LIMIT = 2e-6  # relative to the largest magnitude, float32
-HEADS, KV_HEADS, HEAD_DIM, RING = 4, 2, 16, 3
+HEAD_DIM, RING = 16, 3
+# Batch, query heads and K/V heads of passes in one process, and whether the functions for them are new.
+SHAPES = (((1, 4, 2), True), ((1, 2, 1), True), ((2, 4, 2), True), ((3, 4, 2), False))
 
 H100 = types.SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, total_memory=80 << 30,
@@ -152,13 +155,16 @@ def prepare(sources: list[str]) -> None:
     torch._dynamo.register_backend(lower, "interpreted_cuda")
 
 
-def check(name: str, pattern: Pattern, layout_name: str, tokens: int, sources: list[str]) -> bool:
+def check(
+    name: str, pattern: Pattern, layout_name: str, tokens: int, sources: list[str],
+    shape: tuple[int, int, int] = (1, 4, 2), new: bool = True,
+) -> bool:  # fmt: skip
     """One pattern around the ring; prints what came out."""
-    torch._dynamo.reset()
     counters.clear()
     sources.clear()
     torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(1, h, tokens, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    batch, heads, kv_heads = shape
+    q, k, v, grad = (torch.randn(batch, h, tokens, HEAD_DIM) for h in (heads, kv_heads, kv_heads, heads))
     layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=RING)
     kernel = FlexKernel(BLOCK, "interpreted_cuda", **TILES)
     gradients = operator_compiles()
@@ -171,11 +177,11 @@ def check(name: str, pattern: Pattern, layout_name: str, tokens: int, sources: l
     kernels = sum(text.count("async_compile.triton(") for text in sources)
     compilations = counters["stats"]["unique_graphs"]
     good = max(errors.values()) < LIMIT and torch.equal(got.lse.isfinite(), sees)
-    good = good and compilations == 1 + gradients
+    good = good and compilations == new * (1 + gradients)
     figures = " ".join(f"{label} {error:.1e}" for label, error in errors.items())
     print(
-        f"{'ok  ' if good else 'FAIL'} {name} ({layout_name}): {figures}; {compilations} graphs compiled,"
-        f" {kernels} Triton kernels, {RING} ranks",
+        f"{'ok  ' if good else 'FAIL'} {name} ({layout_name}, batch and heads {shape}): {figures};"
+        f" {compilations} graphs compiled, {kernels} Triton kernels, {RING} ranks",
         flush=True,
     )
     return good
@@ -189,6 +195,7 @@ def main() -> int:
     cases = {"causal": "zigzag", "dilated": "residue", "window": "contiguous", "documents, causal": "zigzag"}
     parser.add_argument("--patterns", nargs="*", default=list(cases), choices=list(PATTERNS))
     parser.add_argument("--tokens", type=int, default=450)
+    parser.add_argument("--shapes", action="store_true", help="several numbers of heads and samples")
     arguments = parser.parse_args()
     if torch.version.cuda is None:
         print(f"torch {torch.__version__} is not a CUDA build: nothing was checked")
@@ -199,10 +206,12 @@ def main() -> int:
     print(f"torch {torch.__version__}: Triton kernels interpreted on the CPU, {way}", flush=True)
     if not operator_compiles():
         print("this torch differentiates a recomputed hop, and autograd's engine asks for a real device")
-    good = [
-        check(name, PATTERNS[name](arguments.tokens), cases.get(name, "zigzag"), arguments.tokens, sources)
-        for name in arguments.patterns
-    ]
+    shapes, good = SHAPES if arguments.shapes else SHAPES[:1], []
+    for name in arguments.patterns:
+        torch._dynamo.reset()
+        pattern, layout_name = PATTERNS[name](arguments.tokens), cases.get(name, "zigzag")
+        for shape, new in shapes:
+            good.append(check(name, pattern, layout_name, arguments.tokens, sources, shape, new))
     print("not checked: Triton's compiler, bf16 and fp16, speed, anything on a real GPU")
     return 0 if all(good) else 1
 

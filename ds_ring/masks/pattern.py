@@ -19,7 +19,7 @@ from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.near_runs import near_pairs
-from ds_ring.masks.pair_mask import PairMask
+from ds_ring.masks.pair_mask import MaskFunction, PairMask
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import JsonKey
 
@@ -201,6 +201,22 @@ class BoundPattern(Pattern):
     def counts_twice(self) -> bool:
         """Return whether some pair may have m > 1."""
         return any(counts_twice(branches) for branches in self.branches_by_head)
+
+    @cached_property
+    def bands(self) -> tuple[tuple[int, int, tuple[MaskFunction, ...]], ...]:
+        """Return least and most distance and mask functions: once where all branches agree, else of each."""
+        branches = self.branches_by_head[0]
+        bands = tuple((b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches)
+        return bands[:1] if len(set(bands)) == 1 else bands
+
+    @cached_property
+    def mask_heads(self) -> tuple[int, ...]:
+        """Return the numbers of the query heads of a group, where a mask depends on them; else (0,)."""
+        heads = [
+            next((mask.heads for branch in branches for mask in branch.masks if mask.heads), ())
+            for branches in self.branches_by_head
+        ]
+        return sum(heads, ()) or (0,)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """Return the non-empty tiles of two shards given by their runs (start, step, length), slot order."""

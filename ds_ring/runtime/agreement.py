@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -36,14 +37,18 @@ def agree(
     operation: str,
     fields: Mapping[str, object],
     refused: RingError | None = None,
+    patience_s: float = 0.0,
 ) -> None:
     """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
+
+    From then on the mesh has the most patience that a rank asked for.
 
     Args:
         exchange: of the mesh concerned.
         operation: what is about to happen, "attention forward" say.
         fields: what must be equal on all ranks, by the name for messages; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
+        patience_s: seconds that waits may take at the least (`first_pass.py`), if this rank has to say.
 
     Raises:
         RingError: `refused`, on this rank.
@@ -51,36 +56,43 @@ def agree(
         RingPeerError: another rank did not take part before the deadline.
     """
     with exchange.mesh.in_call():
-        _compare(exchange, *_numbered(exchange, operation, fields, refused), refused)
+        _compare(exchange, *_numbered(exchange, operation, fields, refused, patience_s), refused)
 
 
-def begin_to_agree(exchange: Exchange, operation: str, fields: Mapping[str, object]) -> Task:
+def begin_to_agree(
+    exchange: Exchange, operation: str, fields: Mapping[str, object], patience_s: float = 0.0
+) -> Task:
     """Begin what `agree` does, in a thread, for a call that is not refused here.
 
     The caller stays in its call on the mesh, sends nothing of a payload before `result` of what is returned
     has come back (or raised as `agree` does), and asks for it in any case.
     """
-    mine, header = _numbered(exchange, operation, fields, None)
+    mine, header = _numbered(exchange, operation, fields, None, patience_s)
     return Task(partial(_compare, exchange, mine, header, None)).start()
 
 
 def _numbered(
-    exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None
-) -> tuple[Report, torch.Tensor]:
+    exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None,
+    patience_s: float,
+) -> tuple[Report, torch.Tensor]:  # fmt: skip
     """Count the call; return its report and its header."""
     # Refused calls count as well: ranks that go on after one must still have equal numbers.
     exchange.call = next(exchange.mesh.calls)
     mine = {_OPERATION: operation, "number of the call": str(exchange.call)}
     mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
-    # The refusal stands first: headers are compared lexicographically, so least[0] is 1 only if all refuse.
-    return mine, torch.tensor([int(refused is not None), _digest(mine)], dtype=torch.int64)
+    # The headers of the call before may still be on their way, or a rank may still compile: no less patience.
+    exchange.mesh.use.patience_s = max(exchange.mesh.use.patience_s, patience_s)
+    # Headers are compared lexicographically: least[0] is 1 only if all refuse, and where refusal and digest
+    # are equal the greatest has the most patience.
+    header = [int(refused is not None), _digest(mine), math.ceil(patience_s)]
+    return mine, torch.tensor(header, dtype=torch.int64)
 
 
 def _compare(exchange: Exchange, mine: Report, header: torch.Tensor, refused: RingError | None) -> None:
     """Exchange headers, and raise what `agree` says."""
     try:
         least, greatest = exchange.spread(header).tolist()
-        all_refuse, all_equal = least[0] == 1, least == greatest
+        all_refuse, all_equal = least[0] == 1, least[:2] == greatest[:2]
         # Collective as well: every rank sees the same least and greatest, and decides alike.
         reports = [] if all_refuse or all_equal else _all_reports(exchange, mine)
     except RingPeerError as unheard:
@@ -91,6 +103,7 @@ def _compare(exchange: Exchange, mine: Report, header: torch.Tensor, refused: Ri
         raise refused
     if not all_equal:
         raise RingMismatchError(_describe(exchange.mesh, reports))
+    exchange.mesh.use.patience_s = float(greatest[2])
 
 
 def _digest(report: Report) -> int:

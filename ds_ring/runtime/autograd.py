@@ -28,11 +28,12 @@ from ds_ring.runtime.trace import is_fake
 
 
 def _pass_of(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None, sinks: Tensor | None = None
-) -> RingPass | GatherPass:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None,
+    sinks: Tensor | None = None, has_grad_lse: bool = False,
+) -> RingPass | GatherPass:  # fmt: skip
     """Return the pass of a context (back, if there is a gradient), after every rank has agreed to it."""
     context = context_of(handle)
-    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks)
+    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse)
     ring_rank, options = context.mesh.ring_rank, context.options
     # The yardstick sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
@@ -80,8 +81,8 @@ def ring_attention_op(
             return run()
         memory, rows = context.mesh.host_memory, None
         if context.options.recompute:
-            first, slots = first_queries(context, q.shape[2], q.device.type)
-            rows = KeptRows(slots.to(q.device), lambda: run(first.handle))
+            first, slots = first_queries(context, q.shape[2], q.device)
+            rows = KeptRows(slots, lambda: run(first.handle))
         call = (handle, q.shape, k.shape, v.shape, q.dtype)
         return kept_or_run(call, run, memory if memory.enabled else None, rows)
 
@@ -107,7 +108,8 @@ def ring_attention_backward_op(
     """Return (dq, dk, dv); see `RingPass.backward`."""
     with context_of(handle).mesh.in_call():
         here = (q, k, v) if q.device == grad_out.device else stand_ins((q, k, v), grad_out.device)
-        made = _pass_of(here[0], here[1], here[2], handle, grad_out)
+        q_here, k_here, v_here = here
+        made = _pass_of(q_here, k_here, v_here, handle, grad_out, has_grad_lse=grad_lse is not None)
         with _guarded(made):
             return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
@@ -191,11 +193,11 @@ ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_co
 
 def _replicated(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, has_grad_lse: bool = False,
 ) -> ReplicatedPass:  # fmt: skip
     """Return the pass of a context for replicated queries, after every rank has agreed to it."""
     context = context_of(handle)
-    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks)
+    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks, has_grad_lse)
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
 
 
@@ -236,7 +238,7 @@ def replicated_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     with context_of(handle).mesh.in_call():
-        made = _replicated(q, k, v, positions, handle, grad_out)
+        made = _replicated(q, k, v, positions, handle, grad_out, has_grad_lse=grad_lse is not None)
         with _guarded(made):
             return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 

@@ -8,9 +8,8 @@ seen. Which hops share tables is `hop_geometry.py`'s.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from ds_ring.masks.blocks import BlockIntervals, block_intervals
 from ds_ring.masks.pair_mask import MaskFunction
-from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, Tiles, repeat_rows
 from ds_ring.runtime.hop_geometry import FARTHEST, Geometry, geometry_of
-from ds_ring.runtime.to_device import active_fake_mode, to_device
+from ds_ring.runtime.to_device import Kept, active_fake_mode, to_device
+from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 
-KEPT_BYTES = 1 << 30  # of tables on a device; the ones used longest ago go
 TABLE_BYTES = 8 << 20  # of a hop's four tables of blocks: above it blocks of twice the side are taken
 FEW_INTERVALS = 8  # of blocks in a row: up to here rows are written on the device
 
@@ -105,6 +103,31 @@ class HopMask(NamedTuple):
     block: int
 
 
+class Asked(NamedTuple):
+    """Say what tables are wanted for a hop.
+
+    Attributes:
+        block: side of a block in slots; see [Note: how large tables are].
+        device: where the tables are to lie.
+        shortest: at least so many queries, of `slots` that there are.
+        positions_matter: something beside the mask reads positions: a score_mod.
+    """
+
+    block: int
+    device: torch.device
+    shortest: int = 0
+    slots: int = 0
+    positions_matter: bool = False
+
+
+class _Known:
+    """Hold a hop's geometry, and the side of its blocks once its tables were made."""
+
+    def __init__(self, tiles: Tiles, asked: Asked) -> None:
+        self.geometry = geometry_of(tiles, asked.block, *asked[2:])
+        self.side: int | None = None
+
+
 def hop_mask(
     tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
     positions_matter: bool = False,
@@ -113,30 +136,31 @@ def hop_mask(
 
     Args:
         tiles: of one hop, with a rule.
-        block: side of a block in slots; see [Note: how large tables are].
-        device: where the tables are to lie.
-        shortest: at least so many queries, of `slots` that there are.
-        positions_matter: something beside the mask reads positions: a score_mod.
+        block, device, shortest, slots, positions_matter: see `Asked`.
     """
-    asked = (block, device, shortest, slots, positions_matter)
-    known = _keys.setdefault(tiles, {})
-    if asked not in known:
-        known[asked] = geometry_of(tiles, block, shortest, slots, positions_matter)
-    geometry = known[asked]
-    key = (geometry.key, block, device, active_fake_mode())
+    asked = Asked(block, device, shortest, slots, positions_matter)
+    of_tiles = _known.setdefault(tiles, {})
+    if asked not in of_tiles:
+        of_tiles[asked] = _Known(tiles, asked)
+    known = of_tiles[asked]
+    key = (known.geometry.key, block, device, active_fake_mode())
     found = _kept.get(key)
     if found is None:
-        found = _kept[key] = _build(geometry, tiles, block, device)
-        while len(_kept) > 1 and sum(mask.tensors.nbytes for mask in list(_kept.values())) > KEPT_BYTES:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
+        found = _build(known.geometry, tiles, block, device)
+        _kept.add(key, found, found.tensors.nbytes)
+    known.side = found.block
     return found
 
 
-_kept: OrderedDict[tuple[Any, ...], HopMask] = OrderedDict()
+def known_side(tiles: Tiles, asked: Asked) -> int | None:
+    """Return the side of the blocks of a hop's tables; None if they were never made."""
+    known = _known.get(tiles, {}).get(asked)
+    return None if known is None else known.side
+
+
+_kept: Kept[HopMask] = Kept(KEPT_TABLE_BYTES)
 # By tiles, which plans keep: what is found without looking at a single row of them.
-_keys: weakref.WeakKeyDictionary[Tiles, dict[tuple[Any, ...], Geometry]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Tiles, dict[Asked, _Known]] = weakref.WeakKeyDictionary()
 
 
 # [Note: how large tables are]
@@ -145,6 +169,7 @@ _keys: weakref.WeakKeyDictionary[Tiles, dict[tuple[Any, ...], Geometry]] = weakr
 # tables of a hop fit TABLE_BYTES: causal zigzag on 64 shards of 256 Ki tokens takes 6 to 7 MiB a hop, for
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
+@torch.inference_mode(False)  # a training step may use them, too
 def _build(geometry: Geometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
@@ -174,10 +199,22 @@ def _build(geometry: Geometry, tiles: Tiles, block: int, device: torch.device) -
         full_rows,
         partial_columns,
         full_columns,
-        to_device(torch.tensor(_heads_of(geometry.rule), dtype=torch.int64), device),
+        to_device(torch.tensor(geometry.rule.mask_heads, dtype=torch.int64), device),
         geometry.rule.counts_twice,
     )
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
+
+
+def side_is_fixed(heads: int, queries: int, keys: int, block: int) -> bool:
+    """Return whether hops of so many slots at most keep their blocks, whatever is attended.
+
+    Args:
+        heads: query heads that have tables of their own.
+        queries, keys: slots.
+        block: side of a block in slots.
+    """
+    rows, columns = (max(-(-slots // block), 2) for slots in (queries, keys))
+    return 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES
 
 
 def _from(axis: Axis, first: int) -> Axis:
@@ -185,28 +222,15 @@ def _from(axis: Axis, first: int) -> Axis:
 
 
 def _bands(geometry: Geometry, device: torch.device) -> tuple[BandTensors, ...]:
-    """Return what limits the branches beside their labels, once where all are alike; see `BandTensors`."""
-    branches = geometry.rule.branches_by_head[0]
-    bands = [(b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches]
-    if len(set(bands)) == 1:
-        bands = bands[:1]
+    """Return what limits the branches beside their labels; see `BandTensors`."""
     found = []
-    for *bounds, functions in bands:
+    for *bounds, functions in geometry.rule.bands:
         # No distance is beyond these, so a bound that is none stays without effect.
         limits = (-FARTHEST, FARTHEST) if geometry.all_full else bounds
         clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in limits)
         least, most = (torch.full((), x, dtype=torch.int32, device=device) for x in clipped)
         found.append(BandTensors(least, most, functions))
     return tuple(found)
-
-
-def _heads_of(rule: BoundPattern) -> tuple[int, ...]:
-    """Return the numbers of the query heads of a group, where a mask depends on them."""
-    heads = [
-        next((m.heads for b in branches for m in b.masks if m.heads), ())
-        for branches in rule.branches_by_head
-    ]
-    return sum(heads, ()) or (0,)
 
 
 # [Note: tables of blocks]

@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NoReturn
@@ -26,12 +26,14 @@ from ds_ring.runtime.agreement import agree, begin_to_agree
 from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.finite import check_finite
-from ds_ring.runtime.first_pass import hop_deadline_s
+from ds_ring.runtime.first_pass import patience_s
 from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
+from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.options import Options as Options
 from ds_ring.runtime.trace import is_fake
+from ds_ring.schedule.head_chunks import count_heads, head_bytes, head_chunks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import Plan, build_plan, check_length
@@ -51,7 +53,7 @@ class RingContext:
         refused: why no call on this context can be made; each one raises it, after telling the other ranks.
         in_a_graph: a compiled graph carries the handle: kept for as long as the mesh.
         exchange: moves tensors; None where the sequence has one rank.
-        first_queries: by local tokens, what `contexts.first_queries` returns.
+        first_queries: what `contexts.first_queries` returns, by what it was asked for.
     """
 
     pattern: Pattern
@@ -62,7 +64,7 @@ class RingContext:
     in_a_graph: bool = False
     handle: int = field(default_factory=itertools.count().__next__)
     exchange: Exchange | None = None
-    first_queries: dict[int, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
+    first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
@@ -135,18 +137,21 @@ class RingContext:
         refused: RingError | None,
         more: Mapping[str, object] | None = None,
         later: bool = False,
+        compiles: bool = False,
     ) -> Callable[[], None] | None:
         """Agree with the other ranks of the sequence on an operation over tensors like these, and on `more`.
 
         With `later`, only begin where a device computes meanwhile: what is returned ends it, and is called
-        before a payload is sent. None: there is nothing to wait for any more.
+        before a payload is sent. None: there is nothing to wait for any more. `compiles`: this rank is going
+        to compile something.
 
         Raises:
             RingError: `refused`, on this rank.
             RingMismatchError: another rank refused its input, or calls with other arguments.
         """
+        patience = 0.0
         if self.exchange is not None and refused is None:
-            self.exchange.hop_timeout_s = hop_deadline_s(self.mesh, self.options, operation, q, k)
+            patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
         if self.exchange is None or is_fake(q):
             if refused is not None:
                 raise refused
@@ -155,8 +160,8 @@ class RingContext:
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
         # On the CPU nothing computes meanwhile, so there it is over before anything begins.
         if later and refused is None and q.is_cuda:
-            return begin_to_agree(self.exchange, operation, fields).result
-        agree(self.exchange, operation, fields, refused)
+            return begin_to_agree(self.exchange, operation, fields, patience).result
+        agree(self.exchange, operation, fields, refused, patience)
         return None
 
     @cached_property
@@ -187,8 +192,9 @@ class RingContext:
         raise error
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None
-    ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
+        has_grad_lse: bool = False,
+    ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and say what to run: plan, kernel and scale.
 
         The last entry ends the agreement, where that goes on while the first hop computes; see `agree`.
@@ -198,18 +204,22 @@ class RingContext:
             RingMismatchError: another rank's do not, or differ from this rank's.
         """
         refused: RingError | None = None
-        options = self.options
+        options, scale, compiling = self.options, 1.0, False
         try:
             layout, kernel = self.check(q, k, v)
             check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+            plan, scale = self.plan(layout, q.shape[1], k.shape[1]), self._scale(q)
+            if self.exchange is not None:
+                compiling = self._compiles(plan, kernel, Operands(q, k, v, grad_out, has_grad_lse), scale)
         except RingError as error:
             refused = error  # not raised here: the others wait for this header ([Note: refusals])
         operation = "attention forward" if grad_out is None else "attention backward"
         more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
-        agreed = self.agree(operation, q, k, refused, more, options.overlap and options.transport == "ring")
+        later = options.overlap and options.transport == "ring"
+        agreed = self.agree(operation, q, k, refused, more, later, compiling)
         _note_forward_pass(grad_out)
-        return self.plan(layout, q.shape[1], k.shape[1]), kernel, self._scale(q), agreed
+        return plan, kernel, scale, agreed
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
         """Return the plan of a pass over so many heads of this Ulysses rank."""
@@ -219,6 +229,25 @@ class RingContext:
             prune=options.prune, gradient_payload=options.gradient_payload,
             ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
         )  # fmt: skip
+
+    def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:
+        """Return whether this rank's pass is going to compile something."""
+        own, (_, k, v, *_) = plan.rank(self.mesh.ring_rank), operands
+        # What a pass compiles follows from these, and stays compiled.
+        seen = (kernel, scale, self.options.transport, self.options.chunk_bytes, *operands.description)
+        if seen in own.compiled:
+            return False
+        sizes = (0, 1)  # all heads of a class together
+        if self.options.transport == "ring":
+            sizes = head_bytes(k, v), self.options.chunk_bytes_on(k.device.type, self.mesh.ring_size)
+        parts = []
+        for one in own.classes:
+            count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # chunks of a class are of one size
+            parts.append(HeadsOfPass(count * plan.group, count, [hop.tiles for hop in one.hops]))
+        found = compiles(kernel, operands, parts, scale)
+        if not found:
+            own.compiled.add(seen)
+        return found
 
     def _chosen(self, layout: Layout, kernel: Kernel) -> dict[str, object]:
         """Return what a name stands for here: by "auto" it goes by the kernel, which all ranks must have."""
@@ -232,7 +261,7 @@ class RingContext:
 
     def prepare_replicated(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, has_grad_lse: bool = False,
     ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:  # fmt: skip
         """Prepare a pass for queries that are on every rank: tiles with this rank's keys, kernel and scale.
 
@@ -240,7 +269,7 @@ class RingContext:
             RingShapeError, RingMismatchError: as in `prepare`.
         """
         refused: RingError | None = None
-        where, fields = b"", {}
+        fields, compiling = {}, False
         try:
             if self.refused is not None:
                 raise self.refused.with_traceback(None)
@@ -260,13 +289,17 @@ class RingContext:
                 **_more_fields(v, sinks),
                 **self._values(q=q, grad_out=grad_out, sinks=sinks),
             }
+            tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
+            scale = self._scale(q)
+            if self.exchange is not None:
+                parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
+                compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
         except RingError as error:
             refused = error
         way = "forward" if grad_out is None else "backward"
-        self.agree(f"replicated attention {way}", q, k, refused, fields)
+        self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
         _note_forward_pass(grad_out)
-        tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
-        return tiles, kernel, self._scale(q)
+        return tiles, kernel, scale
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
         """Return checksums of what must be equal on all ranks: small, and nothing else would show it."""

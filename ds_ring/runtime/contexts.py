@@ -20,6 +20,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import CONTEXTS, RingContext
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.options import Options
+from ds_ring.runtime.to_device import active_fake_mode, to_device
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import check_layout_name
 
@@ -60,24 +61,27 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
     return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
 
 
-def first_queries(context: RingContext, local_tokens: int, device_type: str) -> tuple[RingContext, Tensor]:
+def first_queries(
+    context: RingContext, local_tokens: int, device: torch.device
+) -> tuple[RingContext, Tensor]:
     """Return the context that computes again what `options.recompute` says, and the slots that it leaves out.
 
     Args:
         context: of the whole pass.
         local_tokens: slots of a rank's shard.
-        device_type: of the tensors.
+        device: of the tensors.
 
     Returns:
-        the context of the sequence's first queries, and this rank's slots of later ones, int64.
+        the context of the sequence's first queries, and this rank's slots of later ones, int64 on the device.
     """
-    if local_tokens not in context.first_queries:
-        layout, options = context.layout_for(local_tokens, device_type), context.options
+    key = (local_tokens, device, active_fake_mode())
+    if key not in context.first_queries:
+        layout, options = context.layout_for(local_tokens, device.type), context.options
         count = max(1, int(layout.tokens * options.recompute))
         first = context_for(context.pattern & FirstQueries(count), layout, context.mesh, options)
         later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
-        context.first_queries[local_tokens] = first, torch.from_numpy(later)
-    return context.first_queries[local_tokens]
+        context.first_queries[key] = first, to_device(torch.from_numpy(later), device)
+    return context.first_queries[key]
 
 
 def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:

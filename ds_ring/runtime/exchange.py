@@ -80,6 +80,11 @@ class Exchange:
         self._latest: Pending | None = None
         self._device_watch = DeviceWatch.of(mesh)
 
+    @property
+    def deadline_s(self) -> float:
+        """Return the seconds that a wait may take now; `first_pass.py`'s [Note: compile skew]."""
+        return max(self.hop_timeout_s, self.mesh.use.patience_s)
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop at once; returns at once.
 
@@ -149,9 +154,9 @@ class Exchange:
         streams: Streams | None, sent: Sequence[Tensor], received: Sequence[Tensor],
     ) -> Pending:  # fmt: skip
         if streams is None:
-            return Pending(works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group)
+            return Pending(works, peers, self.mesh, place, self.deadline_s, sent, received, group)
         return Pending(
-            works, peers, self.mesh, place, self.hop_timeout_s, sent, received, group,
+            works, peers, self.mesh, place, self.deadline_s, sent, received, group,
             self._device_watch, streams,
         )  # fmt: skip
 

@@ -118,7 +118,9 @@ class Geometry:
             table = np.where(host < 0, NO_LABEL, part).astype(np.int32)
             # A tensor each: views of one would differ in their offset, and with it flex would compile anew.
             by_branch = (np.ascontiguousarray(one) for one in table.transpose(1, 0, 2))
-            labels.append(tuple(to_device(torch.from_numpy(one), device) for one in by_branch))
+            # The stride of one row is anything in numpy, and flex would compile anew for each.
+            rows = (torch.from_numpy(one).flatten().view(one.shape) for one in by_branch)
+            labels.append(tuple(to_device(one, device) for one in rows))
         return labels
 
 
@@ -146,18 +148,18 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
     """Return what the tables of a hop are made from; arguments as of `block_mask.hop_mask`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
-    q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block)
+    q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
     farthest = max(int((x.runs[:, 2] + (x.runs[:, 4] - 1) * x.runs[:, 3]).max()) for x in (q, k))
     assert farthest <= FARTHEST, f"position {farthest} does not fit into 32 bits"
-    branches = [branch for one in rule.branches_by_head for branch in one]
-    masks = any(branch.masks for branch in branches)
+    all_branches = [branch for one in rule.branches_by_head for branch in one]
+    masks = any(branch.masks for branch in all_branches)
     all_full = not (masks or positions_matter) and _is_all_full(tiles, q, k)
     if all_full:
-        bands = len({(branch.least, branch.most) for branch in rule.branches_by_head[0]})
-        shape = (len(rule.branches_by_head), len(rule.branches_by_head[0]), bands, rule.counts_twice)
+        branches = len(rule.branches_by_head[0])
+        shape = (len(rule.branches_by_head), branches, len(rule.bands), rule.counts_twice)
         what: tuple[Any, ...] = ("full", shape, *(x.slots().tobytes() for x in (q, k)))
     else:
-        kept = masks or positions_matter or any(not _anywhere(branch) for branch in branches)
+        kept = masks or positions_matter or any(not _anywhere(branch) for branch in all_branches)
         # Where only distances count, hops that are shifted look alike.
         start = 0 if kept else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
         runs = (x.runs - np.array([0, 0, start, 0, 0]) for x in (q, k))
@@ -183,7 +185,7 @@ def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> Side:
     runs = np.unique(np.stack(columns, axis=1), axis=0)
     slot, slot_step, _, _, length = runs.T
     first = int(slot.min()) // block * block
-    # Too few queries would make Inductor compile anew: the part begins earlier, or ends later.
+    # Too few slots would make Inductor compile anew: the part begins earlier, or ends later.
     if slots:
         first = min(first, (slots - shortest) // block * block)
     end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)

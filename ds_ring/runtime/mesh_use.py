@@ -29,7 +29,8 @@ class MeshUse:
     Attributes:
         closed: `RingMesh.close` was called.
         broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
-        shapes: of the passes so far; a first one compiles ([Note: compile skew]).
+        operations: kinds of passes so far; peers connect in a first one ([Note: compile skew]).
+        patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
         aborted: ids of the process groups that were aborted then.
         device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
     """
@@ -37,7 +38,8 @@ class MeshUse:
     def __init__(self) -> None:
         self.closed = False
         self.broken: RingPeerError | None = None
-        self.shapes: set[Hashable] = set()
+        self.operations: set[Hashable] = set()
+        self.patience_s = 0.0
         self.aborted: set[int] = set()
         self.device_watch: Settles | None = None
         self._process = os.getpid()

@@ -25,6 +25,7 @@ from ds_ring.runtime.prepared import PreparedBatch, PreparedPass, PreparedPasses
 from ds_ring.runtime.ring_buffers import RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.runtime.views import Pair, some_heads
+from ds_ring.schedule.head_chunks import head_bytes
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk, Round, Schedule, Send
@@ -143,8 +144,8 @@ class RingPass:
         # Bytes of one head in the smaller message; 0 on a ring of one, where chunks gain nothing, unless sums
         # stand in float32 beside the results, or heads come from the host.
         chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
-        head_bytes = min(k.nbytes, v.nbytes) // k.shape[1] if chunked else 0
-        return lower_rank(self.plan, backward=backward, head_bytes=head_bytes, chunk_bytes=self.chunk_bytes)
+        size = head_bytes(k, v) if chunked else 0
+        return lower_rank(self.plan, backward=backward, head_bytes=size, chunk_bytes=self.chunk_bytes)
 
     def _run(self, schedule: Schedule, prepared: PreparedPass, begin: Callable[[HeadChunk], Chunk]) -> None:
         """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""

@@ -1,17 +1,55 @@
-"""Move small tables to a device without making the host wait for it. Owns the copy, and indices of slots."""
+"""Move small tables to a device without making the host wait for it.
+
+Owns the copy, how much of what was copied is kept (`Kept`), and indices of slots.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_ring.masks.slot_ranges import SlotRanges, expand_ranges
 
-KEPT_BYTES = 256 << 20  # of indices; the ones used longest ago go
-_kept: OrderedDict[tuple[bytes, torch.device, Any], Tensor] = OrderedDict()
+KEPT_BYTES = 256 << 20  # of indices
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes.
+
+    Args:
+        most_bytes: that are kept; the latest one is kept however large it is.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self._found: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: Hashable) -> T | None:
+        """Return what is kept by a key."""
+        if key not in self._found:
+            return None
+        self._found.move_to_end(key)
+        return self._found[key][0]
+
+    def add(self, key: Hashable, value: T, nbytes: int) -> T:
+        """Keep a value, and let go of others until all fit; return it."""
+        # A running total: a sum over all that is kept would grow with every batch of documents.
+        self._found[key] = value, nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self.most_bytes and len(self._found) > 1:
+            self.nbytes -= self._found.popitem(last=False)[1][1]
+        return value
+
+
+_kept: Kept[Tensor] = Kept(KEPT_BYTES)
 
 
 def to_device(table: Tensor, device: torch.device) -> Tensor:
@@ -33,17 +71,17 @@ def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     key = (ranges.tobytes(), device, active_fake_mode())
     found = _kept.get(key)
     if found is None:
-        found = _kept[key] = to_device(torch.from_numpy(expand_ranges(ranges)), device)
-        while len(_kept) > 1 and sum(index.nbytes for index in list(_kept.values())) > KEPT_BYTES:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
+        index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
+        found = _kept.add(key, index, index.nbytes)
     return found
 
 
-def numbers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers as int64 [n] on a device, kept from call to call."""
-    key = (repr(numbers).encode(), device, active_fake_mode())
-    if key not in _kept:
-        _kept[key] = to_device(torch.tensor(numbers, dtype=torch.int64), device)
-    return _kept[key]
+@torch.inference_mode(False)  # a training step may read them, too
+def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
+    key = (numbers, device, dtype, active_fake_mode())
+    found = _kept.get(key)
+    if found is None:
+        tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+        found = _kept.add(key, tensor, tensor.nbytes)
+    return found

@@ -6,7 +6,7 @@ and from which length on heads wait on the host for the backward pass.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 MANY_CHUNKS = 16  # from so many on, one of them is small beside the shard
 CHUNK_BYTES_CPU = 1 << 20  # in rings of up to two
@@ -39,6 +39,11 @@ def heads_on_host(asked: bool | Literal["auto"], device_type: str, local_tokens:
         local_tokens: slots of a shard.
     """
     return device_type != "cpu" and local_tokens >= LONG_SHARD if asked == "auto" else asked
+
+
+def head_bytes(k: Any, v: Any) -> int:
+    """Return the bytes of one head in the smaller one of local K and V, [B, G, S, ...] tensors."""
+    return min(k.nbytes, v.nbytes) // int(k.shape[1])
 
 
 def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:

@@ -215,6 +215,7 @@ class RankPlan:
         group: query heads that share a K/V head.
         kv_heads: number of K/V heads G.
         schedules: what `lowering.py` made of it, by direction and sizes of chunks, kept from pass to pass.
+        compiled: calls for which nothing is left to compile, as `RingContext` knows them.
     """
 
     ring_rank: int
@@ -222,6 +223,7 @@ class RankPlan:
     group: int
     kv_heads: int
     schedules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    compiled: set[Any] = field(default_factory=set, repr=False, compare=False)
 
     def _total(self, amounts: list[int]) -> int:
         heads = [len(range(self.kv_heads)[head_class.kv_heads]) for head_class in self.classes]

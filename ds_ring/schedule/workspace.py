@@ -22,6 +22,8 @@ TRIANGLE = 128  # side of the smallest triangle
 ATEN_BACKWARD_BYTES = 1 << 20
 ATEN_FORWARD_BYTES = 5 << 17
 ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # queries of a call from which on a block has so many
+# Of flex's block tables that stay on the device: those of documents are new in each batch and fill all of it.
+KEPT_TABLE_BYTES = 64 << 20
 FLOAT = 4  # bytes of an element
 ROUNDED = 2  # of gradients that travel in bfloat16
 
@@ -140,13 +142,16 @@ def _copies(shape: HopShape, backward: bool) -> int:
 
 
 def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
-    """Count one call for the whole hop: out, its float32 form, the merge's weights; or dq, dk, dv, delta."""
+    """Count one call for the whole hop and the tables that are kept.
+
+    Forward out, its float32 form and the merge's weights; backward dq, dk, dv and delta.
+    """
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
     if backward:
         elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
-        return elements * shape.element_bytes + 2 * queries * FLOAT
+        return KEPT_TABLE_BYTES + elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
-    return queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
+    return KEPT_TABLE_BYTES + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
 
 
 # [Note: what FlashAttention allocates]

@@ -14,16 +14,15 @@ it is -inf, and +inf on the way back. Philox arguments are not read without drop
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ds_ring.runtime.kernels.flash_calls import FlashCall
 from ds_ring.runtime.kernels.flash_pieces import OPEN
 from ds_ring.runtime.kernels.interface import Rows
+from ds_ring.runtime.to_device import numbers_on
 from ds_ring.runtime.views import Two, Views
 
 INFINITY = float("inf")
@@ -192,18 +191,11 @@ def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     """Return cum_seq_q, cum_seq_k, max_q, max_k."""
     if not call.q_ends:
         return None, None, call.q_rows.length, call.k_rows.length
-    mode = like.fake_mode if isinstance(like, FakeTensor) else None
     queries, keys = (max(lengths) for lengths in zip(*call.lengths, strict=True))
     # with a max_q of 1 FlashAttention 2 takes it that every sequence has one query
-    return *_ends(call.q_ends, call.k_ends, like.device, mode), max(queries, 2), keys
-
-
-@lru_cache(maxsize=512)  # one copy to the device for all layers and steps
-def _ends(
-    q_ends: tuple[int, ...], k_ends: tuple[int, ...], device: torch.device, mode: FakeTensorMode | None
-) -> tuple[Tensor, Tensor]:
-    both = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
-    return both[0], both[1]
+    # One copy to the device for all layers and steps; the host does not wait for it.
+    ends = numbers_on((call.q_ends, call.k_ends), like.device, torch.int32)
+    return ends[0], ends[1], max(queries, 2), keys
 
 
 def _rows_of(

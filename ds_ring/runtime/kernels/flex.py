@@ -1,4 +1,4 @@
-"""Attend by FlexAttention, forward and backward, compiled once for all hops and layers.
+"""Attend by FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
 
 Owns the kernel; the functions that are compiled are flex_calls.py's. What is attended comes as tensors
 (`runtime/block_mask.py`): a compiled function sees no number that differs from hop to hop.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import HopMask, HopTensors, hop_mask
-from ds_ring.runtime.kernels.flex_calls import compiled_calls
-from ds_ring.runtime.kernels.flex_masks import ScoreTensors
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Rows
+from ds_ring.runtime.block_mask import Asked, HopMask, HopTensors, hop_mask, known_side, side_is_fixed
+from ds_ring.runtime.kernels.flex_calls import Constants, compiled_call, is_compiled
+from ds_ring.runtime.kernels.flex_masks import ScoreTensors, constants_of_function, constants_of_rule
+from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 from ds_ring.runtime.to_device import numbers_on
 
 ALL_HEADS = slice(None)
@@ -65,7 +67,7 @@ class FlexKernel:
         self._options = DEFAULTS | _checked_options(kernel_options)
         self._natural = self._options.get("BACKEND") == "FLASH"
         self._block = block_size
-        self._calls = compiled_calls(backend)
+        self._backend = backend
         # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
         able = operator_compiles() and scores is None
         self._recompute = recompute if recompute is not None else bool(backend) and not able
@@ -80,10 +82,10 @@ class FlexKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         if not len(tiles):
             return
-        mask = self._mask(q, tiles)
+        mask, constants = self._mask(q, tiles), self._constants_of_hop(Operands(q, k, v), tiles, scale)
         k, v = (_part(x, mask.k_rows) for x in (k, v))
         with torch.no_grad(), _no_autocast(q):
-            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, scale)
+            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, constants)
         yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
 
     def backward(
@@ -92,16 +94,22 @@ class FlexKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         if not len(tiles):
             return
-        mask = self._mask(q, tiles)
+        call = self._recomputed if self._recompute else self._operator
+        mask, slots = self._mask(q, tiles), k.shape[2]
+        operands = Operands(q, k, v, grad_out, grad_lse is not None)
+        constants = self._constants_of_hop(operands, tiles, scale)
         grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
         k, v = (_part(x, mask.k_rows) for x in (k, v))
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
         if grad_lse is not None:
             grad_lse = _part(grad_lse, mask.q_rows)
-        call = self._recomputed if self._recompute else self._operator
-        with _no_autocast(q):
-            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, scale, grad_lse)
-        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows(mask.k_rows), dq, dk, dv)
+        with _no_autocast(q), _autograd():
+            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
+        first, length = mask.k_rows
+        if slots < first + length:  # the key that `_part` has added
+            length = slots - first
+            dk, dv = dk[:, :, :length], dv[:, :, :length]
+        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows((first, length)), dq, dk, dv)
 
     def of_heads(self, heads: slice) -> FlexKernel:
         if self._scores is None:
@@ -109,6 +117,55 @@ class FlexKernel:
         found = copy(self)
         found._scores = self._scores.of(heads)
         return found
+
+    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+        """Return whether a pass is going to compile something, as far as anything but its tables says."""
+        q, k = operands.q, operands.k
+        wanted = set()
+        for hop, tiles in enumerate(part.hops):
+            if len(tiles):
+                # What arrives lies in the pool's buffers, which are never inference tensors.
+                inference = q.is_inference(), hop == 0 and k.is_inference()
+                wanted.add((_rule_of(tiles), self._side(q, k, tiles), inference))
+        heads = part.query_heads, part.kv_heads
+        return any(
+            side is None
+            or not is_compiled(self._backend, self._constants(operands, heads, rule, scale, inference), side)
+            for rule, side, inference in wanted
+        )
+
+    def _constants(
+        self, operands: Operands, heads: tuple[int, int], rule: BoundPattern, scale: float,
+        inference: tuple[bool, bool],
+    ) -> Constants:  # fmt: skip
+        """Return what the functions for these tensors are compiled for, but the side of a block."""
+        q, k, v, grad_out, has_grad_lse = operands
+        way = "forward" if grad_out is None else "recomputed" if self._recompute else "backward"
+        return Constants(
+            way,
+            q.device,
+            (q.dtype, k.dtype, v.dtype, None if grad_out is None else grad_out.dtype),
+            has_grad_lse,
+            inference,
+            q.shape[0] == 1,
+            0 if q.shape[2] >= SHORTEST else min(q.shape[2], 2),
+            (*heads, q.shape[3], v.shape[3]),
+            constants_of_rule(rule),
+            scale,
+            None if self._scores is None else constants_of_function(self._scores.mod.function),
+            tuple(self._options.items()),
+        )
+
+    def _constants_of_hop(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
+        q, k = operands.q, operands.k
+        inference = q.is_inference(), k.is_inference()
+        return self._constants(operands, (q.shape[1], k.shape[1]), _rule_of(tiles), scale, inference)
+
+    def _side(self, q: Tensor, k: Tensor, tiles: Tiles) -> int | None:
+        """Return the side of the blocks of a hop; None if nobody knows before its tables are made."""
+        if side_is_fixed(len(_rule_of(tiles).branches_by_head), q.shape[2], k.shape[2], self._block):
+            return self._block
+        return known_side(tiles, self._asked(q))
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
@@ -124,14 +181,18 @@ class FlexKernel:
             raise RingShapeError(
                 f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
             )
-        shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
-        return hop_mask(tiles, self._block, q.device, shortest, q.shape[2], scored)
+        return hop_mask(tiles, *self._asked(q))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, scale: float) -> tuple[Tensor, Tensor]:
+    def _asked(self, q: Tensor) -> Asked:
+        shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
+        return Asked(self._block, q.device, shortest, q.shape[2], scored)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, constants: Constants
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
-        out, lse = self._calls.forward(
-            q, k, v, _marked(mask.tensors), self._score_tensors(q), str(mask.block), scale, self._options
-        )
+        how = (_marked(mask.tensors), self._score_tensors(q), mask.block, constants.scale, self._options)
+        out, lse = compiled_call(self._backend, constants, mask.block)(q, k, v, *how)
         return out, lse if self._natural else lse * math.log(2)
 
     def _score_tensors(self, q: Tensor) -> ScoreTensors | None:
@@ -139,26 +200,25 @@ class FlexKernel:
             return None
         return ScoreTensors(self._scores.mod.function, numbers_on(tuple(self._scores.heads), q.device))
 
-    @torch.enable_grad()  # or a score_mod's joint graph would have no gradient; no input requires one
     def _operator(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
-        scale: float, grad_lse: Tensor | None,
+        constants: Constants, grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return (dq, dk, dv) by the operator; the lse is finite."""
         if not self._natural:  # of the lse in base 2, and its gradient
-            lse = _dynamic(lse / math.log(2), 2)
-            grad_lse = None if grad_lse is None else _dynamic(grad_lse * math.log(2), 2)
-        tensors, how = _marked(mask.tensors), (self._score_tensors(q), str(mask.block), scale, self._options)
-        return self._calls.backward(grad_out, q, k, v, out, lse, grad_lse, tensors, *how)
+            lse = _like_hops(lse / math.log(2))
+            grad_lse = None if grad_lse is None else _like_hops(grad_lse * math.log(2))
+        how = (_marked(mask.tensors), self._score_tensors(q), mask.block, constants.scale, self._options)
+        call = compiled_call(self._backend, constants, mask.block)
+        return call(grad_out, q, k, v, out, lse, grad_lse, *how)
 
-    @torch.enable_grad()
     def _recomputed(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
-        scale: float, grad_lse: Tensor | None,
+        constants: Constants, grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return the same by autograd of a recomputed hop; see [Note: the backward operator]."""
         leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-        out_hop, lse_hop = self._attend(*leaves, mask, scale)
+        out_hop, lse_hop = self._attend(*leaves, mask, constants)
         with torch.no_grad():
             weight = torch.exp(lse_hop - lse).unsqueeze(-1)
             grad = grad_out.to(weight.dtype)
@@ -199,8 +259,21 @@ def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
     """Return slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
     first, length = rows
     part = x.detach()[:, :, first : first + length].contiguous()
+    if part.shape[2] < length:  # one key, and another one without a label: a size of 1 is a constant
+        part = torch.cat([part, torch.zeros_like(part)], dim=2)
     strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
-    return _dynamic(part.as_strided(part.shape, strides), 2)
+    return _like_hops(part.as_strided(part.shape, strides))
+
+
+def _like_hops(x: Tensor) -> Tensor:
+    """Mark x [B, heads, S, ...]: samples and slots vary from call to call, other sizes are constants."""
+    torch._dynamo.mark_static(x, [1, *range(3, x.dim())])
+    return _dynamic(x, 2) if x.shape[0] == 1 else _dynamic(x, 0, 2)
+
+
+def _rule_of(tiles: Tiles) -> BoundPattern:
+    assert tiles.rule is not None, "flex: tiles that are cut from no rule"
+    return tiles.rule
 
 
 def _dynamic(x: Tensor, *dims: int) -> Tensor:
@@ -219,6 +292,17 @@ def _marked(tensors: HopTensors) -> HopTensors:
         _dynamic(table.counts, 2)
         _dynamic(table.blocks, 2, 3)
     return tensors
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Let autograd record: the ring's operators run below it.
+
+    A recomputed hop is differentiated, and so is a score_mod, for its joint graph.
+    """
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
+        yield
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:

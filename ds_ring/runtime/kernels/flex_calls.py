@@ -5,8 +5,10 @@ Owns what torch.compile compiles for the kernel `flex`, and the two functions as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+import itertools
+from collections.abc import Callable, Hashable
+from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,25 +26,18 @@ from ds_ring.runtime.kernels.flex_masks import ScoreTensors, block_mask_of, scor
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-class Calls(NamedTuple):
-    """Hold compiled functions; see `_forward` and `_backward` for what they take."""
-
-    forward: Call
-    backward: Call
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: HopTensors,
     scores: ScoreTensors | None,
-    block: str,
+    block: int,
     scale: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one hop; the lse as the operator has it."""
-    blocks = block_mask_of(mask, int(block)).as_tuple()
+    blocks = block_mask_of(mask, block).as_tuple()
     out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
     return out, lse
 
@@ -63,13 +58,13 @@ def _backward(
     grad_lse: Tensor | None,
     mask: HopTensors,
     scores: ScoreTensors | None,
-    block: str,
+    block: int,
     scale: float,
     options: dict[str, Any],
     joint: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
-    blocks, score_mod = block_mask_of(mask, int(block)).as_tuple(), score_mod_of(mask, scores)
+    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
     graph: Any = None if joint is None else partial(joint, score_mod)
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
@@ -97,14 +92,69 @@ def _gradient_of_score(
 
 
 # [Note: one compilation]
-# torch.compile makes constants of Python integers and of sizes that it was not told about. So everything that
-# differs from hop to hop enters as a tensor whose token dimensions are marked dynamic, the BlockMask is put
-# together inside the compiled function, and inputs are contiguous (strides are constants too). What remains
-# is compiled anew: another number of heads, head_dim, dtype, scale, number of branches, mask function, side
-# of a block (a text: an integer that changes would become a symbol).
-@lru_cache(maxsize=8)
-def compiled_calls(backend: str | None) -> Calls:
-    """Return the two functions, compiled by a backend of torch.compile; None leaves them as they are."""
+# torch.compile makes constants of Python values and of sizes that it was not told about. So everything that
+# differs from hop to hop enters as a tensor whose token dimensions are marked dynamic (the batch too, from 2
+# samples on), the BlockMask is put together inside the compiled function, and inputs are contiguous (strides
+# are constants too). `Constants` names the rest, and each value of it has a code object of its own: Dynamo
+# makes a size symbolic at the second value that a code object sees, which Inductor's CUDA lowering of flex
+# refuses for heads, and it refuses the ninth compilation of a code object. The same value says which pass
+# compiles, and so which deadline it has (first_pass.py): there is no second list.
+class Constants(NamedTuple):
+    """Hold what a compiled function takes for constants, beside the side of a block.
+
+    Attributes:
+        way: "forward", "backward", or "recomputed", the forward function with gradients.
+        device: of the tensors.
+        dtypes: of queries, of K, of V and of the gradient of the output (None in a forward pass).
+        has_grad_lse: there is a gradient of the lse.
+        inference: queries and keys are inference tensors.
+        one_sample: the batch is 1.
+        queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
+        sizes: query heads, K/V heads, head_dim of queries and of values.
+        rule: what of the mask stands in the code, `flex_masks.constants_of_rule`.
+        scale: of the scores.
+        scores: the score_mod, `flex_masks.constants_of_function`; None for none.
+        options: of FlexAttention, as pairs.
+    """
+
+    way: str
+    device: torch.device
+    dtypes: tuple[torch.dtype | None, ...]
+    has_grad_lse: bool
+    inference: tuple[bool, bool]
+    one_sample: bool
+    queries: int
+    sizes: tuple[int, int, int, int]
+    rule: Hashable
+    scale: float
+    scores: Hashable
+    options: tuple[tuple[str, Any], ...]
+
+
+_compiled: dict[tuple[str | None, Constants, int], Call] = {}
+
+
+def is_compiled(backend: str | None, constants: Constants, block: int) -> bool:
+    """Return whether `compiled_call` has been asked for this function before, or need not compile it."""
+    return backend is None or (backend, constants, block) in _compiled
+
+
+def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
+    """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
+    key = (backend, constants, block)
+    if key not in _compiled:
+        _compiled[key] = _made(backend, constants)
+    return _compiled[key]
+
+
+def _made(backend: str | None, constants: Constants) -> Call:
+    call: Any = _backward if constants.way == "backward" else _forward
     if backend is None:
-        return Calls(_forward, partial(_backward, joint=_gradient_of_score))
-    return Calls(*(torch.compile(call, backend=backend, fullgraph=True) for call in (_forward, _backward)))
+        return partial(call, joint=_gradient_of_score) if call is _backward else _forward
+    # Dynamo keeps what it has seen of a function's inputs by file, line and name.
+    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
+    own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+_numbers = itertools.count()

@@ -1,19 +1,57 @@
 """Make FlexAttention's mask_mod, score_mod and BlockMask from the tensors of a hop.
 
 Owns the functions that stand inside the compiled kernel. What they read are captured tensors, so that one
-compiled function serves all hops ([Note: one compilation] in flex.py).
+compiled function serves all hops ([Note: one compilation] in flex_calls.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ds_ring.masks.pattern import BoundPattern
 from ds_ring.runtime.block_mask import BandTensors, HopTensors
+
+
+class Same:
+    """Hold an object that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def constants_of_rule(rule: BoundPattern) -> Hashable:
+    """Return what `block_mask_of` and `score_mod_of` make constants of, for all hops with this rule."""
+    functions = tuple(tuple(map(constants_of_function, band[2])) for band in rule.bands)
+    branches = (len(rule.branches_by_head), len(rule.branches_by_head[0]))
+    return (*branches, functions, len(rule.mask_heads), rule.counts_twice)
+
+
+def constants_of_function(function: object) -> Hashable:
+    """Return what torch.compile makes constants of in a caller's function, or in what one captured.
+
+    Dynamo knows a function by its code; a captured tensor is an input, of a fixed shape.
+    """
+    if isinstance(function, FunctionType):
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+        return Same(function.__code__), constants_of_function((*captured, *(function.__defaults__ or ())))
+    if isinstance(function, Tensor):
+        return function.dtype, function.device, function.shape, function.stride(), function.requires_grad
+    if isinstance(function, tuple):
+        return tuple(map(constants_of_function, function))
+    plain = function is None or isinstance(function, (bool, int, float, str))
+    return (type(function), function) if plain else Same(function)
 
 
 class ScoreTensors(NamedTuple):

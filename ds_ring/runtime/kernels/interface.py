@@ -7,7 +7,7 @@ accumulates nor communicates. The ring pass adds the parts up, in float32, in on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -278,6 +278,45 @@ class Kernel(Protocol):
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         """Return the (query, key) pairs per head that the kernel really multiplies, waste included."""
         ...
+
+
+class HeadsOfPass(NamedTuple):
+    """Hold what one kind of heads is computed with in a pass on this rank.
+
+    Attributes:
+        query_heads, kv_heads: numbers of heads of a call.
+        hops: tiles by hop, some of them empty; those of the own shard first.
+    """
+
+    query_heads: int
+    kv_heads: int
+    hops: Sequence[Tiles]
+
+
+class Operands(NamedTuple):
+    """Hold the tensors of a pass on this rank, of all heads; gradients are those of a backward pass.
+
+    q [B, H, S, D], k [B, G, S, D], v [B, G, S, E], grad_out [B, H, S, E].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor | None = None
+    has_grad_lse: bool = False
+
+    @property
+    def description(self) -> tuple[Hashable, ...]:
+        """Return shapes and whatever else a compiler may look at; not the values."""
+        tensors = (x for x in self[:4] if x is not None)
+        each = ((x.shape, x.dtype, x.device, x.is_inference()) for x in tensors)
+        return (*each, self.grad_out is None, self.has_grad_lse)
+
+
+def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
+    """Return whether a pass is going to compile something; no for a kernel without a method `compiles`."""
+    says = getattr(kernel, "compiles", None)
+    return says is not None and any(says(operands, part, scale) for part in parts)
 
 
 def views_of(kernel: Kernel) -> Views:

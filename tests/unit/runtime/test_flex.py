@@ -23,13 +23,16 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import BlockTable, HopTensors, hop_mask
+from ds_ring.runtime import block_mask
+from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, hop_mask
 from ds_ring.runtime.hop_geometry import geometry_of
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.merge import merge_
+from ds_ring.runtime.to_device import Kept
 from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
 from tests.hops import ring_hops
 from tests.masks import MASKS, attention_by_mask, patterns
@@ -182,6 +185,23 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
         tensors, block = hop_mask(tiles, 128, CPU, 128, shard)[2:]
         visited = int(tensors.partial_rows.counts.sum() + tensors.full_rows.counts.sum()) * block**2
         assert visited <= 1.01 * tiles.pairs.sum()
+
+
+def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch has new ones: a sum over all that are kept took 0.76 s a batch after 6,400 batches."""
+    measured, nbytes = [], HopTensors.nbytes.fget
+    monkeypatch.setattr(HopTensors, "nbytes", property(lambda x: measured.append(x) or nbytes(x)))
+    kept = Kept[HopMask](40_000)
+    monkeypatch.setattr(block_mask, "_kept", kept)
+    layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
+    for seed in range(50):
+        pattern = Documents(document_ids(TOKENS, seed=seed)) & Causal()
+        tiles = build_plan(pattern, layout).rank(0).classes[0].hops[0].tiles
+        assert hop_mask(tiles, 16, CPU) is hop_mask(tiles, 16, CPU)
+    assert len(measured) == 50
+    assert 1 < len(kept) < 50 and kept.nbytes <= 40_000
+    assert kept.nbytes == sum(nbytes(value.tensors) for value, _ in kept._found.values())
+    assert KEPT_TABLE_BYTES == 64 << 20
 
 
 class OperatorCount(TorchDispatchMode):

@@ -18,9 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Causal, Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores
+from ds_ring.runtime.contexts import context_for, first_queries
 from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.options import Options
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for
@@ -35,10 +39,13 @@ def mesh() -> Iterator[RingMesh]:
         yield mesh
 
 
-def ring_pass(mesh: RingMesh, pattern: Pattern, layout_name: str, scores: Scores | None = None) -> RingPass:
+def ring_pass(
+    mesh: RingMesh, pattern: Pattern, layout_name: str, scores: Scores | None = None,
+    kernel: Kernel | None = None,
+) -> RingPass:  # fmt: skip
     layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=RING)
     plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
-    kernel = FlexKernel(BLOCK, None, recompute=False, scores=scores)
+    kernel = kernel or FlexKernel(BLOCK, None, recompute=False, scores=scores)
     return RingPass(plan.rank(RANK), kernel, Exchange(mesh), 0.125, chunk_bytes=1 << 14, buffers=mesh.buffers)
 
 
@@ -76,6 +83,26 @@ def test_documents_of_another_batch_wait_for_nothing_either(mesh: RingMesh) -> N
             pattern = Documents(document_ids(TOKENS, seed=seed)) & Causal()
             waits = one_pass(ring_pass(mesh, pattern, "zigzag"), *operands())
     assert not waits.found, (len(waits.found), sorted(set(waits.found)))
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if not PATTERNS[name](TOKENS).masks])
+def test_a_pass_of_flash_waits_for_nothing_not_even_the_first_of_its_shape(mesh: RingMesh, name: str) -> None:
+    """Documents are variable lengths, which go over from pinned memory."""
+    with FakeTensorMode():
+        one_pass(ring_pass(mesh, Causal(), "striped", kernel=FlashKernel()), *operands())  # starts threads
+        made = ring_pass(mesh, PATTERNS[name](TOKENS), "zigzag", kernel=FlashKernel())
+        waits = one_pass(made, *operands())
+    assert waits.operators.count("_flash_attention_forward") > 1, "nothing was computed"
+    assert waits.ordered >= 2, "no work was waited for by a stream"
+    assert not waits.found, (len(waits.found), sorted(set(waits.found)))
+
+
+def test_slots_of_kept_rows_go_over_once_and_without_a_wait(mesh: RingMesh) -> None:
+    context = context_for(Causal(), "zigzag", mesh, Options(recompute=0.5))
+    with FakeTensorMode(), HostWaits().watching() as waits:
+        slots = [first_queries(context, TOKENS // RING, torch.device("cuda:0"))[1] for _ in range(3)]
+    assert slots[0].device.type == "cuda" and slots[0] is slots[1] is slots[2]
+    assert waits.operators.count("_to_copy") == 1 and not waits.found, waits.operators
 
 
 def test_changed_scores_wait_for_nothing(mesh: RingMesh) -> None:
