@@ -116,6 +116,8 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
     try:
         config = shrink(read_config(request.source), request.tokens, request.layers, request.changes)
         head = request.head or usual_head(config)
+        if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
+            config.is_decoder = True  # BERT's and Reformer's: they predict the next token as decoders only
         model = build(config, head, request.seed)
     except RingConfigError as error:
         return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]

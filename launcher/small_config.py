@@ -28,18 +28,19 @@ _SIZES: dict[int, tuple[str, ...]] = {
     VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
     HIDDEN: (
         "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "lru_width",
-        "attention_hidden_size", "output_embedding_size",
+        "attention_hidden_size", "output_embedding_size", "emb_dim",
     ),
     96: ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "dff", "encoder_ffn_dim",
-         "decoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size"),
-    128: ("ffn_hidden_size", "mamba_expand_dim"),
+         "decoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size", "d_inner",
+         "encoder_hash_byte_group_vocab"),
+    128: ("ffn_hidden_size", "mamba_expand_dim", "mamba_d_ssm"),
     32: ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
          "kv_lora_rank", "expert_ffn_hidden_size", "relative_attention_max_distance",
          "hidden_size_per_layer_input"),
     24: ("q_lora_rank",),
     HEAD_DIM: ("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "mamba_d_head",
                "linear_value_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state", "chunk_size",
-               "mamba_chunk_size", "attention_head_dim"),
+               "mamba_chunk_size", "attention_head_dim", "d_head"),
     8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
     HEADS: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
@@ -67,6 +68,28 @@ _LEFT_OPEN = {
     "num_key_value_heads": HEADS,
     "head_dim": HEAD_DIM,
     "num_experts_per_tok": 2,
+}
+# By model type: what its defaults leave open, or what must fit a size that was made smaller.
+_OF_TYPES: dict[str, Values] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots1": {"n_routed_experts": HEADS, "n_shared_experts": 1},
+    "dots3_note_text": {"head_dim": HEAD_DIM + 8},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
 }
 _DROPOUTS = (
     "dropout",
@@ -113,22 +136,30 @@ def shrink(
         changes: values of the configuration that are set before it shrinks; windows among them stay.
     """
     try:
-        config = config.get_text_config()
+        config = config.get_text_config(decoder=True if config.model_type.startswith("musicgen") else None)
     except ValueError as error:  # a model of several, of sound and text say
         raise RingConfigError(f"{config.model_type}: {error}") from error
     values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
     values = {key: value for key, value in values.items() if key not in _DERIVED}
     values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
-    _shrink_layers(values, layers)
-    _shrink_sizes(values)
+    for part in (values, *(part for key, part in values.items() if key.endswith("_config") and part)):
+        _shrink_layers(part, layers)
+        _shrink_sizes(part)
     _shrink_lengths(values, tokens)
     _keep_tokens_known(values)
     _take_dropout_out(values)
     values |= {name: value for name, value in (changes or {}).items() if name in _WINDOWS}
+    for name, value in _OF_TYPES.get(config.model_type, {}).items():
+        values[name] = values[name] | value if isinstance(values.get(name), dict) else value
     return _made(config.model_type, values)
 
 
 def _made(model_type: str, values: Values) -> PreTrainedConfig:
+    if model_type.endswith("_assistant"):  # Gemma 4's
+        raise RingConfigError(
+            f"{model_type}: expected a model that runs by itself, got one that drafts tokens from the keys of"
+            " another model; check that one"
+        )
     try:
         made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except Exception as error:  # transformers validates with errors of its own
@@ -172,7 +203,7 @@ def _shrink_layers(values: Values, at_least: int) -> None:
 
 def _shrink_sizes(values: Values) -> None:
     heads = next((values[key] for key in _SIZES[HEADS][:5] if isinstance(values.get(key), int)), None)
-    if values.get("query_pre_attn_scalar") == values.get("head_dim"):  # Gemma's own name for it
+    if values.get("query_pre_attn_scalar", 0) == values.get("head_dim"):  # Gemma's own name for it
         values["query_pre_attn_scalar"] = HEAD_DIM
     if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
         values["head_dim"] = 8
@@ -180,6 +211,11 @@ def _shrink_sizes(values: Values) -> None:
         for name in names:
             if isinstance(values.get(name), int) and not isinstance(values[name], bool):
                 values[name] = min(values[name], largest)
+    width = (values.get("mamba_expand") or 0) * HIDDEN  # of Mamba 2's heads together
+    if width and isinstance(values.get("mamba_d_head"), int):
+        values["mamba_d_head"] = width // values["mamba_n_heads"]
+    if "expand" in values and isinstance(values.get("num_heads"), int):  # Mamba 2 itself
+        values["head_dim"] = values["expand"] * values["hidden_size"] // values["num_heads"]
     for name in _KEY_VALUE_HEADS:
         if isinstance(values.get(name), int) and heads:
             values[name] = HEADS if values[name] == heads else min(values[name], 2)

@@ -84,7 +84,12 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     if head not in HEADS:
         raise RingConfigError(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
     class_name, families = HEADS[head]
-    if config.model_type not in families:
+    make = getattr(transformers, class_name).from_config
+    # Of the text part of Emu 3 and Mllama transformers makes a model, but not by its model type.
+    outer = next((families[one] for one in families if config.model_type.startswith(f"{one}_")), None)
+    if config.model_type not in families and outer is not None:
+        make = getattr(transformers, outer)._from_config
+    elif config.model_type not in families:
         having = [name for name, one in HEADS.items() if config.model_type in one.families]
         raise RingConfigError(
             f"{config.model_type}: expected a model with the head {head}, transformers has none of that type;"
@@ -92,7 +97,6 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
         )
     if head == "sequence-classification" and config.pad_token_id is None:
         config.pad_token_id = 0  # transformers asks for one to find the last token of each sample
-    make = getattr(transformers, class_name).from_config
     try:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in make(config).parameters())

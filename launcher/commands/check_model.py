@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from .parsers import Commands, add_command, add_json, refuse_extra, require_deadline, require_sizes
@@ -26,8 +28,10 @@ examples:
   ds-ring check-model mistral --config ds_config.json       with the section of a DeepSpeed JSON
   ds-ring check-model gemma2 --batch packed                 with "documents": true
   ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
+  ds-ring check-model --all --jobs 2                        every causal language model of transformers
 
-prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ);
+prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ), and with
+--all a row for each model type, "no model" among them where no small model can be made of its defaults;
 exit status 0 for exact and refused, 1 for WRONG, 2 for wrong input
 """
 _HEADS = (
@@ -35,6 +39,7 @@ _HEADS = (
     "token-classification", "base",
 )  # fmt: skip
 _FORMS = ("plain", "padded", "packed")
+_RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
 _SHOWN = 12
 
 
@@ -42,8 +47,15 @@ def add(commands: Commands) -> None:
     """Add the command."""
     check = add_command(commands, "check-model", run, _HELP, _DESCRIPTION, _EXAMPLE)
     check.add_argument(
-        "model", metavar="CONFIG|NAME", help="a config.json, its folder, or a model type: llama"
+        "model",
+        metavar="CONFIG|NAME",
+        nargs="?",
+        help="a config.json, its folder, or a model type: llama",
     )
+    check.add_argument(
+        "--all", action="store_true", help="each model type of transformers with that head (causal-lm)"
+    )
+    check.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: N types at once")
     check.add_argument("--ring-size", type=int, metavar="P", help="default: the section's, or 2")
     check.add_argument("--tokens", type=int, default=61, metavar="T", help="of each sample (default 61)")
     check.add_argument("--layers", type=int, default=2, metavar="N", help="at least so many (default 2)")
@@ -75,21 +87,56 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
                 f"--{name}: expected at least {least}, got {getattr(options, name)}; raise it"
             )
     require_deadline(options.deadline_seconds)
+    if options.all == (options.model is not None):
+        raise RingConfigError("model: expected a configuration, a model type or --all, and one of them only")
+    if not 1 <= options.jobs <= 64:
+        raise RingConfigError(f"--jobs: expected 1 to 64, got {options.jobs}")
     asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
-    asked |= {"source": options.model, "section": section, "forms": (options.batch,)}
-    deadline_s = options.deadline_seconds
+    asked |= {"section": section, "forms": (options.batch,)}
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported
         _import(options.model)
         sys.stdout.flush()
-    try:
-        reports = run_ranks(_check, processes, (asked,), threads=1, deadline_s=deadline_s, imported=True)
-    except RanksError as error:  # what a rank refuses it reports: these have crashed, or hang
-        reports = [{"source": options.model, "model": "", "result": "WRONG", "reason": str(error)}]
-    report = reports[0]
+
+    def check(source: str) -> dict[str, Any]:
+        told = (asked | {"source": source},)
+        try:
+            reports = run_ranks(
+                _check, processes, told, threads=1, deadline_s=options.deadline_seconds, imported=True
+            )
+        except RanksError as error:  # what a rank refuses it reports: these have crashed, or hang
+            return {"source": source, "model": "", "result": "WRONG", "reason": str(error)}
+        report: dict[str, Any] = reports[0]
+        return report
+
+    if options.all:
+        asked["head"] = options.head or "causal-lm"
+        return _check_all(check, _types(asked["head"]), options)
+    report = check(options.model)
     if report["result"] == "invalid":
         raise RingConfigError(report["reason"])
     print(json.dumps(report) if options.json else _text(report))
     return 1 if report["result"] == "WRONG" else 0
+
+
+def _types(head: str) -> list[str]:
+    """Return the model types of transformers that have a head."""
+    from ds_ring_launcher.small_model import HEADS
+
+    return sorted(HEADS[head].families)
+
+
+def _check_all(check: Callable[[str], dict[str, Any]], types: list[str], options: argparse.Namespace) -> int:
+    """Print a row for each model type as soon as those before it are done, then the counts."""
+    counts: Counter[str] = Counter()
+    with ThreadPool(options.jobs) as pool:  # of daemon threads, which a forked rank does not wait for
+        for report in pool.imap(check, types):
+            counts[report["result"]] += 1
+            row = f"{_RESULTS[report['result']]:<9} {report['source']}"
+            reason = " ".join(report["reason"].split())
+            print(json.dumps(report) if options.json else row + f": {reason}" * bool(reason), flush=True)
+    if not options.json:
+        print(f"{len(types)} model types: " + ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS))
+    return 1 if counts["WRONG"] else 0
 
 
 def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
@@ -108,13 +155,14 @@ def _section(options: argparse.Namespace) -> tuple[dict[str, Any] | None, int]:
     return section | {"ring_size": ring_size}, ring_size * config.ulysses_size
 
 
-def _import(model: str) -> None:
+def _import(model: str | None) -> None:
     """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
     from ds_ring_launcher.small_config import read_config
 
-    read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
+    if model is not None:
+        read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
     import ds_ring_launcher.model_check  # noqa: F401
 
 

@@ -8,6 +8,8 @@ number of ranks. DS_RING_ROUNDS=3 takes each family with all forms of a batch (p
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -21,7 +23,6 @@ EXACT = "exact"
 BYPASSES = "bypasses transformers' attention interface"
 ENCODER_DECODER = "it is an encoder-decoder, whose cross attention reads a second sequence"
 POOLED = "with a head on engine.ring.gather(output.last_hidden_state): [:, 0]"
-RECURRENT = "carries a recurrent state"
 
 # (family, what the request says beside it, "exact" or a part of the reason for which it is refused)
 EXACTLY = """
@@ -52,12 +53,13 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("doge", {}, "keep_window_size keeps the keys with the largest learned terms"),
     *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
     *((family, {}, EXACT) for family in ("stablelm", "falcon")),
+    *((family, {"head": "causal-lm"}, EXACT) for family in ("hrm_text", "xmod")),
     ("biogpt", {}, "it hides single tokens (padding)"),
     ("nemotron", {"section": {"attention": "as_is"}}, EXACT),
     ("nemotron", {}, "the model does not hand its keyword arguments down to attention"),
-    ("recurrent_gemma", {}, RECURRENT),
+    ("recurrent_gemma", {}, "mix tokens otherwise than by a fixed pattern of attention"),
     ("mobilebert", {}, "trigram_input"),
-    ("minimax", {}, "linear_attention mix tokens without attention"),
+    ("minimax", {}, "linear_attention mix tokens otherwise than by a fixed pattern of attention"),
     *(("llama", {"changes": {"rope_parameters": rope}}, EXACT) for rope in (DYNAMIC, YARN, LONGROPE)),
     *(
         (one, {"changes": {"output_router_logits": True}}, EXACT)
@@ -169,3 +171,42 @@ def test_a_lost_payload_is_found_and_its_layer_named(rank_pool):
 def test_a_raw_error_is_no_refusal(rank_pool):
     (report,) = rank_pool(2).run(with_a_crash)[0]
     assert report.result == "WRONG" and "crash: KeyError" in report.reason
+
+
+# Of model types whose defaults leave something open, or whose sizes must fit each other when they are small.
+MADE_BY_HAND = """
+    bamba blt cohere_compass_text dbrx dots1 dots3_note emu3 falcon_h1 gemma3n git hrm_text lfm2_moe mamba2
+    musicgen qwen4_exp reformer xlm xlnet zamba
+"""
+
+
+@pytest.mark.parametrize("family", MADE_BY_HAND.split())
+def test_a_small_model_can_be_made(family):
+    from ds_ring_launcher.small_config import read_config, shrink
+    from ds_ring_launcher.small_model import build
+
+    config = shrink(read_config(family), tokens=61)
+    config.is_decoder = True
+    assert build(config, "causal-lm", seed=0).training
+
+
+ALL = """
+import os
+from ds_ring_launcher import model_check
+from ds_ring_launcher.cli import main
+from ds_ring_launcher.commands import check_model
+
+make = model_check.build
+model_check.build = lambda config, *others: os._exit(3) if config.model_type == "olmo" else make(config, *others)
+check_model._types = lambda head: ["gemma4_assistant", "bert", "olmo", "mamba2"]
+raise SystemExit(main(["check-model", "--all", "--jobs", "2"]))
+"""
+
+
+def test_all_has_a_row_for_each_type_also_for_one_that_crashes():
+    done = subprocess.run([sys.executable, "-c", ALL], capture_output=True, text=True, timeout=300)
+    rows = [line.partition(":")[0].split() for line in done.stdout.splitlines() if line[0] != "["]
+    assert rows[:2] == [["no", "model", "gemma4_assistant"], ["exact", "bert"]], done.stderr
+    assert rows[2:4] == [["WRONG", "olmo"], ["refused", "mamba2"]]
+    assert done.stdout.endswith("4 model types: 1 exact, 1 refused, 1 no model, 1 WRONG\n")
+    assert done.returncode == 1

@@ -47,9 +47,11 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))
     layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    named = ", ".join(sorted(layers))
     reasons = {
+        # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.
+        f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
         "it carries a recurrent state from token to token": model._is_stateful,
-        f"its layers {', '.join(sorted(layers))} mix tokens without attention": bool(layers),
         "it takes no position_ids": not takes_positions(type(model)),
         "it convolves tokens": _convolves(model),
     }

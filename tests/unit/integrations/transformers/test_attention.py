@@ -165,7 +165,7 @@ IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
     ),
     "Lfm2": (
         lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-        "its layers conv mix tokens without attention",
+        "its layers conv mix tokens otherwise than by a fixed pattern of attention",
     ),
 }
 
