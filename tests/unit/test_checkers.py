@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +19,9 @@ from ds_ring.integrations.deepspeed.comparison import Numbers, Tolerance, beyond
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard
+from tests.integration import test_documents as documents
 from tests.merge_cases import cases, wrong
-from tools import check_generation, check_long, check_plan, check_training, fault_campaign, soak
+from tools import bench_host, check_generation, check_long, check_plan, check_training, fault_campaign, soak
 
 NAN = float("nan")
 
@@ -301,5 +303,33 @@ def test_the_rule_of_machine_paths_finds(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("pip install --index" + "-url https://mirror\n")
     monkeypatch.setattr(architecture, "ROOT", tmp_path)
     monkeypatch.setattr(architecture, "tracked_files", lambda: [path])
-    with pytest.raises(AssertionError, match="index.url"):
+    with pytest.raises(AssertionError, match="seeded"):
         architecture.test_no_machine_paths_in_tracked_files()
+
+
+@pytest.mark.parametrize("target", ["nowhere.md", "README.md#no-such-heading", "#no-such-heading"])
+def test_the_test_of_links_finds(target: str) -> None:
+    with pytest.raises(AssertionError):
+        documents.test_link_leads_somewhere("README.md", target)
+
+
+@pytest.mark.parametrize("command", ["ds-ring no-such-command", "ds-ring plan --no-such-option 1"])
+def test_the_test_of_commands_finds(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, SystemExit)):
+        documents.test_inline_command_is_understood("README.md", command, monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["see `runtime/no_such_file.py`", "`NO_SUCH_NAME` in `runtime/exchange.py`"])
+def test_the_test_of_named_files_finds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seeded.md").write_text(text)
+    (tmp_path / "ds_ring").symlink_to(documents.ROOT / "ds_ring")
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    with pytest.raises(AssertionError):
+        documents.test_files_and_names_in_them_are_there("seeded.md")
+
+
+def test_bench_host_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = argparse.Namespace(ring_size=4, rounds=3, slots=16, profile=None)
+    for goal, within in ((1e9, True), (1e-9, False)):
+        monkeypatch.setattr(bench_host, "GOALS_US", {"forward": 1e9, "backward": goal})
+        assert bench_host.measure(bench_host.CAUSAL, "zigzag", given, whole_merge=False) is within
