@@ -68,6 +68,7 @@ IMPORTERS = {
     "integrations.compile.graph_positions": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
+    "integrations.deepspeed.sample_times": {"runtime.exchange"},  # measures it
     "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
     "integrations.deepspeed.stop_request": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks

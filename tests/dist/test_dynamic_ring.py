@@ -107,6 +107,7 @@ class Step(NamedTuple):
     losses: list[float]
     gradients: dict[str, Tensor]
     rings: list[int]  # size of this rank's ring in each batch
+    rates: Any = None  # what the job measured, if it did
 
 
 def steps_on_ring(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Step]:
@@ -122,7 +123,7 @@ def _step_on_ring(rank: int, case: Case) -> Step:
     with timed_by_machine(case):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
-    found = Step([], {}, [])
+    found = Step([], {}, [], getattr(engine.ring.dynamic.times, "rates", None))
     for batch in islice(engine.ring.loader(texts, case.batch, **options_of(case, texts)), case.accumulation):
         loss = engine(**batch).loss
         engine.backward(loss)
@@ -186,6 +187,8 @@ def test_gradients_are_those_of_one_process(rank_pool, world):
         for found in by_rank:
             assert found[name].losses == pytest.approx(expected.losses, rel=1e-5), name
             sizes |= set(found[name].rings)
+            assert (found[name].rates is not None) == case.measured
+            assert found[name].rates == by_rank[0][name].rates, f"{name}: ranks would divide differently"
         gradients = by_rank[0][name].gradients
         assert gradients.keys() == expected.gradients.keys()
         for parameter, gradient in expected.gradients.items():

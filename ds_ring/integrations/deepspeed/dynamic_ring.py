@@ -1,8 +1,8 @@
 """Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
 
 Owns which samples a rank reads of each batch, how they become one batch of its ring, and the start. The
-division is `schedule/sub_rings.py`'s, its seconds `estimator/sample_times.py`'s; the path from there to the
-model is the session's.
+division is `schedule/sub_rings.py`'s, its seconds `sample_times.py`'s; the path from there to the model is
+the session's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.estimator.model_shape import ModelShape
-from ds_ring.estimator.sample_times import measure_times
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
 from ds_ring.integrations.deepspeed.packed_rows import PackedRows, Piece, part_of
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
+from ds_ring.integrations.deepspeed.sample_times import ModelSizes, measure_times
 from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.sub_rings import make_sub_rings
@@ -68,12 +67,12 @@ class DynamicRing:
     meshes: dict[int, RingMesh] = field(default_factory=dict)
     times: Times | None = None
 
-    def start(self, shape: ModelShape, session: Any, dtype: torch.dtype) -> None:
+    def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
         """Make the smaller rings and measure the machine. Collective over the world."""
         mesh = session.mesh
         self.meshes = make_sub_rings(mesh)
         if mesh.ring_size > 1:
-            self.times = measure_times(shape, session.config, mesh, session.device, dtype)
+            self.times = measure_times(sizes, session.config, mesh, session.device, dtype)
 
     def assign(self, pieces: Sequence[Piece], most_tokens: int, packed: bool, mesh: RingMesh) -> Assigned:
         """Return this rank's part of a batch."""
@@ -193,7 +192,7 @@ def _nothing(row: dict[str, Tensor]) -> dict[str, Tensor]:
     return first | {"attention_mask": torch.zeros(1, dtype=torch.int64)}
 
 
-def shape_of(model: torch.nn.Module) -> ModelShape:
+def sizes_of(model: torch.nn.Module) -> ModelSizes:
     """Return the sizes of a transformers model, which a sample's seconds follow from.
 
     Raises:
@@ -214,7 +213,7 @@ def shape_of(model: torch.nn.Module) -> ModelShape:
             f" {type(model).__name__} without {', '.join(missing)}; set dynamic_ring to false"
         )
     heads, hidden = sizes["heads"], sizes["hidden"]
-    return ModelShape(
+    return ModelSizes(
         **sizes,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or max(hidden // heads, 1),

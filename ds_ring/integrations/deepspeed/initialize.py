@@ -29,7 +29,7 @@ from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.deepspeed.auto_values import resolve_auto
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, agree_on_ranks_per_node
 from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
-from ds_ring.integrations.deepspeed.dynamic_ring import shape_of
+from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evaluates, without_optimizer
 from ds_ring.integrations.deepspeed.features import refuse_direct_backward, refuse_features
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
@@ -98,14 +98,14 @@ def initialize(
     session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
-    shape = shape_of(model) if ring_config.dynamic_ring else None
+    sizes = sizes_of(model) if ring_config.dynamic_ring else None
     engine, engine_optimizer, _, scheduler = culprits_named(_start_engine, session.mesh)(
         args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
         dist_init_required=dist_init_required, collate_fn=collate_fn,
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )  # fmt: skip
-    _give_session(engine, session, shape)
+    _give_session(engine, session, sizes)
     teach_compile(engine, session, attached)
     _wrap_methods(engine, session, first_batch, trains)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
@@ -247,10 +247,10 @@ def init_distributed(
     return torch.device(get_accelerator().device_name(local_rank))
 
 
-def _give_session(engine: DeepSpeedEngine, session: RingSession, shape: Any) -> None:
+def _give_session(engine: DeepSpeedEngine, session: RingSession, sizes: Any) -> None:
     """Give the engine `engine.ring`, and make each forward find out where its batch lies.
 
-    Collective where the ring is dynamic: `shape` is the model's then, and None elsewhere.
+    Collective where the ring is dynamic: `sizes` are the model's then, and None elsewhere.
     """
     # A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
     engine.ring = session
@@ -263,9 +263,9 @@ def _give_session(engine: DeepSpeedEngine, session: RingSession, shape: Any) -> 
     engine.register_forward_pre_hook(find_sharding, with_kwargs=True)
     use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
     engine.forward = use.wrap(engine.forward)
-    if shape is not None:
+    if sizes is not None:
         dtype = next(engine.module.parameters()).dtype
-        culprits_named(session.dynamic.start, session.mesh)(shape, session, dtype)
+        culprits_named(session.dynamic.start, session.mesh)(sizes, session, dtype)
 
 
 def _training_loader(
