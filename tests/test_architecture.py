@@ -116,7 +116,7 @@ OF_TORCH_DISTRIBUTED = {
     "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
 }  # fmt: skip
 # Methods of a group's backend send as well.
-ASKS_FOR_A_BACKEND = {"runtime.exchange", "runtime.stuck_groups"}  # the second one aborts
+ASKS_FOR_A_BACKEND = {"runtime.stuck_groups"}  # which aborts
 SENDS = {"runtime.exchange", "runtime.process_groups"}  # the second one connects the ranks of new groups
 
 

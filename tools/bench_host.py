@@ -39,7 +39,7 @@ from ds_ring.schedule.layouts import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.host_waits import fake_ring
 
-GOALS_US = {"forward": 60.0, "backward": 90.0}  # of a hop, processor time
+GOALS_US = {"forward": 80.0, "backward": 150.0}  # of a hop, processor time
 CAUSAL = Causal()
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
 

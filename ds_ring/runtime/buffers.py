@@ -5,7 +5,6 @@ until then they are in flight, and nobody writes to them. On a GPU "after the wa
 that waited, so a block is only ever used by calls on the stream that it was made for. What is kept unused is
 at most what was in use at once, so that calls of many different sizes do not pile up; `release` gives all of
 it back to the system.
-Which buffer lies where in which block is `pass_memory.py`'s.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.views import Pair
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
-MOST = 32  # pairs, or lists of them, that a block keeps
+MOST = 32  # pairs that a block keeps
 
 
 class BufferKind(NamedTuple):
@@ -66,30 +64,21 @@ class Block:
 
     def __init__(self, nbytes: int, device: torch.device, stream: int = 0) -> None:
         self.nbytes, self.device, self.stream = nbytes, device, stream
-        self._kept: dict[Any, list[Pair]] = {}
+        self._kept: dict[BufferKind, Pair] = {}
         with torch.inference_mode(False):
             self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
-    def pairs(self, key: Hashable, parts: Sequence[tuple[BufferKind, int]]) -> list[Pair]:
-        """Return contiguous tensors for parts of this memory, the same as long as the memory is kept.
-
-        Args:
-            key: what the parts are known by.
-            parts: kind of each, and the byte where it begins, a multiple of ALIGNMENT; they may overlap.
-        """
-        found = self._kept.get(key)
+    def pair(self, kind: BufferKind) -> Pair:
+        """Return two contiguous tensors of a kind in this memory, the same ones at every call."""
+        found = self._kept.get(kind)
         if found is None:
             if len(self._kept) >= MOST:
                 self._kept.clear()
             # Not in inference mode, or they could not be written to in a later training step.
             with torch.inference_mode(False):
-                found = self._kept[key] = [
-                    Pair(
-                        self._tensor(kind, kind.first, begin),
-                        self._tensor(kind, kind.second, begin + kind.second_at),
-                    )
-                    for kind, begin in parts
-                ]
+                found = self._kept[kind] = Pair(
+                    self._tensor(kind, kind.first, 0), self._tensor(kind, kind.second, kind.second_at)
+                )
         return found
 
     def _tensor(self, kind: BufferKind, shape: tuple[int, ...], begin: int) -> Tensor:
@@ -125,16 +114,13 @@ class Buffers:
         """Return the bytes that are in use, or kept for the next use."""
         return self._used_bytes + self._free_bytes
 
-    def take(self, nbytes: int, device: torch.device, or_larger: bool = False) -> Block:
-        """Return a block of this size for the present stream, or a free one that is larger."""
+    def take(self, nbytes: int, device: torch.device) -> Block:
+        """Return a block of this size for the present stream."""
         size = Size(nbytes, device, stream_of(device))
         with self._lock:
-            if or_larger:
-                sizes = (one for one in self._free if one[1:] == size[1:] and one.nbytes >= nbytes)
-                size = min(sizes, key=lambda one: one.nbytes, default=size)
             block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
-            self._used_bytes += size.nbytes
+            self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
             self._drop_what_is_too_much()
         return Block(*size) if block is None else block

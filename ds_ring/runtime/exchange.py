@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,9 @@ class Route(NamedTuple):
 
     Attributes:
         receives, sends: ranks in the group, in order.
-        peers: of each Work the world ranks that it depends on.
+        peers: of each message the world rank that it depends on.
         sizes: what a batch adds to the counters.
         group: what they travel through; None for the world.
-        way: the group's backend; None for a batch without messages.
-        together: the group's backend can start messages as one (NCCL).
         device: of the tensors.
         streams: those that wait for works; None where the host does.
     """
@@ -49,8 +47,6 @@ class Route(NamedTuple):
     peers: list[tuple[int, ...]]
     sizes: BatchSizes
     group: ProcessGroup | None
-    way: Any
-    together: bool
     device: torch.device
     streams: Streams | None
 
@@ -112,18 +108,10 @@ class Exchange:
         sizes: BatchSizes = NOT_COUNTED,
     ) -> Route:  # fmt: skip
         """Return the route of messages from and to ranks of the world, of tensors like this one."""
-        peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
-        way, together = None, False
-        if peers:
-            real = group or dist.group.WORLD
-            assert real is not None, "no process group"
-            way = real._get_backend(like.device)
-            together = bool(way.supports_coalescing)
-        if together:  # one Work for the whole batch
-            peers = [tuple(sorted({rank for (rank,) in peers}))]
+        peers = [(rank,) for rank in (*receives, *sends)]
         of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
         streams = self._streams_that_wait(like, group)
-        return Route(of, to, peers, sizes, group, way, together, like.device, streams)
+        return Route(of, to, peers, sizes, group, like.device, streams)
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return how the streams of a tensor's device are ordered."""
@@ -145,7 +133,10 @@ class Exchange:
             if self.mesh.watch is not None:
                 self.mesh.watch.accuse(peers[0], cause)
             raise blame(self.mesh, hop, peers[0], cause) from error
-        pending = self._pending(works, route.peers, place, route.group, route.streams, sent, received)
+        peers = route.peers
+        if len(works) < len(peers):  # one Work for the whole batch
+            peers = [tuple(sorted({rank for (rank,) in peers}))]
+        pending = self._pending(works, peers, place, route.group, route.streams, sent, received)
         self._latest = pending
         return pending
 
@@ -269,16 +260,14 @@ def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
 
 
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-    """Start all messages of a route at once, receives first; return one Work each, or one for all of them.
-
-    Does what `torch.distributed.batch_isend_irecv` does, by calls of the backend: that function looks groups
-    and ranks up again for each message, which takes longer than all else that a hop does here.
-    """
-    way, together = route.way, route.together
-    if way is None:
+    """Start all messages of a route at once, receives first; return one Work each, or one for all (NCCL)."""
+    if not route.peers:
         return []
-    if together:
-        way._start_coalescing()
-    works = [way.recv([tensor], rank, 0) for tensor, rank in zip(received, route.receives, strict=True)]
-    works += [way.send([tensor], rank, 0) for tensor, rank in zip(sent, route.sends, strict=True)]
-    return [way._end_coalescing()] if together else works
+    sides = (dist.irecv, received, route.receives), (dist.isend, sent, route.sends)
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(act, tensor, group=route.group, group_peer=rank)
+            for act, tensors, ranks in sides
+            for tensor, rank in zip(tensors, ranks, strict=True)
+        ]
+    )

@@ -1,6 +1,6 @@
-"""Keep what a ring pass finds out once for all passes of a shape: memory of buffers, routes of messages.
+"""Keep what a ring pass finds out once for all passes of a shape: kinds of buffers, routes of messages.
 
-Owns that bookkeeping and holds no tensor: memory is the pool's, and comes and goes with the passes.
+Owns that bookkeeping and holds no tensor.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.pass_memory import PassMemory, Places, Use, place
 from ds_ring.runtime.ring_buffers import Kinds
 from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.schedule.steps import HeadChunk, Schedule
@@ -34,21 +32,6 @@ class PreparedPass:
     def __init__(self) -> None:
         self.batches: dict[int, PreparedBatch] = {}
         self._kinds: dict[int, Kinds] = {}
-        self._uses: list[Use] | None = None  # of the first pass
-        self._places: Places | None = None
-
-    def memory(self, pool: Buffers) -> PassMemory:
-        """Return the memory of a pass that begins now."""
-        # Not at the end of the first one: of many shapes there is no second one.
-        if self._uses:
-            self._uses, self._places = [], place(self._uses)
-        return PassMemory(pool, self._places)
-
-    def end(self, memory: PassMemory) -> None:
-        """Give the memory of a pass back; the first one shows what others need."""
-        memory.end()
-        if self._uses is None:
-            self._uses = memory.uses
 
     def kinds_of(self, chunk: HeadChunk) -> Kinds:
         """Return the kinds of a chunk's buffers, to be filled where they are not known."""

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.buffers import BufferKind, kind_of
+from ds_ring.runtime.buffers import Block, BufferKind, Buffers, kind_of
 from ds_ring.runtime.messages import Label, TokenRange
-from ds_ring.runtime.pass_memory import PassMemory
 from ds_ring.runtime.to_device import slot_index
 from ds_ring.runtime.views import Pair, Two, Views
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Send
@@ -27,7 +26,7 @@ class RingBuffers:
 
     Args:
         chunk: whose steps are run.
-        memory: of the pass.
+        pool: keeps the memory of buffers from hop to hop and from pass to pass.
         kinds: of the buffers as far as they are known; filled here, and the same at each pass of a shape.
         views: of the pass; knows the buffers while they are in use.
         shard: K and V of the own tokens.
@@ -35,17 +34,16 @@ class RingBuffers:
     """
 
     def __init__(
-        self, chunk: HeadChunk, memory: PassMemory, kinds: Kinds, views: Views, shard: Pair,
+        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, views: Views, shard: Pair,
         home: Pair | None = None,
     ) -> None:  # fmt: skip
         self.chunk, self.views = chunk, views
-        self._memory, self._kinds, self._number = memory, kinds, chunk.kv_heads.start
-        # SHARD and RESULTS are the caller's tensors: no step gives them back. All others are the memory's,
-        # copies made for sends among them; most are there from the beginning.
-        own = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
-        self._known = memory.known(self._number)
-        self._pairs = {**self._known, **own}
-        for pair in (*memory.pairs, *own.values()):
+        self._pool, self._kinds = pool, kinds
+        # SHARD and RESULTS are the caller's tensors: no step gives them back. All others are the pool's,
+        # copies made for sends among them.
+        self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
+        self._blocks: dict[int, Block] = {}
+        for pair in self._pairs.values():
             views.add(pair)
 
     def pair(self, buffer: int) -> Pair:
@@ -64,7 +62,7 @@ class RingBuffers:
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # none of it is the pool's memory
                 final = True
-            elif step.buffer not in self._known:
+            else:
                 self._free(step.buffer)
         return final
 
@@ -88,14 +86,23 @@ class RingBuffers:
         taken = self._pairs.pop(buffer, None)
         if taken is not None:
             self.views.drop(taken)
-            self._memory.give(self._number, buffer)
+            if (block := self._blocks.pop(buffer, None)) is not None:  # none of fake tensors
+                self._pool.give(block)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # The own shard has the heads, and the two dimensions, of all pairs.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
             kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
-        taken = self._pairs[buffer] = self._memory.take(self._number, buffer, kind, shard)
+        # Fake tensors take no memory, and those of one FakeTensorMode cannot be used in another.
+        if kind.fake:
+            taken = Pair(
+                *(shard.first.new_empty(shape, dtype=kind.dtype) for shape in (kind.first, kind.second))
+            )
+        else:
+            block = self._blocks[buffer] = self._pool.take(kind.nbytes, kind.device)
+            taken = block.pair(kind)
+        self._pairs[buffer] = taken
         self.views.add(taken)
         return taken
 

@@ -88,16 +88,14 @@ class RingPass:
             heads, kv = chunk.query_heads, chunk.kv_heads
             own = Pair(some_heads(k, kv), some_heads(v, kv))
             kernel = self.kernel.of_heads(heads)
-            buffers = RingBuffers(chunk, memory, prepared.kinds_of(chunk), views_of(kernel), own)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), views_of(kernel), own)
             here = some_heads(q, heads), some_heads(out, heads), some_heads(lse, heads)
             of_sinks = None if sinks is None else sinks[heads]
             return ForwardChunk(self, kernel, buffers, *here, of_sinks)
 
         schedule = self._schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)
-        memory = prepared.memory(self.buffers)
         self._run(schedule, prepared, begin)
-        prepared.end(memory)
         return out, lse
 
     @torch.no_grad()
@@ -118,7 +116,6 @@ class RingPass:
         dq, dk, dv = (grad_out.new_empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
-        memory = prepared.memory(self.buffers)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
 
         def begin(chunk: HeadChunk) -> Chunk:
@@ -131,11 +128,10 @@ class RingPass:
             # What other ranks found for the own keys is added to the own shard's dK and dV.
             home = Pair(*totals.accumulators[1:])
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
-            buffers = RingBuffers(chunk, memory, prepared.kinds_of(chunk), views_of(kernel), own, home)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), views_of(kernel), own, home)
             return BackwardChunk(self, kernel, buffers, queries, totals)
 
         self._run(schedule, prepared, begin)
-        prepared.end(memory)
         return dq, dk, dv
 
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:

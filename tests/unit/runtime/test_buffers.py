@@ -21,27 +21,25 @@ def take(buffers: Buffers, slots: int = 8) -> Block:
 
 
 def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
-    two = [(kind(), 0), (kind(3, torch.bfloat16), kind().nbytes)]
-    block = Block(two[0][0].nbytes + two[1][0].nbytes, CPU)
-    pairs = block.pairs("two", two)
-    for (one, _), pair, slots in zip(two, pairs, (8, 3), strict=True):
-        assert pair.first.shape == (1, 2, slots, 4) and pair.second.shape == (1, 2, slots, 6)
-        assert pair.first.dtype == pair.second.dtype == one.dtype
-        assert pair.first.is_contiguous() and pair.second.is_contiguous()
-    tensors = [x for pair in pairs for x in (pair.first, pair.second)]
-    for number, x in enumerate(tensors):
-        assert x.data_ptr() % ALIGNMENT == 0
-        x.fill_(number)
-    assert [x.unique().tolist() for x in tensors] == [[0], [1], [2], [3]]
-    assert block.pairs("two", two) is pairs
+    for one, slots in ((kind(), 8), (kind(3, torch.bfloat16), 3)):
+        block = Block(one.nbytes, CPU)
+        first, second = (pair := block.pair(one)).first, pair.second
+        assert first.shape == (1, 2, slots, 4) and second.shape == (1, 2, slots, 6)
+        assert first.dtype == second.dtype == one.dtype
+        assert first.is_contiguous() and second.is_contiguous()
+        assert first.data_ptr() % ALIGNMENT == second.data_ptr() % ALIGNMENT == 0
+        first.fill_(1)
+        second.fill_(2)
+        assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
+        assert block.pair(one) is pair
 
 
 def test_a_write_to_one_tensor_of_a_block_is_none_to_another() -> None:
     """By its count of writes a batch in flight finds out that one of its tensors was written to."""
-    first, second = Block(2 * kind().nbytes, CPU).pairs(0, [(kind(), 0), (kind(), kind().nbytes)])
-    before = second.first._version
-    first.first.zero_()
-    assert second.first._version == before
+    pair = Block(kind().nbytes, CPU).pair(kind())
+    before = pair.second._version
+    pair.first.zero_()
+    assert pair.second._version == before
 
 
 def test_a_block_is_used_again_and_given_to_nobody_else_meanwhile() -> None:
@@ -51,17 +49,6 @@ def test_a_block_is_used_again_and_given_to_nobody_else_meanwhile() -> None:
     buffers.give(block)
     assert take(buffers) is block
     assert take(buffers) is not block
-
-
-def test_a_larger_block_is_taken_where_it_may_be() -> None:
-    buffers = Buffers()
-    blocks = [take(buffers, slots) for slots in (8, 16, 32)]
-    for block in blocks:
-        buffers.give(block)
-    assert buffers.take(BYTES - 1, CPU).nbytes == BYTES - 1, "exactly as large, if nothing else is said"
-    assert buffers.take(BYTES + 1, CPU, or_larger=True) is blocks[1], "the smallest that is large enough"
-    assert buffers.held_bytes <= 56 * BYTES // 8
-    assert buffers.take(99 * BYTES, CPU, or_larger=True).nbytes == 99 * BYTES
 
 
 def test_never_more_is_kept_than_was_in_use_at_once() -> None:
@@ -88,6 +75,6 @@ def test_release_frees_everything() -> None:
 
 def test_buffers_of_an_inference_pass_serve_training() -> None:
     with torch.inference_mode():
-        (pair,) = take(Buffers()).pairs(0, [(kind(), 0)])
+        pair = take(Buffers()).pair(kind())
     assert not pair.first.is_inference()
     pair.first.zero_()

@@ -197,7 +197,7 @@ def run(
 ) -> Device:
     """One pass forward and one back on a rank; then the caller writes to all of its tensors.
 
-    They are the first ones of their shape, or the second ones, whose buffers have known places.
+    They are the first ones of their shape, or the second ones, whose buffers are there already.
     """
     q, k, v, grad = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4))
     # The detector keeps the stack of every access: most of the time, and nothing is read from it.
@@ -244,7 +244,7 @@ def test_calls_on_two_streams_of_one_thread_share_no_memory(monkeypatch: pytest.
     with Device(kept=blocks) as device:
         monkeypatch.setattr(buffers, "stream_of", lambda _: device.stream, raising=False)
         made = RingPass(plan, Touch(), Nccl(device), 1.0, chunk_bytes=1 << 12)
-        for stream in (MAIN, MAIN, OTHER, MAIN):  # the first one finds places, which the others use
+        for stream in (MAIN, MAIN, OTHER, MAIN):
             device.stream = stream
             q, k, v, grad = tensors[stream]
             out, lse = made.forward(q, k, v)
