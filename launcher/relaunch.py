@@ -4,6 +4,11 @@ Each attempt is a launch of its own: a process group with a new store, a new sec
 attempts.py decides whether there is another one, presence.py finds who is there, ring_sizes.py chooses the
 ring. An engine's own restarts (torchrun's) are not used: they know neither checkpoints nor rings, and do not
 exist under the other engines.
+
+[Note: a rank that was taken for lost]
+A rank that was stopped or cut off may wake up while a newer attempt trains. It cannot join: the store and the
+secret are new. It cannot save: the newer attempt has put its own lock into the folder ([Note: fencing] in
+lock.py).
 """
 
 from __future__ import annotations

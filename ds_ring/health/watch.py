@@ -3,6 +3,11 @@
 Owns the connection to the monitor process (`monitor/`, where the verdict is made), the thread that keeps it,
 and what has to happen when a process ends. How a rank finds the monitor is `rendezvous.py`'s. Knows nothing
 of tensors or of rings: ranks here are world ranks.
+
+[Note: last resort]
+No exception can reach a rank that is stuck in somebody else's collective. Under `ds_ring.initialize` such a
+rank prints its stacks and ends, `hop_timeout_seconds` after the fault. After a fault a mesh is broken, and
+every later call on it says why. Buffers of a wait that does not complete are never freed.
 """
 
 from __future__ import annotations

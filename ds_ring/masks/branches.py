@@ -8,6 +8,10 @@ is added to its score, so a pair with m = 0 is not attended. Only patterns that 
 `a & b` multiplies: a branch for each two of theirs. `a | b` adds up, after what both have was taken from one
 of them; a range or a band has a complement made of ranges and bands, a label has none, so what is taken away
 must be told by range and band alone.
+
+Tiles, FlexAttention's labels, the multiplicity and the tokens that a shard reads are derived from the
+branches, each by one function for all patterns. So a pattern cannot be right with one kernel and wrong with
+another. A union of which neither side can be taken away is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Some of a model's heads: Ulysses gives a rank a part of them, and what a head sees goes by its number."""
+"""Some of a model's heads: Ulysses gives a rank a part of them, and what a head sees goes by its number.
+
+[Note: numbers of heads]
+The offsets of a dilated pattern depend on the number of a query head among all heads of the model. A Ulysses
+rank, which has a part of the heads, uses the same numbers.
+"""
 
 from __future__ import annotations
 

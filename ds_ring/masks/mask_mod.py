@@ -1,6 +1,11 @@
 """`MaskMod`: a FlexAttention mask function as a pattern. Owns its checks, and nothing of tiles or blocks.
 
 The other patterns are labels and bands, in numpy; what a function shows is evaluated with tensors.
+
+[Note: a mask function is a branch]
+A `MaskMod` is one branch with a predicate. The predicate is evaluated inside blocks of 256 positions
+(`joins.py`). The trace says whether it depends on the head or the batch, and its digest is part of the header
+that ranks compare ([Note: the trace of a mask] in mask_graph.py).
 """
 
 from __future__ import annotations

@@ -18,6 +18,12 @@ rates: rectangles of progressions on which they are constant. Within them m is t
 whose segment the two share, decided by the smallest one where segments nest. Where the multiple is too
 large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
 adds duplicates up exactly as m does, and only some work is done twice.
+
+[Note: large tiles with a bias]
+The plain join cuts LongNet into very many small tiles. Where branches nest, one large rectangle for each
+smallest segment has a multiplicity that is periodic inside it, and the kernel adds log m as a bias. The bias
+costs 5 %; small tiles of constant m would cost 25 %. Branches that do not nest are split into runs on which m
+is constant. `tests/unit/masks/test_branches.py` compares both rewrites with the plain derivation.
 """
 
 from __future__ import annotations

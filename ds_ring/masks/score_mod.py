@@ -2,6 +2,12 @@
 
 Owns the function as a value that ranks compare, and its evaluation with gradient for kernels that compute
 scores themselves. Positions and heads are global.
+
+[Note: changed scores]
+A `score_mod` is a value, as a mask function is: it is traced, and its digest is part of the header. A kernel
+gets it with the numbers of the heads that it computes and the positions of its tiles. A kernel that cannot
+evaluate it never gets it: "auto" takes `reference` where the fast kernel of the device cannot, and logs a
+warning.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 What a diagonal leaves of a rectangle is always a union of full rectangles and *square* triangles with the
 diagonal inside (j <= i, or mirrored j >= i): rows and columns that see nothing are dropped first, which
 also absorbs the strict diagonals of striped layouts. So a kernel needs one causal form, not a family.
-A window leaves a band: the rows whose keys are all there are one parallelogram (BI_CAUSAL), of any length.
+A window leaves a band: one parallelogram (BI_CAUSAL) of any length for the rows whose keys are all there, and
+a triangle at each end.
 """
 
 from __future__ import annotations

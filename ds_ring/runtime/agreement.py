@@ -3,6 +3,12 @@
 Owns the header and the messages about it; how it travels is the exchange's, what stands in it the caller's.
 The header is a digest, so that agreeing costs next to nothing; only ranks that turn out to disagree send
 each other what they meant, and all of them can say who differs in what.
+
+[Note: a header on every call]
+The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error at
+once. If the header went to the next rank only, two ranks would see a difference, and the others would wait
+for their deadline. The comparison costs one small message a round, and turns every silent corruption by
+unequal calls into an error.
 """
 
 from __future__ import annotations

@@ -5,6 +5,16 @@ opaque node, so a compiled graph has no break and does not grow with the number 
 ring traced as functional collectives silently loses O(T/P), since the partitioner saves every rotated
 shard.
 Saved for backward: local q, k, v, out, lse, or their copies on the host. Nothing else.
+
+[Note: an opaque operator]
+If torch.compile traced the collectives, the partitioner could save every rotated shard, and Inductor could
+reorder the sends. Under the backend "ds_ring" one graph serves all batches of a length, so the layout is
+data: the graph asks for the number of the batch's layout in each run ([Note: placements in compiled code]).
+
+[Note: sinks and the log-sum-exp] The sink of a head is where its merge starts (out 0, lse = sink), so no
+kernel knows of sinks: the backward pass is the same with the lse that includes the sink, and the sink's
+gradient is a sum over the local queries. A gradient of the lse is subtracted from the row sums of out x
+grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 """
 
 from __future__ import annotations

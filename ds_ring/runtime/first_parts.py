@@ -1,6 +1,10 @@
 """Know which partial result is the first one of its rows, so that it is assigned and nothing is zeroed.
 
 Owns that bookkeeping, by intervals of slots on the host. What a part is written to is its caller's.
+
+[Note: the first part of a row]
+The first part of a row is assigned to the accumulator, and later ones are merged into it, so nothing is set
+to zero before. Rows that no part covers are filled at the end.
 """
 
 from __future__ import annotations

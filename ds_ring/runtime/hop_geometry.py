@@ -2,6 +2,10 @@
 
 Owns the comparison of hops by geometry, and positions and labels on the device. A causal zigzag ring has
 three geometries, whatever its size: the own shard, half of the keys and half of the queries.
+
+[Note: hops that share a table]
+Hops whose pairs are all attended share one table, whatever their positions are. Where only distances matter,
+two hops share a table if one is the other, shifted.
 """
 
 from __future__ import annotations

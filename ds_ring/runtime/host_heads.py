@@ -5,6 +5,11 @@ beside it. On the host it leaves room for half as many tokens again, and since t
 heads at a time, those of the next chunk come while one is computed (fully pipelined offloading: Yao et al.
 2024, "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer", section 4).
 Owns what is saved instead of the tensors, and when heads come back. The CUDA path has not run on a GPU here.
+
+[Note: attention on the host]
+The operator saves CPU tensors in place of its own, so the hooks of checkpointing see ordinary saved tensors.
+The first run of a checkpointed region, whose saved tensors nobody reads, copies nothing. On the device remain
+the gradients, the residual stream and about three head chunks.
 """
 
 from __future__ import annotations

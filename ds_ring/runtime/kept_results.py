@@ -5,6 +5,10 @@ needs of the ring is (out, lse), as large as the region's input: kept, a model o
 passes in a step and not 16. Of long sequences only the later rows may be kept, which cost most under a
 causal pattern, and the others are computed again (BurstEngine, Sun et al. 2025, sequence-level selective
 checkpointing). Owns finding the region that a call belongs to, and what is kept for it.
+
+[Note: why not a selective policy]
+All ranks decide alike, since they run the same code. torch's policy for selective checkpointing would do the
+same for one of the three kinds of checkpointing, and would put a dispatch mode around every operation.
 """
 
 from __future__ import annotations

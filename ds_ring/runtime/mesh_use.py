@@ -2,6 +2,10 @@
 
 Owns that state and the errors about it. A mesh's calls are counted and its messages matched by order, so two
 threads that call at once would mix their tensors up; a forked child would speak through its parent's sockets.
+
+[Note: several meshes]
+Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
+values by whoever comes first, and needs no lock.
 """
 
 from __future__ import annotations

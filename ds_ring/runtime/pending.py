@@ -12,6 +12,13 @@ who is to blame, marks the mesh as broken, and aborts the groups that are stuck,
 spin for ever ([Note: which groups are aborted]). The next call on a broken mesh raises the error, and so does
 `RingMesh.settle`, which waits for the thread ([Note: results that stay] in `culprits.py`). A device that
 fails, or never comes to the first mark, is this rank's own fault.
+
+[Note: what the host still does]
+Headers are compared by the host: gloo carries them, on CPU tensors. `engine.step` at the end of an
+accumulation, and everything that saves, begin with `settle`; so no optimizer adds the results of a failed
+hop, and no checkpoint has them. `tests/unit/runtime/test_no_host_sync.py` records every operator of a pass
+over fake CUDA tensors. test_happens_before.py, in the same folder, runs the ring pass under torch's race
+detector, and leaves out each wait in turn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,15 @@
 """Keep what a ring pass finds out once for all passes of a shape: kinds of buffers, routes of messages.
 
 Owns that bookkeeping and holds no tensor.
+
+[Note: what a pass finds out once]
+The host time of a hop is Python: tuples, look-ups and views. So everything that does not depend on the
+caller's tensors is kept from pass to pass, by schedule and shape: peers, checks, byte counts and group ranks
+of a batch ([Note: routes] in messages.py) and the kinds of its buffers. The memory of buffers is kept in a
+pool, with the tensors that lie there and their views (`buffers.py`). What depends on the caller's tensors is
+made once a pass (`views.py`); a copy of keys is never kept. Messages are checked when their route is made, in
+later passes only for contiguity. A hop takes the host about 70 us forward and 145 us backward (`python -m
+tools.bench_host`); `tests/unit/runtime/test_host_calls.py` bounds the number of Python calls.
 """
 
 from __future__ import annotations

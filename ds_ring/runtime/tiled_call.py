@@ -12,6 +12,12 @@ anybody saved is there again: if nothing after this call saves one (a residual a
 that function, and the tiles are computed twice in a step, forward and backward, and not three times.
 
 Shapes: N tokens, n tokens of a tile.
+
+[Note: hooks see one gradient]
+DeepSpeed's TiledMLP and TiledFusedLogitsLoss accumulate in `.grad`, hold DeepSpeed's hooks back by a flag,
+and run an MLP three times under checkpointing. Here parameters are inputs of one autograd function, so
+DeepSpeed's hooks see one gradient each, at every ZeRO stage. The head computes by a call of its module, and
+an MLP is a leaf module of ZeRO 3, so that hooks gather each weight once and not for every tile.
 """
 
 from __future__ import annotations

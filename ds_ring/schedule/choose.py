@@ -9,6 +9,12 @@ send alike the one of the fewest runs; where none is, the most even one. Memory 
 by at most `SLACK` in tokens.
 A kernel that computes in blocks executes whole blocks (executed.py). There what executes at most EVEN times
 the least is even enough, and residue layouts are compared, too.
+
+[Note: what auto compares]
+Ranks compare the kernel that runs and the layout that the name stands for. With FlexAttention, which executes
+whole blocks, "auto" takes the residue layout for LongNet as long as a shard has at most `MOST_RUNS` runs.
+`document_zigzag` is not among the candidates: it is even for every set of documents, but each rank has two
+pieces of every document, so nearly all tokens travel. `balanced` keeps short documents together.
 """
 
 from __future__ import annotations

@@ -14,6 +14,11 @@ Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4
 two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv 2509.26541) uses all
 links by Hamiltonian cycles instead. The parts, one for each batch, are ours: there the message between nodes
 is one, posted apart from the others.
+
+[Note: which order is taken]
+The ranks of a node are known from LOCAL_WORLD_SIZE, or from `ranks_per_node` of `RingMesh.from_world`. Then
+`build_plan` takes the order whose busiest network adapter sends less. In one ring of all ranks one adapter of
+eight sends; with two levels all of them do. Batches, buffers and the ring pass are the same in both.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 Owns the size of a head chunk on each kind of device (why there are any: `lowering.py`, [Note: head chunks])
 and from which length on heads wait on the host for the backward pass.
+
+[Note: sizes of head chunks]
+A backward pass without chunks needs up to ten shard-sized buffers beside the eight tensors that any attention
+has (q, k, v, out and their gradients). Chunks make the buffers smaller as long as a message keeps at least a
+MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), or 64 MiB on a GPU.
 """
 
 from __future__ import annotations

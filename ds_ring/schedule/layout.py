@@ -7,6 +7,8 @@ Layouts know nothing of tensors; `runtime/shard.py` applies them.
 
 Zigzag pairs chunk p with chunk 2P-1-p so that a causal mask gives every rank the same work (Zhu 2024,
 ring-flash-attention; Brandon et al. 2023, Striped Attention, for the striped form).
+
+Chunks differ by at most one token, so a length that does not divide stays balanced.
 """
 
 from __future__ import annotations

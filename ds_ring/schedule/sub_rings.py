@@ -7,6 +7,11 @@ Long samples need the memory and the time of many ranks, short ones lose both to
 size goes by the sample are the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523) and ByteScale (Ge et al.
 2025, arXiv:2502.21231). FlexSP solves an integer program; here samples go, the longest first, where they are
 done soonest (Graham 1969, LPT), for divisions that are reached from equal rings by splitting and merging.
+
+[Note: rings for samples]
+Blocks of consecutive ranks form the rings, and their groups are made once, at the start. The search splits
+and merges rings, and gives samples, the longest first, to the ring that is done first. The seconds come from
+rates that are measured at the start and are the same on all ranks to the bit.
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ role, so that no answer serves another connection, another rank or the other dir
     monitor: ds_ring/1 welcome                   (from here on: lines of JSON)
 
 What comes before the welcome is untrusted: lines are short, and only these forms are read.
+
+[Note: what the handshake protects]
+The monitor listens on loopback for a job of one host, otherwise on the address by which the store was
+reached. Messages after the handshake are neither signed nor encrypted.
 """
 
 from __future__ import annotations

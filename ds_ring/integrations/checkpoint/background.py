@@ -2,6 +2,11 @@
 
 Owns the copies and the thread. What is written and how it is committed stands in save.py. A checkpoint in the
 making has no name that loading takes, so whatever ends the job, the one before it is whole.
+
+[Note: no collective in the background]
+A save in the background copies all tensors to the host's memory; a thread writes, hashes and commits them.
+The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
+small files beside the checkpoint, and the first rank of a storage seals it when all have reported.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Owns what `engine.load_checkpoint` does on an engine of `ds_ring.initialize`, and how the ranks come to one
 decision. Saving is save.py's; the files and what damage looks like are manifest.py's.
+
+[Note: one decision]
+The ranks divide the hashing and collect all faults before anybody decides, so every rank takes the same
+checkpoint or raises the same error.
 """
 
 from __future__ import annotations

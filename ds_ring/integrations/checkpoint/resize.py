@@ -2,6 +2,10 @@
 
 Owns the conversion and what it refuses. The universal checkpoint stands beside the one that it was made from,
 and becomes `latest`; load.py finds out that a folder has one. DeepSpeed 0.19.8 converts ZeRO 1, 2 and 3.
+
+[Note: a folder is loaded as what it is]
+Whatever "load_universal" says in the JSON, a folder is loaded as the kind of checkpoint that it has.
+Otherwise a job that is started again would go back to the conversion, and not to what it saved since.
 """
 
 from __future__ import annotations

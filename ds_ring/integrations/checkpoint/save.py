@@ -2,6 +2,10 @@
 
 Owns what `engine.save_checkpoint` does on an engine of `ds_ring.initialize`. DeepSpeed's files are written to
 a hidden folder beside the one of the tag, `.TAG.saving`, which gets the tag's name with its manifest.
+
+[Note: the order of a save]
+Every rank hashes what it wrote, one rank of each storage writes the manifest, then the folder gets its name,
+and `latest` comes last. A save that fails or is killed leaves what was there.
 """
 
 from __future__ import annotations

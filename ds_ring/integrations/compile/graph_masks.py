@@ -6,6 +6,12 @@ here makes the mask unreadable, with the node's name and line.
 
 Known is what transformers' `masking_utils` and hand-written masks of FlexAttention are made of, comparisons
 of query and key positions (or slots), joined by `&`. A padding mask is a fact that no pattern has.
+
+[Note: a mask is read]
+The backend compares the facts that it reads with the pattern, and position ids with the layout in every run.
+A mask that cannot be read raises, unless the option "masks" is "replace", which says that the pattern means
+it. A model that is left to the backend carries an operator that raises when it runs (`needs_backend` in
+graph_sharding.py); only the backend takes it out.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Owns the comparison of the whole DeepSpeed JSON, our section and theirs: ranks of different ZeRO stages or
 ring sizes would wait for each other in different collectives. A hash is compared first; only where hashes
 differ are the configurations themselves exchanged, to name the rank, the key and both values.
+
+[Note: one start]
+The comparison comes before any group of the ring is made. A rank that cannot read its configuration tells the
+others where a process group exists already. Where there is none it raises alone, and the launcher ends the
+others.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ labels that a border takes away, and the rows of a batch put together by equal d
 is one sequence, so a batch of several is a few patterns. Pure: no collective, no model.
 
 Shapes: B samples, T global tokens.
+
+[Note: rows of a batch]
+Documents are known where whole batches are seen, so every rank makes the same patterns without a message.
+Rows with equal documents are one pass. All rows share one layout: that of the rows with the most work.
 """
 
 from __future__ import annotations

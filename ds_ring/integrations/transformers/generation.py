@@ -6,6 +6,12 @@ and values where they are (ring_cache.py); each new token runs on every rank, as
 itself (sampling, beams, stopping) is transformers'.
 
 Shapes: B samples, T tokens so far, Q tokens of a call, V words.
+
+[Note: the same tokens on all ranks]
+A prompt is cut in front of the model's first hook, as a batch is. A later token runs whole on every rank, and
+only its attention over the cache is shared. All ranks get the logits of the prompt's last token from its
+owner; the logits of later tokens have the same bits everywhere by themselves. Each call first compares
+prompts, settings and the state of the random numbers.
 """
 
 from __future__ import annotations

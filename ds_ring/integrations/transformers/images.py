@@ -6,6 +6,9 @@ features of the image tokens that it has; so parameters of towers get the sum of
 others do. Which feature is whose was counted before the batch was cut (image_batch.py).
 
 Shapes: B samples, T tokens, S local tokens, N image tokens of the batch, E width of the language part.
+
+[Note: features of images]
+So the gradient of a tower is a sum over the ranks, as any other gradient, and no feature travels.
 """
 
 from __future__ import annotations

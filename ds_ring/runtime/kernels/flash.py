@@ -5,6 +5,10 @@ permutation and no compilation: a call is a view. What is no window (a mask func
 refused; kernel "flex" takes it. On the CPU the same calls are carried out by aten's operator for it, so that
 tests and CI execute the list; as a kernel for the CPU "cpu" is faster. On CUDA FlashAttention 2 adds
 dQ with atomics: its last bits differ from run to run unless torch.use_deterministic_algorithms is on.
+
+[Note: the order of additions]
+A causal zigzag hop is one call. What the ring itself adds up has one order, so only FlashAttention's own dQ
+can differ from run to run.
 """
 
 from __future__ import annotations

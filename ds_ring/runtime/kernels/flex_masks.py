@@ -2,6 +2,11 @@
 
 Owns the functions that stand inside the compiled kernel. What they read are captured tensors, so that one
 compiled function serves all hops ([Note: one compilation] in flex_calls.py).
+
+[Note: labels for FlexAttention]
+A table of tiles carries the pattern that it was cut from. For a pair the mask loads two labels for each
+branch and two positions. So one compiled function serves all hops, ranks and layers, and all patterns with as
+many branches and bands.
 """
 
 from __future__ import annotations

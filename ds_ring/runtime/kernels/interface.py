@@ -2,6 +2,11 @@
 
 A kernel sees local tensors and a `Tiles` table, and yields partial results; it neither merges nor
 accumulates nor communicates. The ring pass adds the parts up, in float32, in one place for all kernels.
+
+[Note: values of another width]
+Values may have another head dimension than queries and keys (192 and 128 in DeepSeek V3). Buffers, messages
+and results have the head dimension of the values. Where aten's CPU operators want one for both, the kernel
+pads what it computes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Owns the file of rates beside it, `rates.json`, which `tools/bench_gpu.py --write-rates` writes on a machine
 with the device; there is none before somebody has, and no rate is guessed. Rates are TFLOP/s of attended
 pairs, so that a kernel's waste counts against it: {device: {kind: {kernel: [forward, backward]}}}.
+
+[Note: which kernel auto is]
+With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
+Without them it takes the kernel of the device's row in the registry, and the log says so.
 """
 
 from __future__ import annotations
