@@ -1,7 +1,7 @@
-"""Wait for all ranks to reach the monitor process, and for none that is dead.
+"""Wait until all ranks are connected to the monitor process, but not for a rank that is dead.
 
-Owns what ranks tell each other through the store of the process group until everybody is connected to the
-monitor. What is published there, and the connection, are `rendezvous.py`'s.
+Owns what ranks tell each other through the process group's store until all are connected to the monitor.
+`rendezvous.py` owns the monitor's address, which is published there, and the connection.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from ds_ring.health.store import Store
 if TYPE_CHECKING:
     from ds_ring.health.first_collective import FirstCollective  # which imports torch
 
-START_S = 60.0  # of the monitor process
-FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two looks at the store
-NEWCOMERS = 32  # asked for in one look
-LOOK_S_PER_RANK = 1e-3  # so that one store answers 2,000 questions a second, however many ranks ask
+START_S = 60.0  # time for the monitor process to start
+FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two queries of the store
+NEWCOMERS = 32  # ranks whose announcement one query asks for
+LOOK_S_PER_RANK = 1e-3  # so that one store answers 2,000 queries a second, however many ranks ask
 ENDED = "its process ended while the ranks were starting (killed, or crashed)"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-# [Note: joining]
-# Every rank announces itself in the store of the process group: its host and process. When all have come,
-# rank 0 starts the monitor and publishes the address; all connect. A rank that is late is waited for (it may
-# load a model for minutes), one that is dead is not:
-#   - who has announced itself and is on this host is asked for by its process id;
-#   - where the default group is gloo, a collective of one number is under way meanwhile, which breaks in a
-#     neighbour of a rank that dies: then whoever has not announced itself is that rank;
-#   - once the monitor runs everybody is known to be there, so who does not join in time has failed.
-# Whoever sees a death writes it down for the others.
+# [Note: joining] Every rank announces its host and process in the store of the process group. When all have
+# done so, rank 0 starts the monitor and publishes its address; all ranks connect. We wait for a rank that is
+# late (it may load a model for minutes), but not for one that is dead. A dead rank is found in three ways: -
+# A rank that has announced itself and is on this host is checked by its process id. - If the default group is
+# gloo, a collective of one number runs in the background. It breaks in a neighbour of a rank that dies. The
+# rank that has not announced itself is then the dead one. - Once the monitor runs, all ranks are known to be
+# there. A rank that does not join in time has failed. A rank that sees a death writes it to the store for the
+# others.
 class PeerLost(Exception):
-    """Report a rank that failed before everybody had joined.
+    """A rank failed before all ranks had joined.
 
     Attributes:
-        fault: which, and what was seen.
+        fault: the rank, and what was observed.
     """
 
     def __init__(self, fault: Fault) -> None:
@@ -54,16 +53,16 @@ class PeerLost(Exception):
 
 
 class Arrival:
-    """Follow the ranks of a job on their way to the monitor.
+    """Track the ranks of a job until they are connected to the monitor.
 
     Args:
         store: of the process group.
         name: of this arrival; a process may join several times.
         rank, world_size: of the world.
-        deadline: on the monotonic clock, until which all ranks must have come.
-        collective: of the same ranks; None where their default group has none that breaks with a rank.
+        deadline: time on the monotonic clock by which all ranks must have come.
+        collective: a running collective of the same ranks; None if their default group has no collective that
+            breaks when a rank dies.
     """
-
     def __init__(
         self,
         store: Store,
@@ -76,11 +75,12 @@ class Arrival:
         self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
         self.deadline, self._collective = deadline, collective
         self._mine = presence()
-        self._complete_at: float | None = None  # since when all are known to have come
+        self._complete_at: float | None = None  # time at which all ranks were known to have come
         self._known: dict[int, Presence] = {}
-        # Rank 0 watches all, the others it and their neighbours: every death is seen by two.
+        # Rank 0 watches all ranks; each other rank watches rank 0 and its two neighbours. So two ranks see
+        # every death.
         near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
-        self._unknown = deque(frozenset(near) - {rank})  # those of them that were not there yet
+        self._unknown = deque(frozenset(near) - {rank})  # watched ranks that have not announced themselves
 
     def announce(self) -> None:
         """Write this rank's host and process to the store."""
@@ -89,7 +89,7 @@ class Arrival:
             self._collective.begin()
 
     def end(self) -> None:
-        """Wait until the collective ends, which it does now that everybody is here."""
+        """Wait for the collective, which ends now that all ranks are here."""
         if self._collective is not None:
             self._collective.end()
 
@@ -99,18 +99,18 @@ class Arrival:
         self._wait(lambda: self.store.check(keys))
 
     def check(self) -> None:
-        """Raise PeerLost where a rank that has come has died since."""
+        """Raise PeerLost if a rank that had come has died since."""
         fault = self._or_lost(self._look)
         if fault is not None:
             raise self._tell(fault)
 
     def wait_for(self, key: str) -> bytes:
-        """Wait until the key is there, and return its value."""
+        """Wait until the key is in the store, and return its value."""
         self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
         return self.store.get(f"{self.name}/{key}")
 
     def presences(self) -> list[Presence]:
-        """Return where all ranks are, once they have come."""
+        """Return host and process of all ranks, once they have come."""
         keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
         found = [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
         self._known |= {rank: found[rank] for rank in self._unknown}
@@ -128,11 +128,14 @@ class Arrival:
                 late = "it did not come to where ds_ring starts before the deadline"
                 raise self._tell(Fault(missing[0], late))
             time.sleep(pause_s)
-            # The pause grows with the ranks, which all ask one store.
+            # The pause grows with the number of ranks, because all of them query one store.
             pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
 
     def _or_lost(self, ask: Callable[[], T]) -> T:
-        """Return what the store says; it is lost with the process that hosts it."""
+        """Return the result of a query.
+
+        Raise PeerLost if the store is lost with the process that hosts it.
+        """
         try:
             return ask()
         except RuntimeError as error:
@@ -141,15 +144,17 @@ class Arrival:
             raise PeerLost(Fault(0, cause)) from error
 
     def _look(self) -> Fault | None:
-        """Return who is known to be dead. Rank 0 decides as long as it lives; once all have come, the
-        monitor.
+        """Return the rank that is known to be dead, if any.
+
+        Rank 0 decides which rank that is, as long as it lives; after all ranks have come, the monitor
+        decides.
         """
-        # One question, not one for each key: a thousand ranks ask one store.
+        # One query for all keys, because a thousand ranks query one store.
         fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
         return fault or self._look_around()
 
     def _look_around(self) -> Fault | None:
-        """Write down which deaths are seen from here; return one that needs no judge."""
+        """Write the deaths that this rank sees to the store; return one that rank 0 need not decide on."""
         for _ in range(min(len(self._unknown), NEWCOMERS)):
             rank = self._unknown.popleft()
             if self.store.check([f"{self.name}/{rank}"]):
@@ -166,7 +171,7 @@ class Arrival:
         return None
 
     def _judge(self) -> Fault | None:
-        """Return whose fault it is that some rank has seen a death, if that can be told."""
+        """Return the rank that failed first, if the deaths written to the store tell."""
         if self.store.check([f"{self.name}/fault"]):
             return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
         if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
@@ -181,13 +186,13 @@ class Arrival:
         return None
 
     def _write(self, key: str, value: str) -> None:
-        """Write down what is seen, and that there is something to read."""
+        """Write what this rank saw, and set the alarm key so that others read it."""
         self.store.set(f"{self.name}/{key}", value)
         self.store.set(f"{self.name}/alarm", "")
 
     def _lives(self, other: Presence) -> bool:
-        """Return False where the rank is known to be dead."""
-        # A process id means something within one host and namespace only.
+        """Return False if the rank is known to be dead."""
+        # A process id is valid within one host and namespace only.
         if other[:2] != self._mine[:2]:
             return True
         try:

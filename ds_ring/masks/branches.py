@@ -1,13 +1,15 @@
-"""Branches: the data that every pattern is made of, and their algebra. Owns product, difference and union.
+"""Branches: the data that every pattern consists of, and their algebra. Owns product, difference and union.
 
 [Note: sum of branches]
-A pattern is a sum of branches. Query q and key k take part in a branch if both have the same label in it and
-least <= q - k <= most. The multiplicity m(q, k) is the number of branches in which the pair takes part: log m
-is added to its score, so a pair with m = 0 is not attended. Only patterns that mean it have m > 1 (LongNet).
+A pattern is a sum of branches. A branch gives labels to queries and keys and has a band of distances: query q
+and key k take part in it if their labels are equal and least <= q - k <= most. The multiplicity m(q, k) is
+the number of branches in which the pair takes part. The kernels add log m to the pair's score, so a pair with
+m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
 
-`a & b` multiplies: a branch for each two of theirs. `a | b` adds up, after what both have was taken from one
-of them; a range or a band has a complement made of ranges and bands, a label has none, so what is taken away
-must be told by range and band alone.
+`a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` is the
+sum, after the pairs of both patterns were subtracted from one of them, so that they count once. A difference
+must again be a sum of branches. The complement of a range or of a band is one; the complement of a label is
+not. So `|` works only if ranges and bands alone describe the pairs that are subtracted.
 
 Tiles, FlexAttention's labels, the multiplicity and the tokens that a shard reads are derived from the
 branches, each by one function for all patterns. So a pattern cannot be right with one kernel and wrong with
@@ -31,13 +33,13 @@ LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 
 @dataclass(frozen=True)
 class Branch:
-    """Hold the pairs of one label within a band of distances; see [Note: sum of branches].
+    """The pairs of equal label within a band of distances; see [Note: sum of branches].
 
     Attributes:
-        queries, keys: what labels the two sides, with as many primitives each: the n-th of one is compared
-            with the n-th of the other.
-        least, most: of query position - key position; +-UNBOUNDED where open.
-        masks: predicates of single pairs that must all be true.
+        queries, keys: the labels and the range of positions of either side. Both have the same number of
+            primitives: the n-th label of a query is compared with the n-th label of a key.
+        least, most: bounds of (query position - key position); +-UNBOUNDED if open.
+        masks: mask functions of single pairs, which must all be true.
     """
 
     queries: Partition = ALL
@@ -48,19 +50,19 @@ class Branch:
 
     def __post_init__(self) -> None:
         assert len(self.queries.primitives) == len(self.keys.primitives), (
-            f"labels that do not pair up: {self}"
+            f"{len(self.queries.primitives)} query and {len(self.keys.primitives)} key primitives: {self}"
         )
 
     @property
     def labels_of(self) -> tuple[tuple[Primitive, Primitive], ...]:
-        """Return the primitives of both sides that are compared."""
+        """Return the pairs (primitive of the queries, primitive of the keys) whose labels are compared."""
         return tuple(zip(self.queries.primitives, self.keys.primitives, strict=True))
 
     @property
     def distance(self) -> tuple[int, int]:
-        """Return least and most distance that the band and the ranges leave."""
+        """Return the minimum and maximum distance that the band and the ranges allow."""
         least, most = self.least, self.most
-        # q - k is least for the first query and the last key, greatest for the last query and the first key
+        # q - k is smallest for the first query and the last key, largest for the last query and the first key
         if self.keys.end < UNBOUNDED:
             least = max(least, self.queries.first - self.keys.end + 1)
         if self.queries.end < UNBOUNDED:
@@ -69,24 +71,27 @@ class Branch:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether ranges and band leave no pair."""
+        """Return whether the ranges and the band leave no pair."""
         least, most = self.distance
-        # the distances of an empty range need not be empty, so ranges are looked at as well
+        # The ranges need a check of their own: the band of distances of an empty range may be non-empty.
         return least > most or self.queries.first >= self.queries.end or self.keys.first >= self.keys.end
 
     @property
     def is_causal(self) -> bool:
-        """Return whether no query sees a key after itself."""
+        """Return whether no query attends to a key after itself."""
         return self.distance[0] >= 0 or any(mask.is_causal for mask in self.masks)
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
-        """Label query positions q and key positions k, int64 [n] and [m]; labels compare within one call."""
+        """Return the labels of query positions q and key positions k, int64 [n] and [m].
+
+        Labels of different calls cannot be compared: they are renumbered in each call.
+        """
         split = len(q)
-        # both sides in one array: renumbering then gives equal labels the same number on both
+        # Renumber both sides in one array, so that equal labels get the same number on both sides.
         both = np.where(np.concatenate([self.queries.holds(q), self.keys.holds(k)]), 0, NO_LABEL)
         for ours, theirs in self.labels_of:
             more = np.concatenate([ours.labels(q), theirs.labels(k)])
-            # mixed radix: numbers are equal only where the labels of all primitives so far are
+            # mixed radix: two numbers are equal only if the labels of all primitives so far are equal
             base = int(more.max(initial=0)) + 1
             both = np.where((both >= 0) & (more >= 0), both * base + more, NO_LABEL)
             if both.max(initial=0) >= LARGEST_LABEL:
@@ -96,12 +101,12 @@ class Branch:
 
 
 def alike(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
-    """Return the branch of tokens to which one primitive gives the same label."""
+    """Return the branch of all pairs to which one primitive gives the same label, within a band."""
     return Branch(labelled(primitive), labelled(primitive), least, most)
 
 
 def product(first: Iterable[Branch], second: Iterable[Branch]) -> tuple[Branch, ...]:
-    """Return the branches of `a & b`: what takes part in one of each."""
+    """Return the branches of `a & b`: one for each combination of a branch of `a` and a branch of `b`."""
     second = tuple(second)
     both = [
         Branch(
@@ -114,19 +119,19 @@ def product(first: Iterable[Branch], second: Iterable[Branch]) -> tuple[Branch, 
         for a in first
         for b in second
     ]
-    # a pattern has at least one branch: an empty one is kept where nothing else is left
+    # A pattern has at least one branch, so keep an empty one if all are empty.
     return tuple(branch for branch in both if not branch.is_empty) or tuple(both[:1])
 
 
 def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArray:
-    """Return where two branches have pairs in common as far as ranges and bands tell; bool [n, m]."""
+    """Return which branches have pairs in common, judged by ranges and bands alone; bool [n, m]."""
     (q0, q1, k0, k1, low, high), (p0, p1, j0, j1, floor, top) = (
         _bounds(first)[:, :, None],
         _bounds(second)[:, None],
     )
     q_first, q_end = np.maximum(q0, p0), np.minimum(q1, p1)
     k_first, k_end = np.maximum(k0, j0), np.minimum(k1, j1)
-    # Inside a rectangle of positions every distance between its corners' occurs.
+    # A rectangle of positions contains every distance between the smallest and the largest of its corners.
     nearest = np.maximum(np.maximum(low, floor), q_first - k_end + 1)
     farthest = np.minimum(np.minimum(high, top), q_end - 1 - k_first)
     found: IntArray = (q_first < q_end) & (k_first < k_end) & (nearest <= farthest)
@@ -134,25 +139,25 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
 
 
 def _bounds(branches: tuple[Branch, ...]) -> IntArray:
-    """Return first and end of queries and keys, least and most, of every branch; int64 [6, n]."""
+    """Return (first, end) of queries and keys, and (least, most), of every branch; int64 [6, n]."""
     rows = [(b.queries.first, b.queries.end, b.keys.first, b.keys.end, b.least, b.most) for b in branches]
     return np.array(rows, dtype=np.int64).reshape(len(branches), 6).T
 
 
 def counts_twice(branches: tuple[Branch, ...]) -> bool:
-    """Return whether a pair may take part in several of the branches."""
+    """Return whether a pair may take part in more than one of the branches."""
     return bool(np.triu(overlapping(branches, branches), 1).any())
 
 
 def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch, ...] | None:
-    """Return the branches of `a | b`, each pair in one of them; None where they cannot be told apart."""
+    """Return the branches of `a | b`, each pair in one of them; None if the overlap cannot be subtracted."""
     if not overlapping(first, second).any():
         return first + second
     if counts_twice(first) or counts_twice(second):
-        return None  # m of a pair of both would be anybody's guess
+        return None  # a pattern with m > 1 has no defined m for a pair that is also in the other one
     kept = list(first)
     for branch in second:
-        # first attempt: take out of the new branch what the others have already
+        # first attempt: subtract from the new branch the pairs that other branches have already
         added = [branch]
         for other in kept:
             touched = overlapping(tuple(added), (other,)).any()
@@ -163,7 +168,8 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         else:
             kept += added
             continue
-        # `branch` has no complement in what was there: take it out of those instead
+        # An overlap cannot be subtracted from the new branch: subtract the new branch from the others
+        # instead.
         if not all(
             _is_told_by_range(branch, other) for other in kept if overlapping((branch,), (other,)).any()
         ):
@@ -173,8 +179,8 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
 
 
 def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
-    """Return whether ranges and band alone say which pairs of `whole` are in `taken`."""
-    # its labels and predicates hold for all of `whole`, so none of them has to be negated
+    """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
+    # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
 
 
@@ -183,10 +189,11 @@ def _without(whole: Branch, taken: Branch) -> list[Branch]:
 
 
 def subtract(whole: Branch, taken: Branch) -> list[Branch]:
-    """Return the pairs of `whole` outside the ranges and the band of `taken`, as up to six branches."""
+    """Return the pairs of `whole` outside the ranges and the band of `taken`, as at most six branches."""
     q, k, out = taken.queries, taken.keys, taken
     inside = replace(whole, queries=_clip(whole.queries, q.first, q.end))
-    # disjoint: queries before and behind the range, then keys, then distances above and below the band
+    # The parts are disjoint: queries before and after the range, keys likewise, distances below and above the
+    # band.
     parts = [
         replace(whole, queries=_clip(whole.queries, 0, q.first)),
         replace(whole, queries=_clip(whole.queries, q.end, UNBOUNDED)),

@@ -1,12 +1,13 @@
-"""A mask_mod looked at once: what it depends on, what it captured, and its values, as FlexAttention has them.
+"""The trace of a mask_mod: what it depends on, which tensors it captured, and its values.
 
-Owns what a trace says of a mask function (does it depend on batch or head, a digest that ranks compare) and
-its evaluation through vmap. The graph is read in `mask_graph.py`; the pattern is in `mask_mod.py`.
+Owns what a trace says about a mask function (whether it depends on batch or head, and a digest that ranks
+compare) and its evaluation by vmap, as FlexAttention does it. `mask_graph.py` reads the graph; the pattern is
+in `mask_mod.py`.
 
 [Note: all pairs at once]
-vmap costs a millisecond a call, and a strided layout can have thousands of small tiles. A graph of nothing
-but elementwise operators and look-ups of integers gives the same for tensors that broadcast as for 0-d ones
-one by one, so it is called as it is. (With captured floats, type promotion could differ.)
+A call through vmap costs a millisecond, and a strided layout can have thousands of small tiles. A graph that
+has only elementwise operators and look-ups of integers gives the same result for broadcast tensors as for 0-d
+tensors under vmap, so such a graph is called directly. (With captured floats type promotion could differ.)
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from ds_ring.masks.mask_graph import (
 )
 from ds_ring.masks.pair_mask import MaskFunction
 
-_STATE_DEPTH = 4  # functions within functions whose captured values are looked at
+_STATE_DEPTH = 4  # how deep nested functions are searched for captured values
 
 
 class MaskFacts(NamedTuple):
-    """Hold what a trace says of a mask function; [Note: the trace of a mask].
+    """What a trace says about a mask function; [Note: the trace of a mask].
 
     Attributes:
-        by_batch, by_head: whether the result depends on the number of the sample, or of the query head.
-        contents: digest of code and captured values.
-        tensors: those captured, with their version at the trace (None where torch keeps none).
+        by_batch, by_head: whether the result depends on the index of the sample, or of the query head.
+        contents: digest of the code and of the captured values.
+        tensors: the captured tensors, with their version at the trace (None if torch keeps no version).
         elementwise: the graph, if it may be called with all positions at once; [Note: all pairs at once].
     """
 
@@ -54,18 +55,18 @@ class MaskFacts(NamedTuple):
     elementwise: Callable[..., Tensor] | None
 
     def tensors_changed(self) -> bool:
-        """Return whether a captured tensor was written to since the trace."""
+        """Return whether a captured tensor was written to after the trace."""
         return any(version_of(tensor) != version for tensor, version in self.tensors)
 
 
 def trace_mask(function: MaskFunction) -> MaskFacts:
-    """Trace a mask function, twice.
+    """Trace a mask function twice and compare the two graphs.
 
     Raises:
-        RingPatternError: it raises, returns no boolean tensor without dimensions, draws random numbers,
-            writes to what it was given or has captured, or is not the same function every time.
+        RingPatternError: it raises, returns anything but a 0-d boolean tensor, draws random numbers, writes
+            to its arguments or captured tensors, or gives two different graphs.
     """
-    # random numbers of Python and numpy leave no node in the graph, but change this state
+    # Random numbers of Python and numpy leave no node in the graph, but they change this state.
     before = random.getstate(), repr(np.random.get_state())
     first, second = (graph_of(function) for _ in range(2))
     contents = digest_of(first)
@@ -75,7 +76,7 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
         raise refusal(function, "a mask without random numbers", "one that draws them")
     by_batch, by_head = dependence_of(first)
     constants = (constant_of(first, node) for node in first.graph.nodes if node.op == "get_attr")
-    # a captured tensor may stand in several nodes
+    # several nodes may read the same captured tensor
     unique = {id(tensor): tensor for tensor in constants}
     versions = tuple((tensor, version_of(tensor)) for tensor in unique.values())
     elementwise = first.forward if is_elementwise(first) else None
@@ -85,21 +86,21 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
 def evaluate(
     function: MaskFunction, facts: MaskFacts, samples: int, heads: tuple[int, ...], q: Tensor, k: Tensor
 ) -> Tensor:
-    """Evaluate the mask of lists of positions, through vmap.
+    """Evaluate a mask function for all pairs of two lists of positions.
 
     Args:
-        function, facts: the mask, and its trace.
-        samples: size of the batch.
-        heads: numbers of the query heads asked for.
-        q, k: int64 [n] and [m], positions.
+        function, facts: the mask function and its trace.
+        samples: batch size.
+        heads: indices of the query heads.
+        q, k: positions, int64 [n] and [m].
 
     Returns:
-        bool [n, m]; [samples or 1, len(heads) or 1, n, m] where it differs by sample or by head.
+        bool [n, m]; [samples or 1, len(heads) or 1, n, m] if the mask differs by sample or by head.
 
     Raises:
-        RingPatternError: the function raises at these positions, or returns no bool.
+        RingPatternError: the function raises at these positions, or returns a dtype other than bool.
     """
-    # 0, without a dimension, for a number that the result does not depend on
+    # an index that the result does not depend on is a 0-d tensor of 0
     batch = torch.arange(samples, device=q.device) if facts.by_batch else torch.zeros_like(q[0])
     numbers: Any = heads if facts.by_head else 0
     head = torch.tensor(numbers, dtype=torch.int64, device=q.device)
@@ -108,7 +109,7 @@ def evaluate(
         shape = batch.numel(), head.numel(), len(q), len(k)
         found = _call(function, facts.elementwise, nullcontext(), *every).expand(shape)
         return found if facts.by_batch or facts.by_head else found[0, 0]
-    # the innermost vmap makes the last dimension: keys, then queries, heads, samples
+    # The innermost vmap makes the last dimension, so the order is keys, queries, heads, samples.
     asked: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
     asked = torch.vmap(asked, in_dims=(None, None, 0, None))
     if facts.by_head:
@@ -122,10 +123,10 @@ def evaluate(
 
 
 def evaluate_pairs(function: MaskFunction, head: int, q: Tensor, k: Tensor) -> Tensor:
-    """Evaluate the mask of pairs (q[i], k[i]) of positions for one query head of the first sample; bool [n].
+    """Evaluate the mask for pairs (q[i], k[i]) of one query head of the first sample; bool [n].
 
     Raises:
-        RingPatternError: as `evaluate`.
+        RingPatternError: see `evaluate`.
     """
     asked = torch.vmap(function, in_dims=(None, None, 0, 0))
     mode = TransformGetItemToIndex()
@@ -133,14 +134,14 @@ def evaluate_pairs(function: MaskFunction, head: int, q: Tensor, k: Tensor) -> T
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to; None where torch does not count."""
+    """Return the number of writes to a tensor so far; None if torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 
 
 def captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[object]:
-    """Yield the numbers, texts and identities of other objects that a function captured, in a fixed order.
+    """Yield what a function captured, in a fixed order: numbers, texts, and the id of any other object.
 
-    Two equal lists mean that a trace of the function would be the same, as far as Python can be looked into.
+    If two such lists are equal, a second trace would give the same graph, as far as Python lets us look.
     """
     if isinstance(function, functools.partial):
         parts: list[object] = [function.func, *function.args, *function.keywords.values()]
@@ -157,7 +158,7 @@ def captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[obj
 
 
 def _named(function: object, known: Mapping[str, object]) -> list[object]:
-    """Return those of the known things that the code of a function names."""
+    """Return those objects of `known` whose names occur in the code of a function."""
     names = function.__code__.co_names if isinstance(function, types.FunctionType) else ()
     return [known[name] for name in names if name in known]
 
@@ -166,12 +167,12 @@ def _value(part: object, depth: int) -> Iterator[object]:
     if part is None or isinstance(part, (bool, int, float, str, bytes)):
         yield part
     elif isinstance(part, (list, tuple)) and depth:
-        # the length tells lists of lists apart that have the same items
+        # The length distinguishes nested lists with the same items, such as [[1], [2]] and [[1, 2]].
         yield len(part)
         for one in part:
             yield from _value(one, depth - 1)
     else:
-        # a tensor is told by its identity here; that its values changed, by its version
+        # A tensor is identified by its id here; its version tells whether its values have changed.
         yield id(part)
         if depth and callable(part) and not isinstance(part, (type, types.BuiltinFunctionType)):
             yield from captured_values(part, depth - 1)
@@ -180,7 +181,7 @@ def _value(part: object, depth: int) -> Iterator[object]:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a function that refers to itself and is not finished
+    except ValueError:  # the cell is empty: the function refers to itself and is still being defined
         return False
 
 

@@ -1,8 +1,9 @@
-"""Partitions: what gives every token a label, so that tokens of one label may attend to one another.
+"""Partitions: functions that give every token a label; only tokens with equal labels attend to one another.
 
-Owns the primitives (segments, residues, remainders, tables of ids) and their conjunction with a range of
-positions. Each primitive answers twice: `labels` for single tokens and `split` for whole runs, by arithmetic.
-A new primitive is one class here; what is derived from it is in `branches.py` and `joins.py`.
+Owns the primitives (`Segment`, `Residue`, `Remainder`, and `Table` of ids) and `Partition`, their conjunction
+with a range of positions. Each primitive implements `labels` for single positions and `split` for whole runs
+(arithmetic progressions of positions). A new primitive is one class here; `branches.py` and `joins.py` need
+no change.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import numpy as np
 from ds_ring.masks.slot_ranges import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, Axis, repeat_rows
 
-NO_LABEL = -1  # of a token that takes no part
+NO_LABEL = -1  # the label of a token that takes no part
 
 
 class Pieces(NamedTuple):
-    """Hold rows of an axis cut into runs of one label; some may be empty.
+    """The rows of an axis, cut into pieces of one label each; some pieces may be empty.
 
     Attributes:
-        row: which row each piece was cut from, ascending.
+        row: index of the row that each piece was cut from, ascending.
         axis: the pieces.
-        label: of each piece, never `NO_LABEL`.
+        label: the label of each piece, never `NO_LABEL`.
     """
 
     row: IntArray
@@ -35,7 +36,10 @@ class Pieces(NamedTuple):
 
 
 class Primitive(ABC):
-    """Label positions by one rule. Subclasses are frozen dataclasses: values that compare and hash."""
+    """Base of the functions that label positions.
+
+    Subclasses are frozen dataclasses: they compare and hash.
+    """
 
     @abstractmethod
     def labels(self, positions: IntArray) -> IntArray:
@@ -43,27 +47,28 @@ class Primitive(ABC):
 
     @abstractmethod
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        """Return the least and the greatest label that may occur in each row."""
+        """Return the least and the greatest label that may occur in each row of the axis."""
 
     @abstractmethod
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        """Cut every row into runs of one label.
+        """Cut every row into pieces of one label.
 
         Args:
             axis: the rows.
-            least, greatest: labels of interest in each row; pieces of others may be left out.
+            least, greatest: range of labels of interest in each row; pieces outside it may be left out.
         """
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return what the labels of positions start .. start + length - 1 owe to where they begin.
+        """Return a key of the range start .. start + length - 1 that does not change if its labels do not.
 
-        Two stretches of one length with equal phases have the same tokens with equal labels. None: unknown.
+        Two ranges of one length with equal keys have the same pairs of equally labelled tokens, relative to
+        their starts. None: unknown.
         """
         return None
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """Return the length of sequence that it was made from; empty where it goes with any."""
+        """Return the sequence length for which it was made; empty if it fits any length."""
         return ()
 
 
@@ -86,14 +91,17 @@ class Segment(Primitive):
         return Pieces(row, axis.rows(row).between(start, start + self.length), label)
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        # inside one segment all tokens have one label, wherever it begins
+        # Inside one segment all tokens have one label, so the start does not matter.
         inside = start // self.length == (start + length - 1) // self.length
         return () if inside else (start % self.length,)
 
 
 @dataclass(frozen=True)
 class Residue(Primitive):
-    """Label each `rate`-th token of a segment from `offset`: p // length if p % length % rate == offset."""
+    """Label every `rate`-th token of a segment, from `offset` on.
+
+    P // length if p % length % rate == offset.
+    """
 
     length: int
     rate: int
@@ -104,7 +112,7 @@ class Residue(Primitive):
         return np.where(held, positions // self.length, NO_LABEL)
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        # bounds may be too wide: not every segment has a token of the residue in the row
+        # These bounds may be too wide: not every segment of the row has a token with this residue.
         return Segment(self.length).bounds(axis)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
@@ -113,17 +121,20 @@ class Residue(Primitive):
         return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return where its segments begin; inside one segment, where its first token is."""
+        """Return the start within its segment.
+
+        For a range inside one segment, the index of its first token.
+        """
         if start // self.length != (start + length - 1) // self.length:
             return (start % self.length,)
-        # index of the first token that takes part, -1 for none; two entries, so never equal to the case above
+        # -1 if no token takes part. The key has two entries, so it never equals a key of the case above.
         first = (self.offset - start % self.length) % self.rate
         return -1, first if first < length else -1
 
 
 @dataclass(frozen=True)
 class Remainder(Primitive):
-    """Label alike tokens that stand a multiple of `rate` apart: p % rate."""
+    """Give the same label to tokens whose positions differ by a multiple of `rate`: p % rate."""
 
     rate: int
 
@@ -132,7 +143,7 @@ class Remainder(Primitive):
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         first = axis.position % self.rate
-        # such a row has one label; any other may have all of them
+        # A row whose step is a multiple of the rate has one label; any other row may have all labels.
         alike = (axis.position_step % self.rate == 0) | (axis.length == 1)
         return np.where(alike, first, 0), np.where(alike, first, self.rate - 1)
 
@@ -142,16 +153,16 @@ class Remainder(Primitive):
         return Pieces(row, axis.rows(row).residue(label, self.rate), label)
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        return ()  # a shift renames the labels and parts no two tokens
+        return ()  # a shift renames the labels; equal ones stay equal
 
 
 @dataclass(frozen=True)
 class Table(Primitive):
-    """Hold an id for every position of one sequence, as stretches of equal ids; negative ids take no part.
+    """Label every position of one sequence by a table of ids; tokens with a negative id take no part.
 
     Attributes:
-        starts: positions at which an id begins, ascending, the first 0.
-        ids: id of each of these stretches; one id may have several.
+        starts: positions at which the id changes, ascending, the first 0.
+        ids: the id from each start to the next; an id may occur several times.
         tokens: length T of the sequence.
     """
 
@@ -161,9 +172,12 @@ class Table(Primitive):
 
     @cached_property
     def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
-        """Return start, end and label of every stretch; True if the label is the stretch's number for all."""
+        """Return start, end and label of every stretch of one id.
+
+        True if every label is its stretch's number.
+        """
         starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
-        # An id is named after its first stretch, so that labels ascend wherever no id comes back.
+        # The label is the number of the id's first stretch: labels ascend as long as no id occurs twice.
         _, first, number = np.unique(ids, return_index=True, return_inverse=True)
         label = first[number]
         ascending = bool((label == np.arange(len(label))).all())
@@ -179,7 +193,7 @@ class Table(Primitive):
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         starts, _, _, ascending = self._stretches
-        # an id that comes back may be anywhere: no bounds are known
+        # An id that occurs twice may be anywhere in the sequence, so there are no useful bounds.
         if not ascending:
             return np.zeros_like(axis.position), np.full_like(axis.position, len(starts))
         return self._stretch_of(axis.position), self._stretch_of(axis.last_position)
@@ -187,7 +201,7 @@ class Table(Primitive):
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
         starts, ends, labels, ascending = self._stretches
         low, high = self._stretch_of(axis.position), self._stretch_of(axis.last_position)
-        if ascending:  # or every row would be cut at all documents that it spans
+        if ascending:  # cut each row only at the documents of interest, not at all that it spans
             low, high = np.maximum(low, least), np.minimum(high, greatest)
         row, which = repeat_rows(np.maximum(high - low + 1, 0))
         stretch = low[row] + which
@@ -201,11 +215,11 @@ class Table(Primitive):
 
 @dataclass(frozen=True)
 class Partition:
-    """Hold a conjunction: the positions first <= p < end, labelled by all primitives together.
+    """The positions first <= p < end, labelled by several primitives together.
 
     Attributes:
         first, end: the range of positions that take part.
-        primitives: their labels, together, are a token's label; none: all tokens in range have the same.
+        primitives: a token's label is the tuple of their labels. None: all tokens in range have one label.
     """
 
     first: int = 0
@@ -214,7 +228,7 @@ class Partition:
 
     @property
     def is_everywhere(self) -> bool:
-        """Return whether no position is out of range."""
+        """Return whether the range includes every position."""
         return self.first <= 0 and self.end >= UNBOUNDED
 
     def __and__(self, other: Partition) -> Partition:
@@ -222,7 +236,7 @@ class Partition:
         return Partition(first, end, self.primitives + other.primitives)
 
     def holds(self, positions: IntArray) -> IntArray:
-        """Return which positions are in range, bool."""
+        """Return which positions are in the range, bool."""
         return (positions >= self.first) & (positions < self.end)
 
 
@@ -230,10 +244,10 @@ ALL = Partition()
 
 
 def in_range(first: int, end: int) -> Partition:
-    """Return the partition of the tokens first <= p < end, all with the same label."""
+    """Return the partition that gives one label to the tokens first <= p < end."""
     return Partition(first, end)
 
 
 def labelled(primitive: Primitive) -> Partition:
-    """Return the partition of all tokens by one primitive."""
+    """Return the partition of all tokens by the labels of one primitive."""
     return Partition(primitives=(primitive,))

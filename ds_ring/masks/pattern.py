@@ -1,8 +1,11 @@
-"""Patterns: which query position attends to which key position. Declarative, in global positions.
+"""Patterns: which query position attends to which key position, in global positions, independent of ranks.
 
-Owns what all patterns have in common: composition, and everything that is derived from their branches. A
-pattern says what its branches are (`Pattern.branches`, see `branches.py`) and nothing else; it knows no
+Owns the base class of all patterns: composition by `&` and `|`, and everything that is computed from a
+pattern's branches. A pattern only lists its branches (`Pattern.branches`, see `branches.py`). It knows no
 layout, no rank and no tensor library. Each pattern has its own file beside this one.
+
+Terms: the multiplicity m of a (query, key) pair is the number of branches that contain it; log m is added to
+the pair's score. A run is an arithmetic progression of positions (start, step, length).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ IntArray = np.ndarray
 
 
 class Head(NamedTuple):
-    """Name a query head by its number, among how many query and K/V heads of the model."""
+    """Identify a query head: its number, and the number of query heads and K/V heads of the model."""
 
     number: int = 0
     query_heads: int = 1
@@ -45,70 +48,83 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: Head) -> tuple[Branch, ...]:
-        """Return what a query head attends to, as a sum of branches: one or more, as many for every head."""
+        """Return the branches whose sum a query head attends to.
+
+        At least one, the same number for each head.
+        """
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
-        """Return the patterns that `&` put together; itself where there is nothing to take apart."""
+        """Return the patterns that were combined with `&`; a tuple of only itself if there was no `&`."""
         return (self,)
 
     @cached_property
     def _of_one_head(self) -> tuple[Branch, ...]:
-        """Return the branches of head 0: for what is the same for all heads."""
+        """Return the branches of head 0, for properties that are the same for all heads."""
         return self.branches(Head())
 
     @cached_property
     def distance(self) -> tuple[int, int]:
-        """Return least and most of (query position - key position) that attend; +-UNBOUNDED where open."""
+        """Return the minimum and maximum (query position - key position) that attend; +-UNBOUNDED if open."""
         bounds = [branch.distance for branch in self._of_one_head]
         return min(least for least, _ in bounds), max(most for _, most in bounds)
 
     @cached_property
     def is_causal(self) -> bool:
-        """Return whether no query sees a key after itself."""
+        """Return whether no query attends to a key after itself."""
         return all(branch.is_causal for branch in self._of_one_head)
 
     @property
     def masks(self) -> tuple[PairMask, ...]:
-        """Return the predicates of single pairs, which only a kernel can evaluate."""
+        """Return the mask functions of single pairs, which only a kernel can evaluate."""
         return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """Return the lengths of sequence that it was made from; empty where it goes with any."""
+        """Return the sequence lengths T for which the pattern was made; empty if it fits any length."""
         sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
         primitives = dict.fromkeys(primitive for side in sides for primitive in side.primitives)
         return tuple(tokens for primitive in primitives for tokens in primitive.known_tokens)
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
-        """Return the pattern of the query heads that share one K/V head; equal ones mean equal needs."""
+        """Return the pattern of the query heads that share one K/V head.
+
+        Two K/V heads whose bound patterns are equal read the same tokens and share one plan.
+        """
         each = [self.branches(Head(head, query_heads, kv_heads)) for head in heads]
-        # predicates for the heads of the whole group: heads that differ in nothing else stay one entry
+        # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
+        # equal need one entry only.
         together = [_asked_together(each, branches) for branches in each]
         if all(branches == together[0] for branches in together):
             return BoundPattern((together[0],))
-        # heads that differ have an entry each, whose predicates are asked for that head alone
+        # The heads differ: each gets its own entry, with mask functions that are evaluated for this head
+        # only.
         return BoundPattern(tuple(_asked_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Refuse a pattern that cannot be evaluated for such a call, before anything is sent.
+        """Raise if the pattern cannot be evaluated for such a call; runs before anything is sent.
 
         Args:
-            tokens: of the sequence.
-            samples: size of the batch.
+            tokens: length of the sequence.
+            samples: batch size.
             query_heads: number of all query heads.
-            device: of the tensors.
+            device: device of the tensors.
 
         Raises:
-            RingPatternError: a mask function that fails there, or is no longer what it was.
+            RingPatternError: a mask function fails for these sizes, or its captured values have changed.
         """
         for mask in self.masks:
             mask.check(tokens, samples, query_heads, device)
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
-        """Return how often query position q attends to key position k (0: not); int arrays, broadcast."""
+        """Return m, how often query position q attends to key position k (0: not at all).
+
+        Args:
+            head, query_heads, kv_heads: the query head, see `Head`.
+            q, k: int arrays of positions that broadcast.
+        """
         total: Any = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
-        # labels are defined from position 0 on; `mask` leaves out padding (-1) afterwards
+        # Labels are defined for positions >= 0; `mask` removes padding (position -1) afterwards.
         ours, theirs = (np.maximum(x, 0).reshape(-1) for x in (q, k))
         gap = q - k
         for branch in self.branches(Head(head, query_heads, kv_heads)):
@@ -128,35 +144,39 @@ class Pattern(ABC):
         query_heads: int = 1,
         kv_heads: int = 1,
     ) -> np.ndarray:
-        """Return the dense mask of two lists of positions, bool [len(q), len(k)]; -1 attends to nothing."""
+        """Return the dense mask of two lists of positions, bool [len(q), len(k)].
+
+        -1 (padding) never attends.
+        """
         q, k = q_positions[:, None], k_positions[None, :]
         return (self.multiplicity(head, query_heads, kv_heads, q, k) > 0) & (q >= 0) & (k >= 0)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """Return the tiles of the only head of a model; `bind` says for which heads in general."""
+        """Return the tiles for a model with one head; use `bind` for more heads."""
         return self.bind((0,), 1, 1).tiles(q_runs, k_runs)
 
     def __and__(self, other: Pattern) -> Pattern:
-        """Attend where both do."""
+        """Attend where both patterns do."""
         return Intersection(self, _checked(other, "&"))
 
     def __or__(self, other: Pattern) -> Pattern:
-        """Attend where either does.
+        """Attend where at least one of the two patterns does; a pair of both counts once.
 
         Raises:
-            RingPatternError: the pairs of both can be told apart by no band and no range of positions.
+            RingPatternError: the pairs of both patterns cannot be described by a band of distances and ranges
+                of positions, so they cannot be subtracted from one of the two.
         """
         either = Union(self, _checked(other, "|"))
-        # refused here, where it is written, and not when a plan is built
+        # Raise here, at the line of the user that has the mistake, not later when a plan is built.
         either.branches(Head())
         return either
 
 
 def check_numbers(pattern: Pattern, *names: str) -> None:
-    """Make the named fields of a pattern whole numbers, numpy's as well.
+    """Check that the named fields of a pattern are positive integers and convert them to Python ints.
 
     Raises:
-        RingPatternError: one is not a positive integer; names pattern and field.
+        RingPatternError: a field is not a positive integer; the error names the pattern and the field.
     """
     for name in names:
         what = f"{type(pattern).__name__}: {name}"
@@ -170,7 +190,7 @@ def _checked(other: object, operator: str) -> Pattern:
 
 
 def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
-    """Return branches whose predicates are asked for the heads of all of `each`, in one go."""
+    """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
     asked = list(branches)
     for index, branch in enumerate(branches):
         masks = (
@@ -183,10 +203,11 @@ def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]
 
 @dataclass(frozen=True)
 class BoundPattern(Pattern):
-    """Hold a pattern for the query heads of one K/V head: what plans and kernels work with.
+    """A pattern for the query heads of one K/V head. Plans and kernels work with this form.
 
     Attributes:
-        branches_by_head: of every query head of the group, as many for each; one entry if all are equal.
+        branches_by_head: the branches of every query head of the group, the same number for each; a single
+            entry if all heads are equal.
     """
 
     branches_by_head: tuple[tuple[Branch, ...], ...]
@@ -199,19 +220,22 @@ class BoundPattern(Pattern):
 
     @cached_property
     def counts_twice(self) -> bool:
-        """Return whether some pair may have m > 1."""
+        """Return whether some pair may be in more than one branch (m > 1)."""
         return any(counts_twice(branches) for branches in self.branches_by_head)
 
     @cached_property
     def bands(self) -> tuple[tuple[int, int, tuple[MaskFunction, ...]], ...]:
-        """Return least and most distance and mask functions: once where all branches agree, else of each."""
+        """Return (minimum distance, maximum distance, mask functions) of each branch.
+
+        One entry if all agree.
+        """
         branches = self.branches_by_head[0]
         bands = tuple((b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
     @cached_property
     def mask_heads(self) -> tuple[int, ...]:
-        """Return the numbers of the query heads of a group, where a mask depends on them; else (0,)."""
+        """Return the numbers of the group's query heads if a mask function depends on the head; else (0,)."""
         heads = [
             next((mask.heads for branch in branches for mask in branch.masks if mask.heads), ())
             for branches in self.branches_by_head
@@ -219,35 +243,40 @@ class BoundPattern(Pattern):
         return sum(heads, ()) or (0,)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """Return the non-empty tiles of two shards given by their runs (start, step, length), slot order."""
+        """Return the non-empty tiles of two shards.
+
+        Args:
+            q_runs, k_runs: runs (start, step, length) of each shard in slot order, int64 [n, 3].
+        """
         branches = {branch for one in self.branches_by_head for branch in one}
         return self.cut(Tiles.rectangles(q_runs, k_runs, near_pairs(branches, q_runs, k_runs)))
 
     def cut(self, rectangles: Tiles) -> Tiles:
-        """Return the non-empty tiles of some rectangles."""
+        """Cut rectangles of pairs into tiles and drop the empty ones."""
         return tiles_by_head(self.branches_by_head, replace(rectangles, rule=self))
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
-        """Label query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
+        """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
         found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
 
     def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return what attention among positions start .. start + length - 1 owes to where they begin.
+        """Return a key that is equal for ranges of positions with the same mask, up to a shift of positions.
 
-        Two stretches of one length with equal phases are attended alike, position by position; None: nobody
-        knows. It saves making the same tiles again and again.
+        The key says how the mask inside start .. start + length - 1 depends on the absolute position of the
+        start. Two ranges of one length with equal keys have the same mask relative to their starts, so their
+        tiles are computed once. None means that this is unknown and the tiles must be computed.
         """
         found: list[Any] = []
         for branch in (branch for branches in self.branches_by_head for branch in branches):
             if branch.masks:
                 return None
             for side in (branch.queries, branch.keys):
-                # the part of the stretch that is in range
+                # the intersection of the side's range of positions with this range, relative to its start
                 if not side.is_everywhere:
                     found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
             for ours, theirs in branch.labels_of:
-                # two different primitives need not shift together
+                # Two different primitives may change differently with the start, so no key is known for them.
                 phase = ours.phase(start, length) if ours == theirs else None
                 if phase is None:
                     return None
@@ -275,10 +304,11 @@ class Intersection(Pattern):
 
 @dataclass(frozen=True)
 class Union(Pattern):
-    """Attend where one pattern or the other does, each pair counted once: `a | b`.
+    """Attend where at least one of two patterns does, each pair counted once: `a | b`.
 
     Raises:
-        RingPatternError: when asked for its branches, if the pairs of both cannot be told apart.
+        RingPatternError: by `branches`, if the pairs of both patterns cannot be described by ranges and a
+            band.
     """
 
     first: Pattern
@@ -288,9 +318,9 @@ class Union(Pattern):
         found = union(self.first.branches(head), self.second.branches(head))
         if found is None:
             raise RingPatternError(
-                f"{self.first} | {self.second}: expected two patterns of which one is told by a band of"
-                " distances and ranges of positions alone, so that what both attend to counts once; got pairs"
-                " of both that no band and no range tells apart. Write the whole as MaskMod"
+                f"{self.first} | {self.second}: expected that a band of distances and ranges of positions"
+                " describe the pairs that both patterns attend to, so that these pairs count once; got two"
+                " patterns for which they do not. Write the whole mask as one MaskMod"
             )
         return found
 

@@ -1,8 +1,8 @@
-"""Tiles: rectangles (query run x key run) of the attention matrix, selected and counted.
+"""Tiles: rectangles of the attention matrix, each of a query run and a key run; selected, cut and counted.
 
-A `Tiles` table is a struct of int64 columns, one row per tile, so that planning a million tokens is
-vectorised arithmetic. Slots say where a tile's tokens lie in the local tensors, positions where they stand
-in the sequence; both are arithmetic progressions. Empty tiles do not exist.
+A run is an arithmetic progression of tokens. A `Tiles` table is a struct of int64 columns with one row per
+tile, so that planning a sequence of a million tokens is vectorised arithmetic. A slot is an index into the
+local tensor; a position is an index into the global sequence. There are no empty tiles.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """Name what of a tile is attended; i and j count queries and keys inside the tile."""
+    """Which pairs of a tile are attended; i is the index of a query and j of a key inside the tile."""
 
     FULL = 0
     CAUSAL = 1  # square, j <= i
     INVERSE_CAUSAL = 2  # square, j >= i: the lower edge of a sliding window
-    PARTIAL = 3  # the pattern's mask, evaluated inside
-    BI_CAUSAL = 4  # wider than high: i <= j <= i + (keys - queries), the rows of a window that are whole
+    PARTIAL = 3  # the pattern's mask function says which pairs
+    BI_CAUSAL = 4  # wider than high: i <= j <= i + (keys - queries), whole rows of a window
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Hold one side of all tiles: `length` tokens, at slot + i * slot_step, position + i * position_step."""
+    """One side of all tiles: row tokens i < length, at slot + i * slot_step, position + i * position_step."""
 
     slot: IntArray
     slot_step: IntArray
@@ -44,11 +44,11 @@ class Axis:
 
     @property
     def last_position(self) -> IntArray:
-        """Return position of the last token of every row."""
+        """Return the position of the last token of every row."""
         return self.position + (self.length - 1) * self.position_step
 
     def take(self, first: IntArray | int, length: IntArray | int, step: IntArray | int = 1) -> Axis:
-        """Take `length` tokens of every row from index `first` on, each `step`-th."""
+        """Return `length` tokens of every row, starting at index `first`, every `step`-th token."""
         return replace(
             self,
             slot=self.slot + first * self.slot_step,
@@ -59,22 +59,22 @@ class Axis:
         )
 
     def rows(self, index: IntArray) -> Axis:
-        """Return a selection of rows."""
+        """Return a selection of rows (indices or a boolean mask)."""
         return Axis(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
-        """Take of every row the tokens at positions low <= p < high; the length may become 0."""
-        # ceil: index of the first token at or beyond either bound
+        """Return the tokens of every row at positions low <= p < high; a length may become 0."""
+        # ceiling division: index of the first token at or after each bound
         first = np.clip(-((self.position - low) // self.position_step), 0, self.length)
         end = np.clip(-((self.position - high) // self.position_step), first, self.length)
         return self.take(first, end - first)
 
     def residue(self, residue: IntArray | int, modulus: int) -> Axis:
-        """Take of every row the tokens at positions p = residue (mod modulus); the length may become 0."""
+        """Return the tokens of every row at positions p = residue (mod modulus); a length may become 0."""
         if modulus == 1:
             return self
-        # least i >= 0 with position + i * position_step = residue (mod modulus), by modular inverse;
-        # rows have few different steps, so one inverse serves many rows
+        # The least i >= 0 with position + i * position_step = residue (mod modulus), by a modular inverse.
+        # Rows have few different steps, so one inverse serves many rows.
         first, step = np.zeros_like(self.slot), np.ones_like(self.slot)
         exists = np.ones(len(self.slot), dtype=bool)
         for position_step in np.unique(self.position_step).tolist():
@@ -82,7 +82,7 @@ class Axis:
             common = math.gcd(position_step, modulus)
             reduced = modulus // common
             gap = (residue if isinstance(residue, int) else residue[rows]) - self.position[rows]
-            # no solution unless the greatest common divisor divides the gap
+            # There is a solution only if the greatest common divisor divides the gap.
             exists[rows] = gap % common == 0
             inverse = pow(position_step // common, -1, reduced) if reduced > 1 else 0
             first[rows], step[rows] = gap // common * inverse % reduced, reduced
@@ -96,25 +96,26 @@ class Axis:
 
     @staticmethod
     def from_runs(runs: IntArray) -> Axis:
-        """Return the runs (start, step, length) of a shard, laid out in its slots one after the other."""
+        """Return the runs (start, step, length) of a shard, which fill its slots one after the other."""
         start, step, length = runs[:, 0], runs[:, 1], runs[:, 2]
         return Axis(np.cumsum(length) - length, np.ones_like(start), start, step, length)
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Hold a table of tiles.
+    """A table of tiles, one row per tile.
 
     Attributes:
-        q, k: the query and the key side.
+        q, k: the query side and the key side.
         kind: a `Kind` per row.
-        head_in_group: which query head of each K/V head's group the row is for; -1 for all of them.
-        multiplicity: m of every pair of the row; log m is added to the scores.
-        weight: which of `weights` the pairs' m is to be multiplied by; -1 for none.
-        weights: what of m varies inside tiles, functions of query and key positions.
-        mask: which of `masks` says what is attended inside a PARTIAL tile; -1 for the other kinds.
-        masks: functions of the size of the batch, query and key positions.
-        rule: the pattern that the tiles were cut from: the same pairs, with the same m; None if unknown.
+        head_in_group: the query head, within the group of a K/V head, that the row is for; -1 for all.
+        multiplicity: m of every pair of the row, the number of branches that attend to it; log m is added to
+            the scores.
+        weight: index into `weights` of the function that multiplies m pair by pair; -1 for none.
+        weights: functions of query and key positions, for an m that varies inside a tile.
+        mask: index into `masks` of the function that decides inside a PARTIAL tile; -1 for the other kinds.
+        masks: functions of batch size, query positions and key positions.
+        rule: the pattern that the tiles were cut from, if known. It describes the same pairs with the same m.
     """
 
     q: Axis
@@ -133,7 +134,7 @@ class Tiles:
 
     @property
     def pairs(self) -> IntArray:
-        """Return attended (query, key) pairs per tile; of a PARTIAL tile the whole rectangle is counted."""
+        """Return the number of attended pairs of each tile; for a PARTIAL tile, of the whole rectangle."""
         rectangle = self.q.length * self.k.length
         triangle = self.q.length * (self.q.length + 1) // 2
         is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.INVERSE_CAUSAL)
@@ -154,7 +155,7 @@ class Tiles:
         )
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
-        """Return the same rows with other sides; rows that became empty are dropped."""
+        """Return the same rows with other sides, without the rows that are empty now."""
         part = replace(self, q=q, k=k)
         keep = (q.length > 0) & (k.length > 0)
         return part if keep.all() else part.rows(keep)
@@ -166,19 +167,19 @@ class Tiles:
         k_first: IntArray | int,
         k_length: IntArray | int,
     ) -> Tiles:
-        """Return the sub-rectangle of every row; rows that become empty are dropped."""
+        """Return a sub-rectangle of every row, without the rows that are empty now."""
         return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
 
     def of_kind(self, kind: Kind) -> Tiles:
-        """Return the same rectangles, declared to be of one kind."""
+        """Return the same rectangles with this kind in every row."""
         return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
 
     def masked(self, mask: MaskInside) -> Tiles:
-        """Return the same rectangles, of which a mask says what is attended."""
+        """Return the same rectangles as PARTIAL tiles with this mask."""
         return replace(self.of_kind(Kind.PARTIAL), mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
 
     def for_head(self, head_in_group: int) -> Tiles:
-        """Return what of the tiles concerns one query head of each group (-1: as they are)."""
+        """Return the tiles of one query head of each group (-1: the tiles unchanged)."""
         if head_in_group < 0:
             return self
         concerned = (self.head_in_group < 0) | (self.head_in_group == head_in_group)
@@ -186,15 +187,16 @@ class Tiles:
         return replace(part, head_in_group=np.full(len(part), head_in_group, dtype=np.int64))
 
     def times(self, multiplicity: IntArray | int) -> Tiles:
-        """Return the same tiles, every pair counted so many times as often."""
+        """Return the same tiles with the multiplicity of every pair multiplied by a number."""
         return replace(self, multiplicity=self.multiplicity * multiplicity)
 
     def weighted(self, weights: Weights) -> Tiles:
-        """Return the same tiles, every pair counted so many times as often as `weights` says of it."""
-        assert (self.weight < 0).all(), "weights of weights"
+        """Return the same tiles with the multiplicity of every pair multiplied by `weights` of the pair."""
+        assert (self.weight < 0).all(), "expected tiles without weights, got tiles that have some"
         q, k = self.q, self.k
         varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
-        # an m that is constant in a tile goes into its multiplicity: no function to evaluate inside
+        # Where m is constant inside a tile, put it into the multiplicity: the kernel then evaluates no
+        # function.
         constant = np.where(varies, 1, weights(q.position, k.position))
         return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
@@ -203,7 +205,7 @@ class Tiles:
         """Return the rows of several tables, one after the other."""
         weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
         masks = tuple(dict.fromkeys(m for p in parts for m in p.masks))
-        # the last entry is what -1 finds
+        # Index -1 (none) finds the last entry, which is -1.
         weight_places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
         mask_places = [np.array([*map(masks.index, p.masks), -1]) for p in parts]
         return Tiles(
@@ -220,7 +222,7 @@ class Tiles:
         )
 
     def in_blocks(self, side: int) -> Tiles:
-        """Cut every rectangle into pieces of at most side x side."""
+        """Cut every rectangle into blocks of at most side x side."""
         q_parts, k_parts = -(-self.q.length // side), -(-self.k.length // side)
         row, which = repeat_rows(q_parts * k_parts)
         q_first, k_first = which // k_parts[row] * side, which % k_parts[row] * side
@@ -232,12 +234,17 @@ class Tiles:
     def rectangles(
         q_runs: IntArray, k_runs: IntArray, pairs: tuple[IntArray, IntArray] | None = None
     ) -> Tiles:
-        """Return (query run x key run) rectangles of two shards, all FULL: of some pairs, or of all."""
+        """Return FULL rectangles (query run x key run) of two shards.
+
+        Args:
+            q_runs, k_runs: runs (start, step, length) of each shard.
+            pairs: indices of the query run and of the key run of each rectangle; None for all combinations.
+        """
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = pairs or (np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq))
         zeros, ones = (make(len(q_index), dtype=np.int64) for make in (np.zeros, np.ones))
-        # FULL, for all heads in the group, m = 1, without weight and mask
+        # FULL, for all heads of the group, m = 1, without weight and mask
         return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
 
 
@@ -245,6 +252,6 @@ UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough 
 
 
 def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Return row index and number within the row, for rows that are repeated `counts` times."""
+    """Return the row index and the number within the row, for rows that are repeated `counts` times."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,6 +1,6 @@
-"""Compute the hops of a head chunk under way: what its steps mean for results and accumulators.
+"""Compute the hops of one head chunk (heads that go around the ring together) into its results.
 
-Owns the sums that results are rounded from. Which step comes when is the ring pass's.
+Owns the accumulators from which the results are rounded. The ring pass owns the order of the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_ring.schedule.steps import Compute
 
 
 class PassSettings(Protocol):
-    """Describe what chunks need of a pass; see the attributes of `RingPass`."""
+    """The settings of a pass that chunks need; see the attributes of `RingPass`."""
 
     @property
     def kernel(self) -> Kernel: ...
@@ -36,7 +36,7 @@ class PassSettings(Protocol):
 
 
 class Chunk(Protocol):
-    """Describe a head chunk under way."""
+    """A head chunk whose pass has begun and has not ended."""
 
     buffers: RingBuffers
 
@@ -45,12 +45,12 @@ class Chunk(Protocol):
         ...
 
     def finish(self) -> None:
-        """Round what was accumulated into the results."""
+        """Round the accumulators into the results."""
         ...
 
 
 class Totals:
-    """Hold uninitialised accumulators for results: these themselves where the dtype is the same."""
+    """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
         self.results, self._trace = results, trace
@@ -60,7 +60,7 @@ class Totals:
         self._count(1)
 
     def round(self) -> None:
-        """Write the results, where they are not written yet."""
+        """Round the accumulators into the results, except where they are the same tensors."""
         self._count(-1)
         for result, accumulator in self._own():
             result.copy_(accumulator)
@@ -75,26 +75,27 @@ class Totals:
 
 
 def _rows(first: Tensor, second: Tensor, rows: Rows, *heads: int | None) -> Two:
-    """View rows, and those heads that a slice names, of two accumulators."""
+    """Return views of some rows, and of some heads if a slice is given, of two accumulators."""
     of = slice(*heads)
     return rows.of(heads_of(first, of)), rows.of(heads_of(second, of))
 
 
 def _swapped(first: Tensor, second: Tensor, tokens_first: bool, rows: Rows, *heads: int | None) -> Two:
-    """View them as the parts of a kernel are that may have tokens before heads."""
+    """Return views in the dimension order of a kernel's results (maybe tokens before heads)."""
     first, second = _rows(first, second, rows, *heads)
     return tokens_swapped(first, tokens_first), tokens_swapped(second, tokens_first)
 
 
 class ForwardChunk:
-    """Compute heads of a forward pass: each hop's part is merged into out and lse, the first one assigned.
+    """The forward pass of a head chunk: merges the partial result of each hop into out and lse.
 
     Args:
-        ring: the pass.
+        ring: settings of the pass.
         kernel, buffers: of these heads.
-        q: what is computed.
+        q: queries of these heads.
         out, lse: the results, [B, H, S, E] and [B, H, S]; uninitialised.
-        sinks: [H] of these heads: a part over no key, with out 0, that comes first; None for none.
+        sinks: [H], logits of these heads. They enter first, as a partial result over no key with out 0 and
+            the logit as its lse; None for none.
     """
 
     def __init__(
@@ -105,34 +106,35 @@ class ForwardChunk:
         self.totals = Totals(lse.dtype, (out,), ring.trace)
         self._results = Pair(self.totals.accumulators[0], lse)
         buffers.views.add(self._results)
-        # Of these tensors alone: a circle of references would hold their memory until it is found.
+        # Pass these two tensors, not self: a reference cycle would keep their memory until garbage
+        # collection.
         self.parts = FirstParts(lse.shape[2], _see_no_key, self.totals.accumulators[0], lse)
         if sinks is not None:
             self.parts.finish()
             lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
 
     def compute(self, step: Compute) -> None:
-        """Attend to the keys of a step; merge."""
+        """Attend to the keys of a step and merge the partial results."""
         total, lse, keys = self._results.first, self._results.second, self.buffers.pair(step.buffer)
         view = self.buffers.views.of
         for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
             heads, rows, out_part, lse_part = part
-            # Views, so that the accumulators are changed in place.
+            # views, so that the accumulators are changed in place
             where = view(_rows, total, lse, rows, heads.start, heads.stop, heads.step)
             (assign_ if self.parts.is_first(rows, heads) else merge_)(*where, out_part, lse_part)
-            del part, out_part, lse_part  # or they would live on while the kernel computes the next one
+            del part, out_part, lse_part  # else they stay alive while the kernel computes the next part
         if self.ring.check is not None:
             self.parts.finish()
             self.ring.check(step.hop, out=total, lse=lse)
 
     def finish(self) -> None:
-        """Round `out`."""
+        """Round the accumulator into `out`."""
         self.parts.finish()
         self.totals.round()
 
 
 class Queries(NamedTuple):
-    """Hold what stays at home in the backward pass, with the shapes of `RingPass.backward`."""
+    """The inputs of the backward pass that do not travel, with the shapes of `RingPass.backward`."""
 
     grad_out: Tensor
     q: Tensor
@@ -142,7 +144,7 @@ class Queries(NamedTuple):
 
 
 class BackwardChunk:
-    """Compute heads of a backward pass: gradients go to dQ, and to the accumulators of each hop's keys."""
+    """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
 
     def __init__(
         self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Totals
@@ -155,11 +157,11 @@ class BackwardChunk:
         self.parts = FirstParts(dq.shape[2], _zero, dq, dq)
 
     def compute(self, step: Compute) -> None:
-        """Find the gradients of a step's tiles; add them up."""
+        """Compute the gradients of a step's tiles and add them to the accumulators."""
         grad_out, q, out, lse, grad_lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
-        # At hop 0 those are the own shard's accumulators. Each is computed into by one step, and nothing is
-        # added to it before that.
+        # At hop 0 these are the accumulators of the own shard. Only one step computes into each accumulator,
+        # and nothing is added to it before that step.
         keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
         dk, dv, dq, view = grads.first, grads.second, self._dq.first, self.buffers.views.of
         of_keys = FirstParts(dk.shape[2], _zero, dk, dv)
@@ -168,7 +170,7 @@ class BackwardChunk:
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
             where, _ = view(_swapped, dq, dq, tokens_first, rows, heads.start, heads.stop, heads.step)
             (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
-            # Of all K/V heads: the kernel has summed over the query heads that share one.
+            # All K/V heads: the kernel has already summed over the query heads that share one.
             first = of_keys.is_first(key_rows)
             dk_there, dv_there = view(_swapped, dk, dv, tokens_first, key_rows, None)
             (dk_there.copy_ if first else dk_there.add_)(dk_part)
@@ -180,7 +182,7 @@ class BackwardChunk:
             self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
 
     def finish(self) -> None:
-        """Hand over the own shard's gradients, then round all of them."""
+        """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
         self.parts.finish()
         if self.ring.on_gradients_final is not None:
             self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])

@@ -1,8 +1,8 @@
-"""Move tensors between ranks: the exchange, the only file that does.
+"""Move tensors between ranks. This is the only file that does.
 
-Owns point-to-point messages of a hop, the header that is agreed on before the first payload of a call, the
-all-gather yardstick and the Ulysses all-to-all, deadlines on all of them, and the count of what was sent.
-Knows nothing of attention.
+Owns the point-to-point messages of a hop, the header that ranks compare before the first payload of a call,
+the all-gather (offered as a reference to measure the ring against), the Ulysses all-to-all, the deadlines on
+all of these, and the count of bytes sent. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ds_ring.runtime.streams import Streams, streams_of
 from ds_ring.runtime.waiting import Place, blame, check_alive
 
 NOTHING = torch.empty(0)
-NOT_COUNTED = BatchSizes(False, 0, 0)  # of headers
-BATCH_TIMEOUT_S = 1800.0  # of what happens once a batch: a rank may be saving or evaluating meanwhile
+NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
+BATCH_TIMEOUT_S = 1800.0  # for what runs once a batch: another rank may be saving or evaluating meanwhile
 
 
 class Route(NamedTuple):
-    """Hold what batches of messages have in common but for their tensors; see [Note: routes].
+    """What is the same in all batches with the same messages, apart from the tensors; see [Note: routes].
 
     Attributes:
         receives, sends: ranks in the group, in order.
-        peers: of each message the world rank that it depends on.
+        peers: for each message the world rank that it depends on.
         sizes: what a batch adds to the counters.
-        group: what they travel through; None for the world.
-        device: of the tensors.
-        streams: those that wait for works; None where the host does.
+        group: the process group that carries the messages; None for the world.
+        device: device of the tensors.
+        streams: the streams that wait for the works; None if the host waits.
     """
 
     receives: tuple[int, ...]
@@ -51,19 +51,19 @@ class Route(NamedTuple):
     streams: Streams | None
 
 
-# [Note: rules of the exchange]
-# Bare point-to-point hangs, corrupts and aborts in known ways. The rules here:
-# one batch per hop that holds every send and receive (blocking send-then-receive deadlocks at one element);
-# only contiguous buffers; headers compared before the first payload, since a message of another size or dtype
-# is otherwise received as silent garbage; buffers in flight are never written; every Work is kept and waited
-# for, with a deadline (on a GPU by the stream, and the deadline is a thread's: `pending.py`). Messages
-# between two ranks are matched by order alone (NCCL ignores tags), so both sides list a batch in the same
-# order; with two ranks, previous and next are the same.
+# [Note: rules of the exchange] Bare point-to-point communication hangs, corrupts data and aborts in known
+# ways. These rules prevent it: - One batch per hop holds every send and receive. (A blocking send before a
+# receive deadlocks at one element.) - Only contiguous buffers are sent. - Headers are compared before the
+# first payload. Otherwise a message of another size or dtype is received as silent garbage. - Buffers in
+# flight are never written. - Every Work is kept and waited for, with a deadline. On a GPU the stream waits
+# and a thread holds the deadline (`pending.py`). - Both sides list the messages of a batch in the same order:
+# messages between two ranks are matched by order alone (NCCL ignores tags). In a ring of two ranks, previous
+# and next are the same rank.
 class Exchange:
     """Send and receive the messages of one ring.
 
     Args:
-        mesh: who is who.
+        mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
     """
 
@@ -72,17 +72,17 @@ class Exchange:
         self.hop_timeout_s = hop_timeout_s
         self.counters = Counters()
         self.prepared = PreparedPasses()
-        self.call = 0  # number of the call that this rank is in, for messages
+        self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._device_watch = DeviceWatch.of(mesh)
 
     @property
     def deadline_s(self) -> float:
-        """Return the seconds that a wait may take now; `first_pass.py`'s [Note: compile skew]."""
+        """Return the seconds that a wait may take now; see [Note: compile skew] in `first_pass.py`."""
         return max(self.hop_timeout_s, self.mesh.use.patience_s)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
-        """Start all messages of a hop at once; returns at once.
+        """Start all messages of a hop, without waiting for them.
 
         Raises:
             RingMismatchError: see `route`.
@@ -91,12 +91,12 @@ class Exchange:
         return self.start(self.route(sends, receives), sent, received, hop)
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
-        """Return what all batches like this one have in common; see [Note: routes].
+        """Return what all batches with these messages have in common; see [Note: routes].
 
         Raises:
-            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
+            RingMismatchError: a message differs from the plan (a fault of this rank; nothing was sent).
         """
-        # Both before anything is posted, so that a refusal leaves nothing in flight.
+        # Check both before anything is posted, so that an error leaves no message in flight.
         check_messages(sends)
         check_messages(receives)
         of, to = ([self.mesh.global_rank_of(message.peer) for message in side] for side in (receives, sends))
@@ -114,20 +114,20 @@ class Exchange:
         return Route(of, to, peers, sizes, group, like.device, streams)
 
     def streams(self, tensor: Tensor) -> Streams:
-        """Return how the streams of a tensor's device are ordered."""
+        """Return the object that orders the streams of a tensor's device."""
         return streams_of(tensor)
 
     def start(
         self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> Pending:
-        """Start all messages of a batch at once."""
+        """Start all messages of a batch."""
         self.counters.count(route.sizes)
         place = Place(self.call, hop)
         check_alive(self.mesh, hop)
         try:
             works = start_batch(route, sent, received)
         except RuntimeError as error:
-            # Some messages of the batch may have been posted already.
+            # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
             peers, cause = route.peers, f"could not start {place}: {str(error).splitlines()[0]}"
             if self.mesh.watch is not None:
@@ -152,19 +152,19 @@ class Exchange:
         )  # fmt: skip
 
     def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
-        """Return the streams that wait for works; None for gloo's, though it takes a GPU's tensors."""
+        """Return the streams that wait for works; None with gloo, whose works the host waits for."""
         on_device = tensor.is_cuda and dist.get_backend(group) != "gloo"
         return self.streams(tensor) if on_device else None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Surround a pass: whatever else is raised here leaves the other ranks waiting, so they are told."""
+        """Run a pass; if it raises, tell the other ranks, which would otherwise wait for this one."""
         try:
             yield
         except RingPeerError:
             raise
         except BaseException as error:
-            keep_for_ever(self._latest)  # what it posted last may still be under way
+            keep_for_ever(self._latest)  # the last batch may still be in flight
             if self.mesh.watch is not None:
                 text = str(error).splitlines()[0][:300] if str(error) else ""
                 self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
@@ -173,10 +173,11 @@ class Exchange:
             raise
 
     def spread(self, header: Tensor) -> Tensor:
-        """Let every rank of the sequence (ring x Ulysses) see the least and the greatest header.
+        """Return the least and the greatest header of all ranks of the sequence (ring x Ulysses).
 
-        Dissemination (Hensgen, Finkel, Manber 1988): in round i a rank speaks to the one 2^i ahead and hears
-        the one 2^i behind; least and greatest are idempotent, so ceil(log2 n) rounds do for any n.
+        Uses dissemination (Hensgen, Finkel, Manber 1988): in round i a rank sends to the rank 2^i ahead and
+        receives from the rank 2^i behind. Minimum and maximum are idempotent, so ceil(log2 n) rounds suffice
+        for any n.
 
         Args:
             header: int64 [n] on the CPU, compared lexicographically; the same n on all ranks.
@@ -190,14 +191,14 @@ class Exchange:
         while reach < mesh.sequence_size:
             heard = torch.empty_like(known)
             self._swap_headers(known, heard, reach).wait()
-            # As tuples, which Python compares lexicographically, so each result is one rank's header.
+            # Python compares tuples lexicographically, so each result is the whole header of one rank.
             rows = [tuple(row) for row in (*known.tolist(), *heard.tolist())]
             known = torch.tensor([min(rows), max(rows)], dtype=torch.int64)
             reach *= 2
         return known
 
     def _swap_headers(self, known: Tensor, heard: Tensor, reach: int) -> Pending:
-        """Send to the rank `reach` ahead in the sequence, receive from the one as far behind."""
+        """Send to the rank `reach` ahead in the sequence and receive from the rank `reach` behind."""
         # Headers are CPU tensors: NCCL could not send them.
         mesh, group = self.mesh, self.mesh.cpu_group
         ahead, behind = (
@@ -210,7 +211,7 @@ class Exchange:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
-        # One allocation; its slices along dim 0 are contiguous.
+        # One allocation; slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
         check_alive(self.mesh, None)
         own = tensor.contiguous()
@@ -232,13 +233,14 @@ class Exchange:
         received = [torch.empty_like(part) for part in sends]
         check_alive(self.mesh, None)
         self._finish(dist.all_to_all(received, sends, group=group, async_op=True), group, sends, received)
-        # One part stays here; all have one size, so any of them may be left out.
+        # One part stays on this rank; all parts have one size, so leave out any one of them.
         self.counters.bytes_sent += sum(part.nbytes for part in sends[1:])
         return received
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
         """Return the sum of all ranks' parts for this rank, in group order (the same bits every time)."""
-        # Not dist.reduce_scatter: the order in which a backend adds is its own, and changes the last bits.
+        # Not dist.reduce_scatter: the backend chooses the order of its additions, which changes the last
+        # bits.
         received = self.all_to_all(parts, group)
         total = received[0]
         for part in received[1:]:
@@ -248,7 +250,7 @@ class Exchange:
     def _finish(
         self, work: dist.Work | None, group: ProcessGroup, sent: list[Tensor], got: list[Tensor]
     ) -> None:
-        """Wait for a collective; torch's own collectives on its own groups."""
+        """Wait for one of torch's own collectives."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
@@ -260,7 +262,7 @@ def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
 
 
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-    """Start all messages of a route at once, receives first; return one Work each, or one for all (NCCL)."""
+    """Start all messages of a route, receives first; return one Work each, or one for the batch (NCCL)."""
     if not route.peers:
         return []
     sides = (dist.irecv, received, route.receives), (dist.isend, sent, route.sends)

@@ -1,6 +1,6 @@
-"""Know which partial result is the first one of its rows, so that it is assigned and nothing is zeroed.
+"""Track which partial result is the first one of its rows: it is assigned, so nothing needs to be zeroed.
 
-Owns that bookkeeping, by intervals of slots on the host. What a part is written to is its caller's.
+Owns this bookkeeping, as intervals of slots on the host. The caller writes the partial results.
 
 [Note: the first part of a row]
 The first part of a row is assigned to the accumulator, and later ones are merged into it, so nothing is set
@@ -17,12 +17,12 @@ from ds_ring.runtime.kernels.interface import Rows
 
 
 class FirstParts:
-    """Hold which slots of an accumulator nobody has written yet.
+    """The slots of an accumulator that no partial result has been written to yet.
 
     Args:
-        slots: of the accumulator, whose memory may hold anything.
-        fill: called with `given`, the first slot and the end of slots that must hold the neutral element now:
-            0, or attention over no key.
+        slots: number of slots of the accumulator, whose memory is uninitialised.
+        fill: called with `given`, a first slot and an end, to write the neutral element to these slots: 0, or
+            the result of attention over no key.
     """
 
     __slots__ = ("_fill", "_given", "_open")
@@ -31,9 +31,10 @@ class FirstParts:
         self._open, self._fill, self._given = [(0, slots)] if slots else [], fill, given
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
-        """Return whether a part is the first one on all of its rows: then it is assigned, otherwise added.
+        """Return True if the part is the first on all of its rows, so it is assigned; else it is added.
 
-        Rows that lie scattered, some heads' only, or written in part are filled here, and the part is added.
+        If the rows are not contiguous, belong to some heads only, or are partly written, the unwritten slots
+        are filled with the neutral element here, and the part is added.
         """
         if not self._open:
             return False
@@ -42,7 +43,7 @@ class FirstParts:
             self.finish()
             return False
         start, end = rows.start, rows.start + rows.repeats * rows.length
-        if self._open == [(start, end)]:  # as most are
+        if self._open == [(start, end)]:  # the usual case
             self._open = []
             return True
         cut = [(max(a, start), min(b, end)) for a, b in self._open if a < end and start < b]
@@ -59,7 +60,7 @@ class FirstParts:
         return False
 
     def finish(self) -> None:
-        """Fill what nobody has written."""
+        """Fill the slots that were never written."""
         for piece in self._open:
             self._fill(*self._given, *piece)
         self._open = []

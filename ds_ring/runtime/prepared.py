@@ -1,6 +1,6 @@
-"""Keep what a ring pass finds out once for all passes of a shape: kinds of buffers, routes of messages.
+"""Cache what a ring pass computes once for all passes of a shape: buffer sizes and message routes.
 
-Owns that bookkeeping and holds no tensor.
+Owns this bookkeeping; holds no tensor.
 
 [Note: what a pass finds out once]
 The host time of a hop is Python: tuples, look-ups and views. So everything that does not depend on the
@@ -25,17 +25,17 @@ from ds_ring.schedule.steps import HeadChunk, Schedule
 
 
 class PreparedBatch(NamedTuple):
-    """Hold a batch's route, as the exchange made it, and its messages' sizes, for traces."""
+    """The route of a batch, as the exchange computed it, and the sizes of its messages, for traces."""
 
     route: Any
     posted: PostedBatch
 
 
 class PreparedPass:
-    """Hold what is known of a schedule's pass over tensors of a shape.
+    """What is cached for one schedule and tensors of one shape.
 
     Attributes:
-        batches: by number, as far as they were posted.
+        batches: by batch number, for the batches that were posted at least once.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class PreparedPass:
         self._kinds: dict[int, Kinds] = {}
 
     def kinds_of(self, chunk: HeadChunk) -> Kinds:
-        """Return the kinds of a chunk's buffers, to be filled where they are not known."""
+        """Return the buffer kinds of a chunk; the caller adds those that are missing."""
         return self._kinds.setdefault(chunk.kv_heads.start, {})
 
 
 class PreparedPasses:
-    """Keep what passes of one exchange are prepared with, for as long as their schedules live."""
+    """The cached data of all passes of one exchange; an entry lives as long as its schedule."""
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Schedule, dict[Any, PreparedPass]] = WeakKeyDictionary()
 
     def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
-        """Return what is known of a schedule's pass over K and V of this shape, dtype and device."""
+        """Return what is cached for this schedule and K and V of this shape, dtype and device."""
         key = (k.shape, v.shape, k.dtype, k.device, is_fake(k))
         return self._passes.setdefault(schedule, {}).setdefault(key, PreparedPass())

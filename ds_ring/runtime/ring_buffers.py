@@ -1,6 +1,6 @@
-"""Send, receive, accumulate and free the buffers of a head chunk under way, as the steps say.
+"""Send, receive, accumulate and free the buffers of a head chunk, as its steps say.
 
-Owns the tensors behind the buffer numbers of `schedule/steps.py`. When a step is done is the ring pass's.
+Owns the tensors behind the buffer numbers of `schedule/steps.py`. The ring pass decides when a step runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ds_ring.runtime.to_device import slot_index
 from ds_ring.runtime.views import Pair, Two, Views
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Send
 
-FEW_RANGES = 16  # up to here slices are copied, beyond an index is used
+FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
 
-Kinds = dict[int, BufferKind]  # by the number of a buffer
+Kinds = dict[int, BufferKind]  # by buffer number
 
 
 class RingBuffers:
-    """Hold the buffers of one head chunk.
+    """The buffers of one head chunk.
 
     Args:
-        chunk: whose steps are run.
-        pool: keeps the memory of buffers from hop to hop and from pass to pass.
-        kinds: of the buffers as far as they are known; filled here, and the same at each pass of a shape.
-        views: of the pass; knows the buffers while they are in use.
+        chunk: the head chunk whose steps run.
+        pool: reuses the memory of buffers from hop to hop and from pass to pass.
+        kinds: sizes and dtypes of the buffers. They are the same in each pass of a shape; missing ones are
+            added here.
+        views: the view cache of the pass, to which the buffers are added while they are in use.
         shard: K and V of the own tokens.
         home: accumulators of their gradients; None in a forward pass.
     """
@@ -39,15 +40,15 @@ class RingBuffers:
     ) -> None:  # fmt: skip
         self.chunk, self.views = chunk, views
         self._pool, self._kinds = pool, kinds
-        # SHARD and RESULTS are the caller's tensors: no step gives them back. All others are the pool's,
-        # copies made for sends among them.
+        # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
+        # pool, including the copies made for sends.
         self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
         self._blocks: dict[int, Block] = {}
         for pair in self._pairs.values():
             views.add(pair)
 
     def pair(self, buffer: int) -> Pair:
-        """Return the tensors of a buffer; those of one that is new are uninitialised."""
+        """Return the tensors of a buffer; those of a new buffer are uninitialised."""
         found = self._pairs.get(buffer)
         if found is None:
             payload, slots = self.chunk.steps.buffers[buffer]
@@ -55,19 +56,19 @@ class RingBuffers:
         return found
 
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
-        """Add up and free what the messages of the batch before brought; return whether RESULTS are final."""
+        """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
         final = False
         for step in steps:
             if isinstance(step, Accumulate):
                 self._accumulate(step)
-            elif step.buffer == RESULTS:  # none of it is the pool's memory
+            elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
             else:
                 self._free(step.buffer)
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
-        """Add what steps send and receive to these lists: two tensors each, in their order."""
+        """Append the two tensors of every send and receive to these lists, in the order of the steps."""
         for step in steps:
             if isinstance(step, Send):
                 sent += self._packed(step)
@@ -76,25 +77,25 @@ class RingBuffers:
                 received += pair.first, pair.second
 
     def labels(self, step: Send | Recv) -> list[Label]:
-        """Return what the schedule and the agreement say of the two messages of a step."""
+        """Return the labels of a step's two messages, by which a trace and the agreement identify them."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         dtype = self._dtype(step.payload)
         return [Label(step.peer, name, step.count, dtype, tokens) for name in step.payload.names]
 
     def _free(self, buffer: int) -> None:
-        """Give a buffer back; a copy that no send needed was never taken."""
+        """Give a buffer back to the pool; the copy of a send that needed none was never allocated."""
         taken = self._pairs.pop(buffer, None)
         if taken is not None:
             self.views.drop(taken)
-            if (block := self._blocks.pop(buffer, None)) is not None:  # none of fake tensors
+            if (block := self._blocks.pop(buffer, None)) is not None:  # fake tensors have no block
                 self._pool.give(block)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
-        # The own shard has the heads, and the two dimensions, of all pairs.
+        # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
             kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
-        # Fake tensors take no memory, and those of one FakeTensorMode cannot be used in another.
+        # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = Pair(
                 *(shard.first.new_empty(shape, dtype=kind.dtype) for shape in (kind.first, kind.second))
@@ -107,13 +108,13 @@ class RingBuffers:
         return taken
 
     def _dtype(self, payload: Payload) -> torch.dtype:
-        """Return the dtype of a payload: K and V have that of the inputs, dK and dV the accumulators'."""
+        """Return the dtype of a payload: the inputs' for K and V, the accumulators' for dK and dV."""
         if payload is Payload.ROUNDED:
             return torch.bfloat16
         return self._pairs[SHARD if payload is Payload.KEYS else RESULTS].first.dtype
 
     def _packed(self, step: Send) -> Two:
-        """Return what is sent, without a copy where it lies side by side in the dtype of the payload."""
+        """Return the tensors to send; a copy only if the slots are not contiguous or the dtype differs."""
         pair, ranges = self._pairs[step.buffer], step.ranges
         # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
         if len(ranges) == 1 and step.payload is not Payload.ROUNDED:
@@ -138,8 +139,8 @@ class RingBuffers:
         return packed.first, packed.second
 
     def _accumulate(self, step: Accumulate) -> None:
-        """Add gradients to what is there; write keys into a buffer that the first of them takes."""
-        # Keys from several ranks may fill one buffer: the first part takes it, later ones find it.
+        """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""
+        # Keys from several ranks may fill one buffer: the first part allocates it.
         target, source = self.pair(step.buffer), self._pairs[step.source]
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
         if len(step.ranges) > FEW_RANGES:
@@ -155,7 +156,7 @@ class RingBuffers:
             offset += end - start
 
     def _slots(self, pair: Pair, start: int, end: int) -> Two:
-        """Return slots of a pair; the tensors themselves where these are all of them."""
+        """Return some slots of a pair; the tensors themselves if these are all slots."""
         first, second = pair.first, pair.second
         if end - start == first.shape[2]:
             return first, second

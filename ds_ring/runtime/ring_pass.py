@@ -1,8 +1,8 @@
 """Run the steps of a rank on tensors, forward and backward: the ring pass.
 
-Owns what a step means for tensors. In which order steps come is `schedule/lowering.py`'s, what is computed
-the kernel's, how it travels the exchange's, how parts add up `merge`'s. A new pattern, layout or kernel
-changes nothing here.
+Owns what each step does to tensors. Other files own the parts: `schedule/lowering.py` the order of the steps,
+the kernel the attention of one hop, the exchange the messages, and `merge.py` the sum of partial results. A
+new pattern, layout or kernel changes nothing here.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from ds_ring.schedule.workspace import FLOAT
 
 @dataclass(frozen=True)
 class RingPass:
-    """Run both passes; hold what they need.
+    """The forward and the backward ring pass of one rank.
 
     Attributes:
         plan: this rank's part of the plan.
         kernel: computes one hop.
-        exchange: moves payloads; None for a ring of one.
-        scale: of the scores.
+        exchange: sends and receives payloads; None for a ring of one rank.
+        scale: factor of the scores.
         overlap: False waits for each hop's messages before it computes (for comparison).
-        chunk_bytes: heads go round in chunks whose K and V are each at least this large.
-        buffers: memory for what travels.
-        check: called with the hop and, by name, what was computed up to it; None if nobody wants to look.
-        on_gradients_final: called with the K/V heads of a chunk and the own shard's dK and dV, with what
-            other ranks have returned and before they are rounded; None if nobody wants to look.
-        trace: notes what happened when; None for no trace, which costs nothing.
-        host: where the backward pass finds q, k, v, out and lse; None: on the device.
-        agreed: called once before the first payload is posted; raises where ranks differ. None if they have
-            agreed already. See [Note: the header while the first hop computes].
-        prepared: what passes of one exchange have found out for all passes of their shapes.
+        chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
+        buffers: pool of memory for payloads.
+        check: called with the hop and, by name, the tensors computed so far; None for no check.
+        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
+            gradients of other ranks were added and before they are rounded; None for no call.
+        trace: records what happens when; None for no trace, which costs nothing.
+        host: holds q, k, v, out and lse for the backward pass if they are in host memory; None: on the
+            device.
+        agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
+            the ranks have agreed already. See [Note: the header while the first hop computes].
+        prepared: what earlier passes of the same shapes computed once, such as message routes.
     """
 
     plan: RankPlan
@@ -70,12 +71,12 @@ class RingPass:
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return attention of the local queries over all ranks' keys.
+        """Return the attention of the local queries over the keys of all ranks.
 
         Args:
             q: [B, H, S, D], this rank's shard.
             k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
-            sinks: [H], a logit for each query head that is in the softmax's denominator alone.
+            sinks: [H], one logit per query head that is added to the softmax's denominator only.
 
         Returns:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
@@ -84,7 +85,7 @@ class RingPass:
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
         def begin(chunk: HeadChunk) -> Chunk:
-            # Heads are slices, so these are views: chunks read and write the caller's tensors.
+            # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
             heads, kv = chunk.query_heads, chunk.kv_heads
             own = Pair(some_heads(k, kv), some_heads(v, kv))
             kernel = self.kernel.of_heads(heads)
@@ -108,7 +109,7 @@ class RingPass:
         Args:
             grad_out: [B, H, S, E].
             q, k, v, out, lse: inputs and results of `forward`.
-            grad_lse: [B, H, S]; None for 0.
+            grad_lse: gradient of lse, [B, H, S]; None for zero.
 
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
@@ -125,7 +126,7 @@ class RingPass:
             queries = Queries(some_heads(grad_out, heads), q_here, out_here, lse_here, of_lse)
             results = some_heads(dq, heads), some_heads(dk, kv), some_heads(dv, kv)
             totals = Totals(lse.dtype, results, self.trace)
-            # What other ranks found for the own keys is added to the own shard's dK and dV.
+            # Gradients of the own keys that other ranks return are added to these accumulators.
             home = Pair(*totals.accumulators[1:])
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), views_of(kernel), own, home)
@@ -137,14 +138,14 @@ class RingPass:
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:
             self.trace.begin("backward" if backward else "forward")
-        # Bytes of one head in the smaller message; 0 on a ring of one, where chunks gain nothing, unless sums
-        # stand in float32 beside the results, or heads come from the host.
+        # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
+        # accumulators exist beside the results, or where heads are loaded from host memory.
         chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
         size = head_bytes(k, v) if chunked else 0
         return lower_rank(self.plan, backward=backward, head_bytes=size, chunk_bytes=self.chunk_bytes)
 
     def _run(self, schedule: Schedule, prepared: PreparedPass, begin: Callable[[HeadChunk], Chunk]) -> None:
-        """Run a schedule, batch by batch; see `steps.py`'s [Note: batches]."""
+        """Run a schedule, batch by batch; see [Note: batches] in `steps.py`."""
         under_way: dict[int, Chunk] = {}
         agreed, trace, batches = self.agreed, self.trace, prepared.batches
         for number, hop, rounds in schedule.batches:
@@ -153,7 +154,7 @@ class RingPass:
             sent: list[Tensor] = []
             received: list[Tensor] = []
             for index, steps in rounds:
-                # Not earlier: a chunk takes memory only from the batch on in which it sets out.
+                # Allocate a chunk's buffers at its first batch, not before: this bounds peak memory.
                 if index not in under_way:
                     under_way[index] = begin(schedule.chunks[index])
                 if _arrive_and_collect(under_way[index], steps, sent, received):
@@ -169,7 +170,7 @@ class RingPass:
                 pending = self._post(*posting)
             else:
                 mark = self._mark(sent, received)
-            # What was posted is for the next hop; what is computed meanwhile is one hop behind.
+            # The messages just posted carry the keys of `hop`; the computation is that of the hop before.
             if trace is not None:
                 trace.enter("compute", hop - 1, self.buffers)
             for index, steps in rounds:
@@ -182,14 +183,15 @@ class RingPass:
                 pending, agreed = self._post_behind(mark, *posting), None
             if pending is not None:
                 pending.wait()
-            del sent, received, pending, posting  # or buffers would live on while the next ones are made
+            del sent, received, pending, posting  # else the buffers outlive the next allocation
         if trace is not None:
             trace.leave(self.buffers)
 
     # [Note: the header while the first hop computes]
-    # The first batch is the only one posted after its hop was launched: ranks compare their headers
-    # meanwhile. So that its messages do not wait for that hop, a mark is made before it, once all buffers
-    # are taken and packed, and the messages stand behind the mark (`streams.py`).
+    # In every other batch messages are posted before the hop's kernels are launched. In the first batch the
+    # kernels come first, so that ranks compare their headers while hop 0 computes. The payloads must not wait
+    # for those kernels. So an event is recorded before them, once all buffers are allocated and packed, and
+    # the messages wait for that event only (`streams.py`).
     def _mark(self, sent: list[Tensor], received: list[Tensor]) -> Any:
         everything = (*sent, *received)
         assert self.exchange is not None, "an agreement on a ring of one"
@@ -218,7 +220,7 @@ class RingPass:
         self, rounds: Iterable[tuple[int, Round]], under_way: dict[int, Chunk],
         sent: list[Tensor], received: list[Tensor],
     ) -> PreparedBatch:  # fmt: skip
-        """Find out what all batches like this one have in common."""
+        """Compute once what all batches with these steps have in common: the route and the message sizes."""
         labels: tuple[list[Label], list[Label]] = ([], [])
         for index, steps in rounds:
             for post in steps.posted:
@@ -233,10 +235,10 @@ class RingPass:
 
 
 def _arrive_and_collect(chunk: Chunk, steps: Round, sent: list[Tensor], received: list[Tensor]) -> bool:
-    """Do a chunk's steps up to its messages, whose tensors are added; return whether it is done."""
+    """Do a chunk's steps up to its messages and append their tensors; return whether the chunk is done."""
     done = chunk.buffers.arrive(steps.arrived)
     if done:
         chunk.finish()
-    # Two ranks match the messages between them by order alone, so the schedule's order is kept.
+    # Two ranks match their messages by order alone, so keep the schedule's order.
     chunk.buffers.post(steps.posted, sent, received)
     return done

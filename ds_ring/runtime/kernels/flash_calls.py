@@ -1,15 +1,16 @@
-"""Turn tiles into calls of FlashAttention: rectangles with a window. Index arithmetic only.
+"""Turn tiles into calls of FlashAttention, each a rectangle with a window. Index arithmetic only.
 
 [Note: windows]
-FlashAttention's windows are aligned at the bottom right (FlashAttention 2.1): of n queries and m keys, query
-i sees the keys i + (m - n) - left <= j <= i + (m - n) + right, -1 leaves a side open. So every kind of tile
-but PARTIAL is one window: FULL (-1, -1), CAUSAL (-1, 0), INVERSE_CAUSAL (0, -1), BI_CAUSAL (m - n, 0). A
-positive `right` is never used: aten takes one of m or more for an open side, which is wrong where n > m.
+FlashAttention aligns windows at the bottom right (since 2.1): with n queries and m keys, query i attends to
+keys j with i + (m - n) - left <= j <= i + (m - n) + right; -1 leaves a side open. So each kind of tile except
+PARTIAL is one window: FULL (-1, -1), CAUSAL (-1, 0), INVERSE_CAUSAL (0, -1), BI_CAUSAL (m - n, 0). We never
+use a positive `right`: aten treats a `right` of m or more as an open side, which is wrong if n > m.
 
 [Note: batches and variable lengths]
-Pieces with one window are put together twice, and what makes fewer calls is taken: equal pieces at a regular
-distance are the batch of one call on a strided view (LongNet's segments), others are the sequences of one
-variable-length call (documents), between which sequences without keys, or without queries, fill the gaps.
+Pieces of tiles with the same window can be combined in two ways; we take the one with fewer calls. Equal
+pieces at a regular distance become the batch of one call on a strided view (LongNet's segments). Other pieces
+become the sequences of one variable-length call (documents); gaps between them are sequences without keys or
+without queries.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from ds_ring.runtime.kernels.flash_branches import branch_form
 from ds_ring.runtime.kernels.flash_pieces import OPEN, Piece, end_of, join_pieces, piece_of
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, each_tile
 
-MOST = 1 << 15  # sequences of one call; CUDA has a grid of at most 65,535 of them
-GAP = 256  # slots between two sequences of a call, beyond the length of these two, that are worth a call
+MOST = 1 << 15  # maximum number of sequences of one call; CUDA has a grid of at most 65,535 of them
+GAP = 256  # a larger gap (slots, beyond the lengths of both sequences) costs more than another call
 
 
 @dataclass(frozen=True)
 class FlashCall:
-    """Describe one call: queries, keys and a window; [Note: windows]. What every hop asks is found once.
+    """One call: queries, keys and a window; [Note: windows]. Its properties are computed once.
 
     Attributes:
         q_rows, k_rows: query and key slots; `repeats` of both are the batch.
-        left, right: sides of the window, keys; OPEN hides nothing.
-        head_in_group: which query head of each K/V head's group; -1 for all.
-        bias: added to every score, log m.
-        q_ends, k_ends: of a variable-length call where its sequences end, counted from the first row, after
-            a 0; empty for one sequence a repetition.
+        left, right: sides of the window, in keys; OPEN masks nothing.
+        head_in_group: the query head within the group of a K/V head; -1 for all.
+        bias: added to every score: log m, where m is how often each pair counts.
+        q_ends, k_ends: for a variable-length call, 0 and the end of each sequence, counted from the first
+            row; empty if each repetition is one sequence.
     """
 
     q_rows: Rows
@@ -54,17 +55,17 @@ class FlashCall:
     k_ends: tuple[int, ...] = ()
 
     def heads(self, group: int) -> slice:
-        """Return the query heads concerned, if `group` of them share a K/V head."""
+        """Return the slice of query heads, if `group` of them share a K/V head."""
         return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     @cached_property
     def is_causal(self) -> bool:
-        """Return whether the window is that of `is_causal`."""
+        """Return whether the window is the one of `is_causal`."""
         return self.left == OPEN and self.right == 0
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Return queries and keys of each sequence, of one repetition."""
+        """Return (queries, keys) of each sequence of one repetition."""
         if not self.q_ends:
             return [(self.q_rows.length, self.k_rows.length)]
         ends = (itertools.pairwise(self.q_ends), itertools.pairwise(self.k_ends))
@@ -72,27 +73,27 @@ class FlashCall:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether it is one sequence a sample: neither a batch nor of variable lengths."""
+        """Return whether the call is one sequence per sample: no batch of pieces, no variable lengths."""
         return not self.q_ends and self.q_rows.repeats == 1
 
     @cached_property
     def has_empty_rows(self) -> bool:
-        """Return whether some query of the call sees no key."""
+        """Return whether some query of the call has no key."""
         return any(queries and not keys for queries, keys in self.lengths) if self.q_ends else False
 
     @property
     def pairs(self) -> int:
-        """Return the (query, key) pairs that are attended, repetitions included."""
+        """Return the number of attended (query, key) pairs, repetitions included."""
         found = (_pairs(n, m, self.left, self.right) for n, m in self.lengths)
         return self.q_rows.repeats * sum(found)
 
 
 @lru_cache(maxsize=512)
 def flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
-    """Return the calls for a table of tiles (the same object gives the same answer at once).
+    """Return the calls for a table of tiles; cached for each table object.
 
-    Every attended pair is in as many calls as m says, or in one with log m as its bias. PARTIAL tiles are no
-    window: the caller refuses them.
+    A pair with multiplicity m is either in m calls, or in one call whose bias is log m. PARTIAL tiles are not
+    a window; the caller must refuse them.
     """
     pieces = [piece_of(tile) for tile in each_tile(branch_form(tiles))]
     return tuple(_together(join_pieces(pieces)))
@@ -108,7 +109,7 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _together(pieces: list[Piece]) -> Iterator[FlashCall]:
-    """Yield pieces with one window as few calls: as batches or as variable-length sequences."""
+    """Combine pieces with one window into few calls: batches or variable-length sequences."""
     alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
     for piece in pieces:
         alike[(*piece.look, piece.left, piece.right)].append(piece)
@@ -120,7 +121,7 @@ def _together(pieces: list[Piece]) -> Iterator[FlashCall]:
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[FlashCall]:
-    """Yield equal pieces at a regular distance as one call."""
+    """Combine equal pieces at a regular distance into one call each."""
     equal: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         equal[piece.q.length, piece.k.length].append(piece)
@@ -153,13 +154,13 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[FlashCall]:
 
 
 def _apart(rows: Rows, repeats: int, stride: int) -> bool:
-    """Return whether repetitions have no slot twice: one after the other, or interleaved."""
+    """Return whether no slot is in two repetitions: they follow one another, or are interleaved."""
     span = rows.step * (rows.length - 1) + 1
     return stride >= span or (stride > 0 and stride * (repeats - 1) < rows.step)
 
 
 def _chains(pieces: list[Piece]) -> Iterator[FlashCall]:
-    """Yield pieces, by their queries, as sequences of variable-length calls."""
+    """Combine pieces, in the order of their queries, into variable-length calls."""
     chain: list[Piece] = []
     for piece in pieces:
         if chain and not _follows(chain[-1], piece, len(chain)):
@@ -186,7 +187,7 @@ def _variable(chain: list[Piece]) -> FlashCall:
         return FlashCall(*first)
     q_ends, k_ends = [0], [0]
     for piece in chain:
-        # the gap before it: queries that see nothing, keys that nothing sees
+        # The gap before the piece becomes a sequence of queries without keys, or of keys without queries.
         gaps = [(r.start - o.start) // r.step for r, o in ((piece.q, first.q), (piece.k, first.k))]
         if gaps[0] > q_ends[-1]:
             q_ends.append(gaps[0])
