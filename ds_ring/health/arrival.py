@@ -63,6 +63,7 @@ class Arrival:
         collective: a running collective of the same ranks; None if their default group has no collective that
             breaks when a rank dies.
     """
+
     def __init__(
         self,
         store: Store,

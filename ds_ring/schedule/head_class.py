@@ -1,23 +1,29 @@
-"""Who reads what of every shard, and who sends it, for one class of heads. Index arithmetic.
+"""Who reads which tokens of every shard, and who sends them, for one class of heads. Index arithmetic.
+
+A class is the K/V heads whose patterns are equal. Terms: the origin of a shard is the rank that owns it; at
+each hop a shard is at one reader; the held slots of a hop are those that the reader reads.
 
 [Note: relays and direct sends]
-In a direction with sign d the shard of origin o is at hop s the matter of ring rank o + d * s. That rank
-gets exactly what it reads, once: from its neighbour, if the neighbour reads it as well and so has it in hand
-from the hop before (a relay), else from the origin, which always has it (a direct send). So what crosses is
-the least that must: each token of each K/V head once to every other rank that reads it. Handing everything
-on from neighbour to neighbour would carry tokens through ranks that only pass them on: up to 16 % more for
-LongNet on zigzag shards, 45 % for a window on small pieces. Nothing waits anywhere: direct sends leave from
-the shard itself. Contiguous shards under dense, windowed and dilated patterns, and zigzag shards under a
-dense causal one, have no direct sends: there every message goes to a neighbour.
-The bytes are the same whichever way shards go; the way is chosen by the links that tokens cross (`links`).
+In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
+rank o. That rank receives exactly the tokens that it reads, each once. If its neighbour before it on the
+shard's way reads a token as well, the neighbour has it from the hop before and passes it on (a relay).
+Otherwise the origin sends it (a direct send): the origin always has it. So the traffic is minimal: each token
+of each K/V head crosses once to every other rank that reads it. Passing everything from neighbour to
+neighbour instead would carry tokens through ranks that do not read them: up to 16 % more for LongNet on
+zigzag shards, 45 % for a window on small pieces. A direct send never waits for another message, since it
+leaves from the shard itself. There are no direct sends, only messages between neighbours, for contiguous
+shards with dense, windowed and dilated patterns, and for zigzag shards with a dense causal pattern.
+The number of bytes is the same in both directions. We choose the direction by the number of links that tokens
+cross (`links`).
 
 [Note: where gradients are added]
-In float32 the sum of a token's dK and dV is handed on with its keys, and each rank adds its own part. Rounded
-to bfloat16 at every hop that sum would lose a bit for every fourfold number of ranks: the error of 64 ranks
-is 5.5 to 5.9 times that of one. So with a bfloat16 payload nobody hands sums on between nodes, or in one
-ring of all: each rank returns its own part to the owner, who adds in float32. Every part is rounded once, and
-the same bytes cross: 1.3 times the error of one rank, whatever the ring size. Inside a node, whose links are
-fast, sums are handed on in float32 and only what returns to the owner is rounded.
+With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
+part. If that sum were rounded to bfloat16 at every hop, it would lose a bit for every fourfold number of
+ranks: the error with 64 ranks is 5.5 to 5.9 times that of one rank. So with a bfloat16 payload ranks do not
+pass sums on between nodes, nor in a ring without nodes: each rank returns its own part to the owner, which
+adds in float32. Every part is then rounded once and the number of bytes is the same: the error is 1.3 times
+that of one rank, whatever the ring size. Inside a node, where links are fast, sums are passed on in float32,
+and only what returns to the owner is rounded.
 
 [Note: what direct sends cost]
 The traffic of a plan is the least that must cross, in every layout. Where readers are not neighbours (LongNet
@@ -50,7 +56,7 @@ from ds_ring.schedule.rank_plan import (
 
 @dataclass(frozen=True)
 class ReadsOfShards:
-    """Find what every rank reads of every shard of a layout; looked at when first asked for, and kept.
+    """The slots that every rank reads of every shard of a layout; computed on demand and cached.
 
     Attributes:
         pattern: bound to the query heads of one K/V head.
@@ -66,25 +72,25 @@ class ReadsOfShards:
         """Return the slots of a shard that the rank `distance` up the ring reads."""
         key = origin, distance
         if key not in self._slots:
-            # finding a shard's reads makes tiles for all ranks: not done where the band rules the reader out
+            # Computing a shard's reads makes tiles for all ranks; skip it if the band excludes this reader.
             near = origin in self._reads or self._may_touch(origin, distance)
             self._slots[key] = self._of_shard(origin).at(distance) if near else no_slots()
         return self._slots[key]
 
     def distances(self, origin: int) -> list[int]:
-        """Return how many ranks up the ring the readers of a shard sit, ascending."""
+        """Return the distances up the ring from a shard's origin to its readers, ascending."""
         return np.unique(self._of_shard(origin).distances).tolist()
 
     def _of_shard(self, origin: int) -> Reads:
         if origin not in self._reads:
             runs = _runs_of_all(self.layout)
-            # in the order of their distance 1, 2, ... up the ring
+            # ordered by distance 1, 2, ... up the ring
             readers = [*runs[origin + 1 :], *runs[:origin]]
             self._reads[origin] = find_reads(self.pattern, readers, runs[origin])
         return self._reads[origin]
 
     def _may_touch(self, origin: int, distance: int) -> bool:
-        """Return False if the band of distances alone says that the rank reads nothing."""
+        """Return False if the band of distances alone shows that the rank reads nothing."""
         least, most = self.pattern.distance
         (q_first, q_last), (k_first, k_last) = (
             _hull(self.layout, rank) for rank in ((origin + distance) % self.layout.ring_size, origin)
@@ -94,13 +100,13 @@ class ReadsOfShards:
 
 @dataclass(frozen=True)
 class HeadClass:
-    """Say how all shards travel for one class of K/V heads; [Note: relays and direct sends].
+    """How all shards travel for one class of K/V heads; [Note: relays and direct sends].
 
     Attributes:
-        reads: of the pattern and the layout concerned; classes that differ in their directions may share it.
+        reads: the reads of the pattern and the layout; classes that differ only in directions may share it.
         kv_heads: the K/V heads of the class.
-        directions: how shards travel.
-        prune: False sends every shard all the way, needed or not (for comparison).
+        directions: the directions in which shards travel.
+        prune: False sends every shard all the way round, also to ranks that do not read it (for comparison).
         rounded: dK and dV return in bfloat16; [Note: where gradients are added].
     """
 
@@ -121,25 +127,28 @@ class HeadClass:
         return self.reads.layout
 
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the slots of a shard that are at the rank of `hop`: what it reads, at hop 0 all."""
+        """Return the slots of a shard that its reader at `hop` holds.
+
+        Those that it reads, at hop 0 all slots.
+        """
         if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
             valid = self.layout.valid_tokens(origin)
             return np.array([[0, valid]]) if valid else no_slots()
         if hop > direction.limit:
             return no_slots()
-        # reads go by the distance up the ring, hops by the direction of travel
+        # Reads are indexed by the distance up the ring, hops by the direction of travel.
         size = self.layout.ring_size
         return self.reads.slots(origin, (direction.reader(origin, hop, size) - origin) % size)
 
     def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return those of `held` that the rank before it on the shard's way holds, too, and hands on."""
+        """Return the held slots that the rank before the reader also holds, and therefore passes on to it."""
         before = direction.before(hop)
         return intersect_slots(self.held(origin, direction, hop), self.held(origin, direction, before))
 
     def sums(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the slots of whose gradients the rank of a hop gets a sum.
+        """Return the slots for which the rank at `hop` receives a sum of gradients.
 
-        [Note: where gradients are added]; the owner itself sends no sum: what it finds stays with it.
+        See [Note: where gradients are added]. The owner itself sends no sum: its own part stays on it.
         """
         apart = self.rounded and not direction.ranks_per_node
         if hop <= 1 or apart or not direction.is_next(hop):
@@ -147,7 +156,7 @@ class HeadClass:
         return self.relayed(origin, direction, hop)
 
     def _hops(self, origin: int, direction: Direction) -> Iterator[int]:
-        """Yield the hops of a direction, from 1 on, at which something of a shard is read."""
+        """Yield the hops of a direction, from 1 on, at which some rank reads tokens of the shard."""
         if not self.prune:
             yield from range(1, direction.limit + 1)
             return
@@ -157,7 +166,7 @@ class HeadClass:
         yield from (hop for hop in hops if hop <= direction.limit)
 
     def tokens_sent(self, origin: int) -> int:
-        """Return the tokens that travel for one shard in a forward pass, over all hops, per K/V head."""
+        """Return the tokens of one shard that are sent in a forward pass, over all hops, per K/V head."""
         return sum(
             count_slots(self.held(origin, direction, hop))
             for direction in self.directions
@@ -165,7 +174,10 @@ class HeadClass:
         )
 
     def links(self, origin: int) -> int:
-        """Return tokens times links that they cross: one for a relay, s for a direct send to hop s."""
+        """Return the sum over tokens sent of the links that each crosses.
+
+        1 for a relay, s for a direct send.
+        """
         total = 0
         for direction in self.directions:
             for hop in self._hops(origin, direction):
@@ -174,11 +186,14 @@ class HeadClass:
         return total
 
     def busiest_adapter(self, origins: Iterable[int], ranks_per_node: int) -> int:
-        """Return tokens that leave nodes through the network adapters of one place, the most of all places.
+        """Return the tokens sent between nodes through the busiest network adapters.
+
+        The adapters at the same place in every node are counted together, and the maximum over places is
+        returned.
 
         Args:
-            origins: whose shards count: all of a node, or of several.
-            ranks_per_node: R; each rank has an adapter, and all nodes are alike.
+            origins: the shards that are counted: all of one node, or of several nodes.
+            ranks_per_node: R. Each rank has one adapter; all nodes have the same size.
         """
         size, left = self.layout.ring_size, [0] * ranks_per_node
         ways = ((one, way, hop) for one in origins for way in self.directions for hop in self._hops(one, way))
@@ -194,17 +209,17 @@ class HeadClass:
         return max(left)
 
     def tokens_needed(self, origin: int) -> int:
-        """Return the least that must cross for one shard: the number of (token, other rank that reads it)."""
+        """Return the minimum traffic for one shard: the number of (token, other rank that reads it) pairs."""
         return sum(count_slots(self.reads.slots(origin, d)) for d in self.reads.distances(origin))
 
     def rank(self, ring_rank: int) -> HeadClassPlan:
-        """Return the part of one rank."""
+        """Return the plan of one rank."""
         directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
         return HeadClassPlan(self.kv_heads, directions, max(direction.limit for direction in self.directions))
 
     def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
         hops = [self._hop_plan(ring_rank, direction, hop) for hop in range(direction.limit + 1)]
-        # only at the end: a hop's index in the tuple is its number
+        # Remove empty hops at the end only, because the index in the tuple is the hop's number.
         while len(hops) > 1 and hops[-1] is None:
             hops.pop()
         direct_sends, gradient_returns = [], []
@@ -213,11 +228,11 @@ class HeadClass:
             if not len(held):
                 continue
             reader = direction.reader(ring_rank, hop, self.layout.ring_size)
-            # what the rank before the reader does not have, this rank, the owner, sends
+            # This rank is the owner: it sends the slots that the rank before the reader does not have.
             leaving = subtract_slots(held, self.relayed(ring_rank, direction, hop))
             if len(leaving):
                 direct_sends.append(DirectSend(hop, reader, leaving))
-            # what the reader adds to no sum of the next one comes back from there
+            # Gradients that the reader does not pass on as a sum return to this rank directly.
             ending = subtract_slots(held, self.sums(ring_rank, direction, hop + 1))
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
@@ -231,10 +246,10 @@ class HeadClass:
         if hop and not len(held):
             return None
         tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
-        # at hop 0 keys lie in place, so key slots are those of the shard already
+        # At hop 0 keys are used in place, so the tiles' key slots are slots of the shard already.
         if hop and len(tiles):
             tiles = tiles_of_payload(tiles, held)
-        enters = inner > 0 and hop % inner == 0  # the first in its node to have the shard
+        enters = inner > 0 and hop % inner == 0  # the reader is the first rank of its node to get the shard
         none = no_slots()
         return HopPlan(
             hop,
@@ -254,15 +269,15 @@ class HeadClass:
 
 @lru_cache(maxsize=16)
 def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
-    """Return the runs of every rank: asked for by every shard, so built once."""
+    """Return the runs of every rank, cached because the reads of every shard need them."""
     return tuple(layout.runs(rank) for rank in range(layout.ring_size))
 
 
 @lru_cache(maxsize=1 << 14)
 def _hull(layout: Layout, ring_rank: int) -> tuple[int, int]:
-    """Return the first and last position of a shard; first beyond last where it is empty."""
+    """Return the first and last position of a shard; first > last if the shard is empty."""
     runs = _runs_of_all(layout)[ring_rank]
     if not len(runs):
-        # beyond UNBOUNDED: no band reaches an empty shard
+        # beyond UNBOUNDED, so that no band reaches an empty shard
         return 1 << 62, -(1 << 62)
     return int(runs[:, 0].min()), int((runs[:, 0] + (runs[:, 2] - 1) * runs[:, 1]).max())

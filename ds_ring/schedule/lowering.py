@@ -1,29 +1,32 @@
-"""From a plan to the steps of a rank: the only place that knows in which order a pass does things.
+"""Turn a plan into the steps of a rank. Only this file knows in which order a pass does things.
 
-A plan says who reads what and who computes what. Here it becomes `steps.py`'s lists, once for the forward and
-once for the backward pass: overlap, head chunks, double buffers, direct sends and gradient returns are
-decided here and nowhere else.
+A plan says who reads which tokens and who computes what. This file turns it into the lists of `steps.py`, one
+for the forward and one for the backward pass. It decides everything about time and memory: overlap, head
+chunks, double buffers, and when direct sends and gradient returns leave.
 
 [Note: one hop behind]
-In the backward pass keys and values travel as in the forward one, and float32 accumulators of dK and dV
-follow one hop behind them: what this rank adds to a shard at hop s can only be sent on once it is computed,
-in the batch posted before hop s + 1; the sum over the ranks before it arrives while hop s is computed. Where
-a token is handed on no further its accumulator returns to its owner directly. No hop's K/V is ever kept.
-(Keys for the next node are kept for R batches, `directions.py`; which sums are handed on: `head_class.py`.)
+In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
+follow one hop behind them. What this rank adds to a shard's gradients at hop s is known only after hop s is
+computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while hop
+s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No hop's
+K/V is ever saved. (Keys for the next node are kept for R batches, see `directions.py`; `head_class.py` says
+which sums are passed on.)
 
 [Note: head chunks]
-A chunk needs buffers of ten shard-sized tensors at most (backward: K/V here and coming, accumulators coming,
-here and leaving). Heads are independent, so they go round in chunks one after the other and the buffers
-shrink by the number of chunks, as long as a chunk's messages stay large enough to be worth sending.
+A chunk needs at most ten shard-sized buffers (in the backward pass: K/V in use and arriving, accumulators
+arriving, in use and leaving). Heads are independent. So they go around the ring in chunks, one after the
+other, and the buffers shrink by the number of chunks. A chunk must be large enough that its messages use the
+network well.
 
 [Note: one chunk after another]
-The last hop of a chunk has nothing to receive, and gradients return after it: with two ranks half of all
-that is sent would be waited for. So a chunk sets out while the one before it is at its last hop: its first
-keys and values travel then, and the gradients of the one before return while it computes. Only the first hop
-of the first chunk and the last gradients of the last one are exposed, 1 / chunks of it all. In the backward
-pass that takes up to 14 buffers. Where chunks are fewer than `MANY_CHUNKS`, and so their buffers large, a
-chunk sets out one batch later, while the gradients of the one before return. All ranks count the hops of a
-plan's directions, not their own: so the order of all messages is the same everywhere.
+A chunk receives no keys during its last hop, and its gradients return after that hop. With two ranks, half of
+all traffic would not overlap with any computation. So the next chunk starts while the chunk before it
+computes its last hop: the first keys and values of the next chunk travel during that hop, and the gradients
+of the chunk before return while the next one computes. Only the first hop of the first chunk and the last
+gradients of the last chunk do not overlap: 1 / chunks of the traffic. In the backward pass this needs up to
+14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large; then a chunk starts one
+batch later, while the gradients of the chunk before return. All ranks count hops by the plan's directions,
+not by their own hops, so the order of all messages is the same on every rank.
 """
 
 from __future__ import annotations
@@ -57,16 +60,16 @@ def lower_pass(
     """Return the schedule of one rank.
 
     Args:
-        classes: the rank's part of the plan, one entry for each class of K/V heads that are read alike.
-        group: query heads that share a K/V head.
-        backward: of the backward pass.
-        head_bytes: local K (or V) of one head, bytes; 0 for all heads of a class together.
-        chunk_bytes: what K (or V) of a chunk should have at the least; see `head_chunks.py`.
+        classes: the rank's part of the plan, one entry for each class of K/V heads with equal patterns.
+        group: number of query heads that share a K/V head.
+        backward: whether this is the backward pass.
+        head_bytes: bytes of the local K (or V) of one head; 0 puts all heads of a class into one chunk.
+        chunk_bytes: minimum bytes of K (or V) of a chunk; see `head_chunks.py`.
     """
     chunks = [
         (one, kv_heads) for one in classes for kv_heads in head_chunks(one.kv_heads, head_bytes, chunk_bytes)
     ]
-    # few chunks have large buffers: see [Note: one chunk after another]
+    # Few chunks have large buffers, so they start one batch later: [Note: one chunk after another].
     later = int(backward and len(chunks) < MANY_CHUNKS)
     return Schedule(
         chunks[0][0].ring_rank,
@@ -79,7 +82,7 @@ def lower_pass(
 
 
 def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1) -> Schedule:
-    """Return the schedule of one rank, made once for each pass and size of chunk; see `lower_pass`."""
+    """Return the schedule of one rank, cached by pass and chunk size; see `lower_pass`."""
     key = (backward, head_bytes, chunk_bytes)
     if key not in plan.schedules:
         sizes = {"head_bytes": head_bytes, "chunk_bytes": chunk_bytes}
@@ -89,7 +92,7 @@ def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_byt
 
 
 def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
-    """Return the steps of any head chunk of a class; made once for each pass and kept with the plan."""
+    """Return the steps of any head chunk of a class, cached with the plan for each pass."""
     if backward not in plan.lowered:
         plan.lowered[backward] = _lowered(plan, backward)
     return plan.lowered[backward]
@@ -99,7 +102,7 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     own = plan.directions[0].at(0)
     assert own is not None, "a rank always has its own shard"
     valid = count_slots(own.held)
-    # numbers 0 and 1: SHARD and RESULTS
+    # buffers number 0 and 1 are SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
     directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
     rounds: list[Round] = []
@@ -111,7 +114,7 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
         )
     ):
         posted = [step for direction in directions for step in direction.post(hop)]
-        # the own shard is computed once, whichever way it leaves
+        # The own shard is computed once, although it may travel in two directions.
         computing = directions if hop else directions[:1]
         computed = [step for direction in computing for step in direction.compute(hop)]
         rounds.append(Round(tuple(arrived), tuple(posted), tuple(computed)))
@@ -122,32 +125,32 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
 
 
 class _Direction:
-    """Follow one direction of travel: which buffers hold its keys and gradients at the present hop.
+    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop.
 
     Args:
         plan: the direction on this rank.
-        buffers: of the chunk; grows here.
-        backward: gradients follow the keys.
+        buffers: the buffers of the chunk; new ones are appended.
+        backward: whether gradients follow the keys.
     """
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward
-        self.keys = SHARD  # the buffer of the present keys
-        self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that what is in it depends on
-        self.gradients: dict[int, int] = {0: RESULTS}  # buffers of accumulators, by hop
-        self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, slots there
-        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of own slots that are on their way
-        self.partial: tuple[int, SlotRanges] | None = None  # gradients of the present keys, likewise
-        self.across = SHARD  # the buffer of the keys that go to the next node
-        self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys on their way from another node
-        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients return, and buffers of these
-        self.leaving: list[int] = []  # buffers that are being sent: free once the batch is over
+        self.keys = SHARD  # buffer of the current keys
+        self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
+        self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
+        self.parts: list[tuple[int, SlotRanges]] = []  # parts of the next keys: buffer, slots in them
+        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of own slots that are in flight
+        self.partial: tuple[int, SlotRanges] | None = None  # sum for the current keys that is in flight
+        self.across = SHARD  # buffer of the keys that go to the next node
+        self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
+        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients return, with their buffers
+        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.
 
-        The order (keys handed on, to the next node, sent directly, gradients to the next rank, gradients
-        returned) is the same on both sides of every connection.
+        Both sides of every connection use this order: keys to the next rank, keys to the next node, direct
+        sends, sums of gradients to the next rank, gradients to their owners.
         """
         here, coming = self.plan.at(hop), self.plan.at(hop + 1)
         steps: list[Send | Recv] = []
@@ -156,11 +159,11 @@ class _Direction:
         steps += self._post_across(hop)
         own = self.plan.at(0)
         for direct in self.plan.direct_sends:
-            # in the batch before the hop at which it is read
+            # sent in the batch before the hop that reads it
             if direct.hop == hop + 1 and own is not None:
                 steps.append(self._send(SHARD, own, direct.receiver, direct.slots))
         if coming is not None:
-            # at hop 1 the neighbour is the origin, and everything is relayed
+            # At hop 1 the neighbour is the origin, so everything counts as relayed.
             if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
                 steps.append(self._receive(hop, coming, coming.came_from, coming.relayed, self.parts))
             if len(coming.from_origin):
@@ -168,7 +171,7 @@ class _Direction:
         return steps + self._post_gradients(hop) if self.backward else steps
 
     def _post_across(self, hop: int) -> list[Send | Recv]:
-        """Return a batch's part of the keys that go to the next node, and of those that come from one."""
+        """Return this batch's part of the keys sent to the next node and received from another one."""
         direction = self.plan.direction
         if not (inner := direction.ranks_per_node):
             return []
@@ -184,17 +187,17 @@ class _Direction:
     def _receive(
         self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
     ) -> Recv:
-        """Return the step that receives some keys of a hop in a batch; its buffer is added to `parts`."""
+        """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
         buffer = self._new(Payload.KEYS, slots)
         self.came[buffer] = batch
         parts.append((buffer, coming.in_payload(slots)))
         return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
-        """Return the messages of what the hop before found, and of what belongs to this hop's keys."""
+        """Return the messages with gradients computed in the hop before, and sums for the current keys."""
         done, here = self.plan.at(hop - 1), self.plan.at(hop)
         steps: list[Send | Recv] = []
-        # the own shard's gradients stay in RESULTS
+        # The gradients of the own shard stay in RESULTS.
         leaving = done if done is not None and done.hop > 0 else None
         if leaving is not None and len(leaving.sums_on):
             found = self.gradients[leaving.hop]
@@ -228,7 +231,7 @@ class _Direction:
         return steps
 
     def compute(self, hop: int) -> list[Compute]:
-        """Return what is computed at a hop: nothing, or one step."""
+        """Return what a hop computes: no step, or one."""
         here = self.plan.at(hop)
         if here is None:
             return []
@@ -236,25 +239,25 @@ class _Direction:
         if self.backward:
             if hop:
                 self.gradients[hop] = self._new(Payload.GRADIENTS, here.held)
-                # until a neighbour's sum is added the gradients depend on the keys alone
+                # Until a neighbour's sum is added, the gradients depend on the keys alone.
                 self.came[self.gradients[hop]] = self.came[self.keys]
             gradients = self.gradients[hop]
         return [Compute(hop, self.keys, here.tiles, gradients, here.origin, self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
-        """Return what is done once the batch posted before a hop is over."""
+        """Return the steps after the batch that was posted before a hop has ended."""
         steps: list[Accumulate | Free] = []
         if self.plan.direction.crosses(hop + 1):
-            # the last part went to the next node, and the last one of the next keys came from another
+            # All parts were sent to the next node, and all parts of the next keys came from another node.
             steps += self._leave_node()
         if self.parts:
-            # the present keys were computed and sent in the batch that is over
+            # The current keys were computed with and sent on in the batch that has ended.
             steps += [*self._drop_keys(), *self._join()]
             if self.plan.direction.crosses(hop + 1):
                 self.across = self.keys
         elif self.plan.at(hop + 1) is None:
-            # No hop reads these keys any more. They must not wait for gradients that still return: the next
-            # chunk's keys arrive meanwhile.
+            # No later hop reads these keys. Free them now and not with the gradients that still return,
+            # because the next chunk's keys arrive meanwhile.
             steps += self._drop_keys()
             self.keys = SHARD
         if self.partial is not None:
@@ -268,15 +271,15 @@ class _Direction:
         return steps
 
     def _leave_node(self) -> list[Free]:
-        """Return what frees the keys that went to the next node; those that came are the next keys' parts."""
+        """Return the steps that free the keys sent to the next node; received ones become the next parts."""
         self.parts, self.crossing = self.crossing + self.parts, []
         gone, self.across = self.across, SHARD
         return [] if gone in (SHARD, self.keys) else [Free(gone)]
 
     def _join(self) -> list[Accumulate | Free]:
-        """Make the next keys of their parts: what was handed on and what the origin sent."""
+        """Return the steps that combine the next keys from their parts: relayed ones and direct sends."""
         parts, self.parts = self.parts, []
-        # one message brought everything: its buffer is the payload, nothing is copied
+        # One message brought all of them: its buffer is the payload, without a copy.
         if len(parts) == 1:
             self.keys = parts[0][0]
             return []
@@ -287,20 +290,20 @@ class _Direction:
         return [step for pair in joined for step in pair]
 
     def _drop_keys(self) -> list[Free]:
-        """Return what frees the present keys; not the own shard, nor what still goes to the next node."""
+        """Return the step that frees the current keys, unless they are the shard or still go to a node."""
         return [] if self.keys in (SHARD, self.across) else [Free(self.keys)]
 
     def let_go(self) -> list[Free]:
-        """Return what frees the keys that are still here when the pass is over."""
+        """Return the steps that free the keys that are left at the end of the pass."""
         return [Free(keys) for keys in sorted({self.keys, self.across} - {SHARD})]
 
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
     ) -> Send:
-        """Return the step that sends some slots of a hop's shard; at hop 0 they lie in place."""
+        """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
         payload = payload or self.buffers[buffer].payload
-        packed = self._new(payload, slots)  # used where the slots do not lie side by side in memory
+        packed = self._new(payload, slots)  # used if the slots are not contiguous in memory
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer])
 

@@ -1,12 +1,13 @@
-"""The plan: for every rank and hop which tiles are computed and which tokens travel. Pure data.
+"""The plan: for every rank and hop which tiles are computed and which tokens are sent. Pure data.
 
-Owns the schedule of a ring pass; holds no process group, tensor or device, so that real ranks, the
-simulator, the cost model and the plots all go by the same object.
+Owns the plan of a ring pass. It holds no process group, tensor or device, so that real ranks, the simulator,
+the cost model and the plots all use the same object.
 
-A plan has an entry for each class of K/V heads that are read alike (a dilated pattern may give every head its
-own offset), a class has one or two directions of travel, and a direction has, on each rank, an entry a hop.
+A plan has one entry for each class of K/V heads with equal patterns (a dilated pattern may give every head
+its own offset). A class has one or two directions of travel. A direction has, on each rank, one entry for
+each hop.
 
-Data of one rank are in `rank_plan.py`; who reads what, and how it gets there, in `head_class.py`.
+`rank_plan.py` holds the data of one rank; `head_class.py` computes who reads which tokens and who sends them.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan
 
 GRADIENT_PAYLOADS = ("float32", "bfloat16")
-SAMPLED_ORIGINS = 6  # of large rings only so many shards are looked at to choose the directions
+SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold pattern x layout, ready to be lowered; build with `build_plan`.
+    """The plan of a pattern on a layout; build it with `build_plan`.
 
     Attributes:
         pattern, layout: what it was built from.
         query_heads, kv_heads: heads per rank (H and G).
-        classes: one for each class of heads.
+        classes: one for each class of K/V heads with equal patterns.
     """
 
     pattern: Pattern
@@ -53,11 +54,11 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Count query heads that share a K/V head."""
+        """Return the number of query heads that share a K/V head."""
         return self.query_heads // self.kv_heads
 
     def rank(self, ring_rank: int) -> RankPlan:
-        """Return the plan of one rank, built when first asked for."""
+        """Return the plan of one rank, built on first use."""
         if ring_rank not in self._ranks:
             classes = tuple(head_class.rank(ring_rank) for head_class in self.classes)
             self._ranks[ring_rank] = RankPlan(ring_rank, classes, self.group, self.kv_heads)
@@ -69,18 +70,18 @@ class Plan:
 
     @property
     def tokens_sent(self) -> int:
-        """Count token-units that travel in a forward pass, summed over ranks, hops and K/V heads."""
+        """Return tokens sent in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
         return self._over_heads([sum(map(head_class.tokens_sent, origins)) for head_class in self.classes])
 
     @property
     def tokens_needed(self) -> int:
-        """Count token-units that must cross at least: each token once to every other rank that reads it."""
+        """Return the minimum of `tokens_sent`: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
         return self._over_heads([sum(map(head_class.tokens_needed, origins)) for head_class in self.classes])
 
     def summary(self) -> str:
-        """Return a table for people: by rank, class, hop the tiles, pairs and tokens held and sent on."""
+        """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop."""
         lines = [f"{self.pattern} on {self.layout}"]
         for head_class in self.classes:
             ways = " and ".join("up" if direction.sign > 0 else "down" for direction in head_class.directions)
@@ -97,7 +98,7 @@ class Plan:
 
 
 def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tuple[slice, Pattern]]:
-    """Return K/V heads that are read alike, as slices, with the pattern of the query heads that share one."""
+    """Return the K/V heads with equal patterns as slices, each with the pattern of its query heads."""
     group = query_heads // kv_heads
     classes: dict[Pattern, list[int]] = defaultdict(list)
     for head in range(kv_heads):
@@ -107,8 +108,8 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
 
 
 def _slices(heads: list[int], group: int) -> list[slice]:
-    """Write a list of K/V heads as slices, such that the query heads that share them are a slice as well."""
-    # groups of query heads are consecutive only for K/V heads that are
+    """Return a list of K/V heads as slices for which the query heads that share them are a slice, too."""
+    # The query heads of several groups are a slice only if the K/V heads are consecutive.
     steps = set(np.diff(heads).tolist()) or {1}
     if len(steps) == 1 and (group == 1 or steps == {1}):
         return [slice(heads[0], heads[-1] + 1, steps.pop())]
@@ -116,42 +117,42 @@ def _slices(heads: list[int], group: int) -> list[slice]:
 
 
 def sampled_origins(size: int) -> list[int]:
-    """Pick shards that stand for all of a ring when costs are compared; all of them up to 16."""
+    """Return the shards by which costs are compared: a sample, or all of them up to 16."""
     if size <= 16:
         return list(range(size))
-    # spread by the golden ratio: at regular distances they would all lie at the same place of a segment
+    # Spread by the golden ratio: regular distances would hit the same place of every segment.
     return sorted({int(size * (i * 0.6180339887 % 1)) for i in range(SAMPLED_ORIGINS)} | {size - 1})
 
 
 def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Let all shards of a ring travel in one direction."""
+    """Return one direction in which all shards travel."""
     return (Direction(sign, size - 1),)
 
 
 def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Let all shards travel inside nodes, and from node to node; `directions.py`, [Note: two levels]."""
+    """Return a direction inside nodes and from node to node; [Note: two levels] in `directions.py`."""
     return (Direction(sign, size - 1, ranks_per_node),)
 
 
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
-    """Choose the directions whose tokens cross the fewest links; up on a tie, one rather than two.
+    """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
 
-    Where nodes are known, those come first whose busiest network adapter sends least: two levels,
-    `directions.py`, unless little crosses (a window, say).
+    If nodes are known, first minimise the traffic of the busiest network adapter: that is the direction on
+    two levels (`directions.py`), unless little crosses between nodes (with a window, say).
 
-    What is sent is the same whichever way; [Note: relays and direct sends]. Two directions serve every reader
-    from the nearer side, which is what a pattern that looks both ways needs.
+    The number of tokens sent is the same for all directions; [Note: relays and direct sends]. Two directions
+    reach every reader from its nearer side, which suits a pattern that is not causal.
     """
     size = reads.layout.ring_size
     if size <= 2:
         return one_way(size)
-    # size - 1 hops together, so every other rank is reached once
+    # Together size - 1 hops, so every other rank is reached once.
     both_ways = (Direction(1, size // 2), Direction(-1, (size - 1) // 2))
     origins = sampled_origins(size)
     ways = [one_way(size), one_way(size, -1), both_ways]
     of_nodes: list[int] = []
     if ranks_per_node:
-        # all ranks of the first and of the middle node stand for those of all
+        # the ranks of the first and of the middle node stand for all ranks
         firsts = {0, size // ranks_per_node // 2 * ranks_per_node}
         of_nodes = [first + place for first in sorted(firsts) for place in range(ranks_per_node)]
         ways += [two_levels(size, ranks_per_node), two_levels(size, ranks_per_node, -1)]
@@ -161,14 +162,14 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
         crossing = travel.busiest_adapter(of_nodes, ranks_per_node) if ranks_per_node else 0
         return crossing, sum(map(travel.links, origins))
 
-    # of equal costs `min` takes the first way
+    # `min` returns the first of equal costs.
     return min(ways, key=cost)
 
 
 def check_length(pattern: Pattern, layout: Layout) -> None:
-    """Raise RingPatternError unless the pattern is one for the layout's sequence.
+    """Raise RingPatternError unless the pattern fits the layout's sequence length.
 
-    Queries that are on every rank may know less of a cache than it has room for: those are not checked.
+    Not called for replicated queries, whose pattern may cover less than a cache has room for.
     """
     for tokens in pattern.known_tokens:
         if tokens != layout.tokens:
@@ -193,15 +194,15 @@ def build_plan(
     """Plan a ring pass.
 
     Args:
-        pattern: what attends to what.
+        pattern: which query attends to which key.
         layout: which token lies where.
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
-        prune: send only what the receiver reads.
-        directions: directions of travel; None takes those that cross the fewest links.
-        gradient_payload: in which dtype dK and dV return, "float32" or "bfloat16"; they are added in the
-            accumulators' either way.
-        ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size; None if that
-            is not known. With it a pattern that sends much between nodes travels on two levels.
+        prune: send only the tokens that the receiver reads.
+        directions: directions of travel; None chooses those whose tokens cross the fewest links.
+        gradient_payload: dtype in which dK and dV return, "float32" or "bfloat16"; they are added in the
+            accumulators' dtype in both cases.
+        ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
+            if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
 
     Raises:
         RingLayoutError: H is not a multiple of G.
@@ -263,7 +264,7 @@ def _built(
     bound = [
         (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)
     ]
-    # the classes differ in a dilated pattern's offsets, not in where their keys lie: one choice for all
+    # Classes differ in a dilated pattern's offsets, not in where their keys are: choose directions once.
     if directions is None and prune:
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:

@@ -1,10 +1,12 @@
-"""Call PyTorch's flash attention for CPU tile by tile, forward and backward: the CPU kernel.
+"""The CPU kernel: call PyTorch's flash attention for CPU tile by tile, forward and backward.
 
-Why this and not FlexAttention: torch 2.13 has no FlexAttention backward on the CPU and no lse when it is
-compiled there. The aten operators take strided views (so a tile is never copied), grouped K/V heads and
-unequal lengths, return the natural-log lse, and their backward is exact per tile when it is given the
-global out and lse. Low-precision inputs are computed in float32: the bf16 backward runs at a tenth of
-the speed.
+It does not use FlexAttention, because torch 2.13 has no FlexAttention backward on the CPU and returns no lse
+from it when it is compiled there. The aten operators take strided views (so a tile is never copied), grouped
+K/V heads and unequal lengths, and return the natural-log lse. Their backward is exact per tile if it is given
+the global out and lse. Inputs of lower precision are computed in float32: the bf16 backward is ten times
+slower.
+
+Terms: m is the number of a pattern's branches that contain a (query, key) pair; log m is added to its score.
 
 The operators read the last dimension as if its stride were 1, so tensors with another stride are copied
 first.
@@ -27,9 +29,9 @@ from ds_ring.runtime.kernels.calls import Sizes, calls
 from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
-SMALL_BIAS = 256  # side of the squares of log m that several of are kept: 256 KiB each
-Mode: TypeAlias = "FakeTensorMode | None"  # tensors that are kept belong to one; None for real ones
-HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
+SMALL_BIAS = 256  # side of a log m bias small enough to cache several of them: 256 KiB each in float32
+Mode: TypeAlias = "FakeTensorMode | None"  # cached tensors belong to one mode; None for real tensors
+HIDDEN = -1e30  # additive bias of a masked pair; with -inf aten would return lse 0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -37,14 +39,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 @lru_cache(maxsize=16)
 def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """Return the bias that hides what is not attended in an inverse-causal triangle or a band's strip."""
+    """Return the bias that masks the other pairs of an inverse-causal triangle or of a strip of a band."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
-    # Seen are keys j of query i with 0 <= j - i <= keys - queries in a band, with j >= i in a triangle.
+    # Query i attends to key j if 0 <= j - i <= keys - queries in a band, and if j >= i in a triangle.
     shift = keys - queries if kind == Kind.BI_CAUSAL else keys
     return hidden.tril(min(shift, 0) - 1) + hidden.triu(max(shift, 0) + 1)
 
 
-# Few: one has BIASED squared elements, 4 MiB in float32.
+# Cache only two: each has BIASED squared elements, 4 MiB in float32.
 @lru_cache(maxsize=2)
 def _square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
@@ -56,7 +58,7 @@ def _small_square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> 
 
 
 def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """Return log m; calls of all sizes with the same first positions share one square of it."""
+    """Return log m of each pair; calls of any size with the same first positions share one cached square."""
     most = max(queries, keys)
     if inside.mask is None and most <= BIASED:
         square = _small_square_of_weights if most <= SMALL_BIAS else _square_of_weights
@@ -65,16 +67,16 @@ def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype, mo
 
 
 def drop_kept() -> None:
-    """Free the biases that are kept from call to call; for measuring one rank after another."""
+    """Free the biases that are cached across calls; for measuring one rank after another."""
     _hidden.cache_clear()
     _square_of_weights.cache_clear()
     _small_square_of_weights.cache_clear()
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
-    """Return float64 and float32 as they are, lower dtypes in float32; with the last dimension dense.
+    """Return float64 and float32 unchanged, lower dtypes in float32, all with a dense last dimension.
 
-    The aten operators take any strides but for the last dimension, where they read neighbours in memory
+    The aten operators accept any stride except in the last dimension: there they read neighbours in memory
     whatever the stride says (it is 0 in the gradient of a sum).
     """
     wide = (x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors)
@@ -82,13 +84,13 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Return x with zeros behind its head dimension: aten refuses q, k and v of different ones."""
-    # Of what one hop computes, never of what travels or is kept.
+    """Return x padded with zeros in the head dimension: aten requires the same one for q, k and v."""
+    # Only the operands of one hop are padded, never a tensor that travels or is kept.
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _bias(call: Tile, q: Tensor) -> Tensor | None:
-    """Return what is added to the scores of q, pair by pair; None for nothing."""
+    """Return the bias that is added to each score of q; None if there is none."""
     dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
     queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
     bias = None
@@ -99,7 +101,7 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
         return hidden if bias is None else bias + hidden
     if call.kind == Kind.PARTIAL:
         assert inside is not None
-        # Not kept from call to call: it depends on this tile's positions, maybe on sample and head.
+        # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
         visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
         bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
         return bias.masked_fill(~visible, HIDDEN)
@@ -107,7 +109,7 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
-    """Return queries with the same scores at a scale above 0, and the factor of their gradient.
+    """Return queries and a positive scale with the same scores, and the factor of the queries' gradient.
 
     The aten operator returns NaN for a scale of 0 or below: it takes the maximum before it scales.
     """
@@ -117,19 +119,19 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
 
 
 def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Set rows that saw hidden keys only to out 0, lse -inf."""
-    # With hidden keys alone the lse is about HIDDEN, far below that of any row with a real key.
+    """Set rows whose keys are all masked to out 0, lse -inf."""
+    # If all keys are masked, the lse is about HIDDEN, far below that of any row with a real key.
     empty = lse < HIDDEN / 10
     return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
 
 
 def _batch(rows: Rows, x: Tensor) -> Tensor:
-    """Return repetitions as a batch: [B * repeats, heads, length, ...]; a view where B or repeats is 1."""
+    """Move repetitions into the batch: [B * repeats, heads, length, ...]; a view if B or repeats is 1."""
     return rows.of(x) if rows.repeats == 1 else rows.of(x).flatten(0, 1)
 
 
 def _unbatch(rows: Rows, x: Tensor) -> Tensor:
-    """Return the shape of `rows.of`."""
+    """Undo `_batch`: return x in the shape of `rows.of`."""
     return x if rows.repeats == 1 else x.unflatten(0, (-1, rows.repeats))
 
 
@@ -137,7 +139,7 @@ class CpuKernel:
     """Call aten flash attention for CPU over strided views.
 
     Args:
-        block: most queries and most keys of one call.
+        block: maximum number of queries and of keys in one call.
         triangle: side of the smallest triangle; [Note: small triangles].
     """
 
@@ -174,13 +176,13 @@ class CpuKernel:
                 attn_mask=_bias(call, q),
                 scale=scale,
             )
-            # The same number added to every score of a call moves its lse and leaves its out as it is.
+            # The same number added to every score of a call changes its lse and not its out.
             lse = lse + call.bias if call.bias else lse
-            # In every other kind of tile each row sees a key.
+            # Only in a PARTIAL tile can a row have no key.
             if call.kind == Kind.PARTIAL:
                 out, lse = _empty_rows(out, lse)
             yield PartialOut(heads, rows, _unbatch(rows, out)[..., :width], _unbatch(rows, lse))
-            del out, lse  # or they would live on while the next ones are computed
+            del out, lse  # else they stay alive while the next ones are computed
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -188,7 +190,7 @@ class CpuKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, v_width = q.shape[-1], v.shape[-1]
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
-        if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
+        if grad_lse is not None:  # append a column of ones to v: its gradient is the one of the lse
             grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
             v = pad(v, (0, 1), value=1.0)
         most = max(width, v.shape[-1])
@@ -198,7 +200,7 @@ class CpuKernel:
         for call in calls(tiles, self._backward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
             lse_t = _batch(rows, lse[:, heads])
-            if call.kind == Kind.PARTIAL:  # exp(hidden - 0) is 0, as the row's weights must be
+            if call.kind == Kind.PARTIAL:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
                 lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
             dq, dk, dv = _backward(
                 _batch(rows, grad_out[:, heads]),
@@ -206,7 +208,7 @@ class CpuKernel:
                 _batch(keys, k),
                 _batch(keys, v),
                 _batch(rows, out[:, heads]),
-                # exp(score + bias - lse) without a bias tensor.
+                # exp(score + bias - lse), without a bias tensor
                 lse_t - call.bias if call.bias else lse_t,
                 0.0,
                 call.kind == Kind.CAUSAL,

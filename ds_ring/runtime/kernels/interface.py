@@ -1,7 +1,7 @@
 """Define a kernel: the attention of one hop, tile by tile, forward and backward, always with the lse.
 
-A kernel sees local tensors and a `Tiles` table, and yields partial results; it neither merges nor
-accumulates nor communicates. The ring pass adds the parts up, in float32, in one place for all kernels.
+A kernel reads local tensors and a `Tiles` table and yields partial results. It does not merge, accumulate or
+communicate: the ring pass adds the parts in float32, in one place for all kernels.
 
 [Note: values of another width]
 Values may have another head dimension than queries and keys (192 and 128 in DeepSeek V3). Buffers, messages
@@ -27,9 +27,9 @@ ALL_HEADS = slice(None)
 
 
 class Rows(NamedTuple):
-    """Describe slots start + i * step (i < length), and the same again `repeats` times, `stride` slots apart.
+    """The slots start + i * step (i < length), repeated `repeats` times at a distance of `stride` slots.
 
-    Equal tiles that repeat at a regular distance are one call on a strided view, without a copy.
+    Equal tiles at a regular distance become one call on a strided view, without a copy.
     """
 
     start: int
@@ -39,10 +39,13 @@ class Rows(NamedTuple):
     stride: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """View x [B, heads, S, ...] as [B, heads, length, ...], or [B, repeats, heads, length, ...]."""
+        """Return a view of x [B, heads, S, ...].
+
+        [B, heads, length, ...] or [B, repeats, heads, length, ...].
+        """
         if self.repeats == 1:
             if self.step == 1 and self.length == x.shape[2]:
-                return x  # all of them: a view costs three microseconds, and every hop makes some
+                return x  # all slots: skip the view, which costs 3 microseconds at every hop
             return x[:, :, self.start : self.start + (self.length - 1) * self.step + 1 : self.step]
         slot = x.stride(2)
         return x.as_strided(
@@ -56,16 +59,16 @@ class Rows(NamedTuple):
         return self._replace(start=self.start + first * self.step, length=length)
 
     def again(self, repeats: int, every: int) -> Rows:
-        """Return this progression `repeats` times, one `every` so many of its members."""
+        """Return this progression `repeats` times, at a distance of `every` of its members."""
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
 class Inside(NamedTuple):
-    """Hold what differs from pair to pair inside a tile, and the positions that it is a function of.
+    """What differs from pair to pair inside a tile, and the positions that it depends on.
 
     Attributes:
-        mask: of a PARTIAL tile, what is attended.
-        weights: what of m varies.
+        mask: the mask function of a PARTIAL tile.
+        weights: the part of the multiplicity m that varies from pair to pair.
         q_first, q_step, k_first, k_step: first position and step of both sides.
     """
 
@@ -77,10 +80,13 @@ class Inside(NamedTuple):
     k_step: int
 
     def part(self, q_first: int, k_first: int) -> Inside:
-        """Return the same from query q_first and key k_first on; equal where the weights are."""
+        """Return the same for the part from query q_first and key k_first on.
+
+        Parts with equal weights are equal.
+        """
         q, k = self.q_first + q_first * self.q_step, self.k_first + k_first * self.k_step
         if self.mask is None and self.weights is not None:
-            # Weights repeat with their period: parts with equal weights compare equal, and share calls.
+            # Weights are periodic: reduce the positions, so that parts with equal weights share calls.
             q, k = q % self.weights.period, k % self.weights.period
         return self._replace(q_first=q, k_first=k)
 
@@ -92,7 +98,7 @@ class Inside(NamedTuple):
         return visible
 
     def bias(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return log of the weights, [queries, keys]; one period is computed, the rest is copied."""
+        """Return log of the weights, [queries, keys]; one period is computed and then copied."""
         if self.weights is None:
             return torch.zeros(queries, keys, dtype=dtype, device=device)
         period = self.weights.period
@@ -107,15 +113,15 @@ class Inside(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Hold one row of a `Tiles` table as Python objects.
+    """One row of a `Tiles` table, as Python objects.
 
     Attributes:
         q_rows, k_rows: query and key slots.
-        kind: what of the rectangle is attended.
-        head_in_group: which query head of each K/V head's group; -1 for all.
-        bias: log of what of m is constant, added to every score (0 for ordinary patterns).
+        kind: which pairs of the rectangle are attended.
+        head_in_group: the query head within the group of a K/V head; -1 for all.
+        bias: log of the constant part of m, added to every score (0 for ordinary patterns).
         inside: what differs from pair to pair; None for ordinary patterns.
-        q_at, k_at: first position and step of the queries and of the keys, of whole tiles only.
+        q_at, k_at: first position and step of the queries and of the keys; valid for whole tiles only.
     """
 
     q_rows: Rows
@@ -134,8 +140,8 @@ class Tile(NamedTuple):
         return q, k
 
     def heads(self, group: int) -> slice:
-        """Return the query heads concerned, if `group` of them share a K/V head."""
-        # Query head h shares K/V head h // group, so these are every group-th head.
+        """Return the slice of query heads, if `group` of them share a K/V head."""
+        # Query head h uses K/V head h // group, so these are every group-th head.
         return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
@@ -147,13 +153,13 @@ class Tile(NamedTuple):
         )
 
     def again(self, repeats: int, every: int) -> Tile:
-        """Return this tile `repeats` times, one `every` so many queries and keys."""
+        """Return this tile `repeats` times, at a distance of `every` queries and keys."""
         q_rows, k_rows = self.q_rows.again(repeats, every), self.k_rows.again(repeats, every)
         return self._replace(q_rows=q_rows, k_rows=k_rows)
 
 
 def each_tile(tiles: Tiles) -> Iterator[Tile]:
-    """Yield the rows of a table, one by one."""
+    """Yield the rows of a table one by one."""
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
         tiles.kind, tiles.head_in_group, tiles.multiplicity, tiles.weight,
@@ -180,17 +186,17 @@ def _inside(tiles: Tiles, row: int) -> Inside:
 
 
 def heads_of(x: Tensor, heads: slice) -> Tensor:
-    """Return heads of x [B, H, ...]; x itself where these are all of them."""
+    """Return some heads of x [B, H, ...]; x itself if these are all heads."""
     return x if heads == ALL_HEADS else x[:, heads]
 
 
 class PartialOut(NamedTuple):
-    """Hold attention of some queries over some keys.
+    """The attention of some queries over some keys.
 
     Attributes:
-        heads: the query heads concerned.
-        q_rows: the query slots concerned; `q_rows.of(x)` has the shape of the results.
-        out_BHSD: normalised over these keys alone.
+        heads: the query heads.
+        q_rows: the query slots; `q_rows.of(x)` has the shape of the results.
+        out_BHSD: output, normalised over these keys alone.
         lse_BHS: natural-log log-sum-exp over these keys, float32 (float64 for float64 inputs).
     """
 
@@ -201,12 +207,13 @@ class PartialOut(NamedTuple):
 
 
 class PartialGrads(NamedTuple):
-    """Hold what one tile adds to the gradients; dk, dv of all K/V heads, summed over the query heads.
+    """The gradients of one tile; dk and dv have all K/V heads and are summed over the query heads.
 
     Attributes:
-        heads, q_rows, k_rows: what it belongs to.
+        heads, q_rows, k_rows: the query heads, query slots and key slots of the gradients.
         dq, dk, dv: [..., heads, rows, D] of `q_rows.of` and `k_rows.of`; see `tokens_first`.
-        tokens_first: they are [..., rows, heads, D]; what they are added to is transposed, once a pass.
+        tokens_first: their layout is [..., rows, heads, D]. The accumulator is transposed then, once per
+            pass.
     """
 
     heads: slice
@@ -234,18 +241,18 @@ class PartialGrads(NamedTuple):
 
 
 def tokens_swapped(x: Tensor, swapped: bool) -> Tensor:
-    """Return x, with tokens and heads swapped if so."""
+    """Return x, with the dimensions of tokens and heads swapped if `swapped`."""
     return x.transpose(-3, -2) if swapped else x
 
 
 class Asked(NamedTuple):
-    """Hold what is asked of a kernel beside its tiles, before any are computed.
+    """What a kernel must support in a call, known before any tiles are computed.
 
     Attributes:
-        device_type: of the tensors, "cpu" or "cuda".
-        dtype: of queries, keys and values.
+        device_type: device of the tensors, "cpu" or "cuda".
+        dtype: dtype of queries, keys and values.
         head_dim: D of queries and keys.
-        pattern: what is attended.
+        pattern: which query attends to which key.
     """
 
     device_type: str
@@ -255,7 +262,7 @@ class Asked(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Compute one hop's attention.
+    """Compute the attention of one hop.
 
     q [B, H, S, D]; k [B, G, n, D] and v [B, G, n, E], the payload; out [B, H, S, E]; H a multiple of G.
     """
@@ -263,34 +270,34 @@ class Kernel(Protocol):
     name: str
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        """Yield partial results; together the parts cover every attended pair exactly once."""
+        """Yield partial results that together contain every attended pair exactly once."""
         ...
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
         scale: float, grad_lse: Tensor | None = None,
     ) -> Iterator[PartialGrads]:  # fmt: skip
-        """Yield partial gradients, exact and additive: `out` and `lse` are the global ones.
+        """Yield partial gradients. They are exact and additive, because `out` and `lse` are global.
 
-        A gradient of the global lse, [B, H, S], is taken off the row sums of out x grad_out.
+        grad_lse, a gradient of the global lse [B, H, S], is subtracted from the row sums of out x grad_out.
         """
         ...
 
     def of_heads(self, heads: slice) -> Kernel:
-        """Return the kernel for some of the query heads: another one where scores go by the head."""
+        """Return the kernel for some of the query heads: a different one if scores depend on the head."""
         ...
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
-        """Return the (query, key) pairs per head that the kernel really multiplies, waste included."""
+        """Return the number of (query, key) pairs per head that the kernel multiplies, waste included."""
         ...
 
 
 class HeadsOfPass(NamedTuple):
-    """Hold what one kind of heads is computed with in a pass on this rank.
+    """The heads of one class (heads whose patterns are equal) in a pass on this rank.
 
     Attributes:
         query_heads, kv_heads: numbers of heads of a call.
-        hops: tiles by hop, some of them empty; those of the own shard first.
+        hops: tiles by hop, starting with those of the own shard; some tables may be empty.
     """
 
     query_heads: int
@@ -299,7 +306,7 @@ class HeadsOfPass(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Hold the tensors of a pass on this rank, of all heads; gradients are those of a backward pass.
+    """The tensors of a pass on this rank, with all heads; the gradients are set in a backward pass only.
 
     q [B, H, S, D], k [B, G, S, D], v [B, G, S, E], grad_out [B, H, S, E].
     """
@@ -312,19 +319,19 @@ class Operands(NamedTuple):
 
     @property
     def description(self) -> tuple[Hashable, ...]:
-        """Return shapes and whatever else a compiler may look at; not the values."""
+        """Return the shapes and whatever else a compiler may specialise on, without the values."""
         tensors = (x for x in self[:4] if x is not None)
         each = ((x.shape, x.dtype, x.device, x.is_inference()) for x in tensors)
         return (*each, self.grad_out is None, self.has_grad_lse)
 
 
 def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
-    """Return whether a pass is going to compile something; no for a kernel without a method `compiles`."""
+    """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
     says = getattr(kernel, "compiles", None)
     return says is not None and any(says(operands, part, scale) for part in parts)
 
 
 def views_of(kernel: Kernel) -> Views:
-    """Return the views that a kernel keeps during a pass (`views`); others for one that keeps none."""
+    """Return the view cache that a kernel keeps during a pass (`views`); a new one if it has none."""
     found = getattr(kernel, "views", None)
     return found if isinstance(found, Views) else Views()
