@@ -1,14 +1,15 @@
-"""Layouts that are made for a pattern: residue, balanced, auto. Owns the choice and its cost function.
+"""Layouts that depend on the pattern: residue, balanced, auto. Owns the choice and its cost function.
 
 [Note: the cost of a layout]
-Work is what the fullest rank executes: the pairs of its queries, over the mean of all ranks ("imbalance").
-Bytes are the tokens that the plan sends. Layers with different patterns share a layout: bytes are summed over
-the layers, and so is the work of the fullest rank, since ranks wait for each other in every layer. A layout
-whose imbalance is at most `EVEN` is even enough; of these the one that sends least is taken, of those that
-send alike the one of the fewest runs; where none is, the most even one. Memory is not traded: shards differ
-by at most `SLACK` in tokens.
-A kernel that computes in blocks executes whole blocks (executed.py). There what executes at most EVEN times
-the least is even enough, and residue layouts are compared, too.
+The imbalance of a layout is the number of (query, key) pairs that the rank with most work computes, divided
+by the mean of all ranks. The traffic is the number of tokens that the plan sends. If layers have different
+patterns they still share one layout: we then sum the traffic over the layers, and also the work of each
+layer's fullest rank, because ranks wait for one another in every layer. A layout with an imbalance of at most
+`EVEN` is even enough. Among these we take the one with the least traffic, and among those with equal traffic
+the one with the fewest runs. If none is even enough, we take the most even one. The choice does not consider
+memory: shards differ in length by at most `SLACK`.
+A kernel that computes in blocks computes whole blocks (`executed.py`). For it, a layout is even enough if it
+computes at most `EVEN` times the minimum, and residue layouts are compared as well.
 
 [Note: what auto compares]
 Ranks compare the kernel that runs and the layout that the name stands for. With FlexAttention, which executes
@@ -33,20 +34,20 @@ from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
-EVEN = 1.05  # imbalance up to here counts as even
-SLACK = 1.10  # tokens of the longest shard over the mean
+EVEN = 1.05  # an imbalance up to this value counts as even
+SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
-MOST_RUNS = 1024  # of a shard in the residue layout that "auto" takes: tables of tiles grow faster than runs
-COMPARED = 4  # even layouts, those of the fewest runs first, whose traffic is compared
+MOST_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
+COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 _log = logging.getLogger(__name__)
 
 
 class Candidate(NamedTuple):
-    """Hold a layout with what it costs; see [Note: the cost of a layout].
+    """A layout with its costs; see [Note: the cost of a layout].
 
     Attributes:
         layout: the layout.
-        imbalance: pairs that the fullest rank executes over the mean of those attended.
+        imbalance: pairs that the fullest rank computes, over the mean of the attended pairs.
         tokens_sent: per K/V head, in a forward pass, over the sampled shards.
     """
 
@@ -59,21 +60,21 @@ class Candidate(NamedTuple):
 
 
 def bound_to_one_head(pattern: Pattern) -> BoundPattern:
-    """Return the pattern of head 0: layouts are chosen for one head, since the heads' work is alike."""
+    """Return the pattern of head 0: a layout is chosen by one head, since all heads have similar work."""
     return pattern.bind((0,), 1, 1)
 
 
 def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
-    """Count attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
+    """Return the attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
-    # runs lie one after the other in the query slots: a tile's first slot tells its run
+    # Runs follow one another in the query slots, so a tile's first slot tells its run.
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
     return np.bincount(row, weights=tiles.pairs, minlength=len(runs)).astype(np.int64)
 
 
 def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
-    """Count attended pairs of every rank, for one head; int64 [ring_size]."""
+    """Return the attended pairs of every rank, for one head; int64 [ring_size]."""
     runs = [layout.runs(rank) for rank in range(layout.ring_size)]
     ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
     work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
@@ -81,31 +82,31 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
 
 
 class Option(NamedTuple):
-    """Hold a layout and how even it is; what it sends is looked at only where that decides."""
+    """A layout and its imbalance, before its traffic is known: it is computed only for the best options."""
 
     layout: Layout
     imbalance: float
 
 
 def _imbalance(works: list[IntArray]) -> float:
-    """Return what the fullest ranks compute over the mean, for the works of all layers of each pattern."""
+    """Return the imbalance for the work of the ranks, given for each pattern over all of its layers."""
     mean = sum(work.mean() for work in works)
     return float(sum(work.max() for work in works) / mean) if mean else 1.0
 
 
 def imbalance(mix: Mix, layout: Layout) -> float:
-    """Return the pairs of the fullest rank over the mean; [Note: the cost of a layout]."""
+    """Return the imbalance of a layout; [Note: the cost of a layout]."""
     return _imbalance([layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix])
 
 
 def tokens_sent(pattern: Pattern, layout: Layout) -> int:
-    """Count tokens that a forward pass sends for the sampled shards, per K/V head, in whichever direction."""
+    """Return the tokens sent for the sampled shards per K/V head; the same in both directions."""
     head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
     return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
 def _best(mix: Mix, options: list[Option], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
-    """Return the best option, and all that were compared by what they send; [Note: the cost of a layout]."""
+    """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
     compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
@@ -117,20 +118,20 @@ def _best(mix: Mix, options: list[Option], least: float = 1.0) -> tuple[Candidat
 
 
 def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1) -> Layout:
-    """Compare contiguous, zigzag and, where these are uneven, balanced layouts; take one and log why.
+    """Compare contiguous and zigzag layouts and, if both are uneven, balanced ones; choose one and log why.
 
-    For a kernel that computes in blocks of `block` x `block` slots, residue layouts as well.
+    For a kernel that computes in blocks of `block` x `block` slots, residue layouts are compared as well.
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
     options = [Option(layout, imbalance(bound, layout)) for layout in chunks]
-    # pieces mean more runs, so they are tried only where no chunk layout is even
+    # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
     least = 1.0
-    # Where no dilation is, runs are long in all of these layouts, and blocks add to all alike.
+    # Without dilation the runs are long in all of these layouts, so blocks add the same work to each.
     if block > 1 and (ring_size <= FEW_RANKS or any(is_dilated(one) for one, _ in mix)):
         options = _in_blocks([*options, *_residue_options(tokens, ring_size, multiple_of, mix)], bound, block)
         least = min(o.imbalance for o in options)
@@ -142,7 +143,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
 
 
 def _in_blocks(options: list[Option], mix: Mix, block: int) -> list[Option]:
-    """Return the options with what the fullest rank executes in blocks, over the mean of pairs attended."""
+    """Return the options with the imbalance of the work in whole blocks."""
     mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
     executed = (
         sum(layers * executed_of_fullest(bound_to_one_head(one), option.layout, block) for one, layers in mix)
@@ -152,7 +153,7 @@ def _in_blocks(options: list[Option], mix: Mix, block: int) -> list[Option]:
 
 
 def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
-    """Return the residue layouts of a dilated pattern; none where it has none, or shards of too many runs."""
+    """Return the residue layouts for a dilated pattern; none for other patterns or too many runs a shard."""
     try:
         shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
     except RingLayoutError:
@@ -164,14 +165,14 @@ def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
 
 
 def in_words(mix: Mix) -> str:
-    """Return the patterns as a text, with their layers where there are several."""
+    """Return the patterns as text, with their numbers of layers if there are several."""
     if len(mix) == 1:
         return str(mix[0][0])
     return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
 
 
 def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Assign pieces of the sequence so that every rank has the same work; [Note: the cost of a layout].
+    """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout].
 
     Raises:
         RingLayoutError: no pattern given.
@@ -188,9 +189,9 @@ def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> La
 
 
 def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
-    """Return even cuts, and pieces dealt out in two ways, finer and finer until some are even."""
+    """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
     sizes, found = (tokens, ring_size, multiple_of), []
-    # at most one piece for each token; 0 where there are fewer tokens than ranks
+    # at most one piece per token; 0 if there are fewer tokens than ranks
     finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
     if not finest:
         return []
@@ -207,24 +208,24 @@ def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -
             owners = deal(np.sum(works, axis=0), ring_size)
             loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
             found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads)))
-        # from coarse to fine: finer pieces only until there are enough even layouts to compare
+        # Refine the pieces only until there are enough even layouts to compare.
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
             break
     return found
 
 
 def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
-    """Count the pairs of every piece in all layers of each pattern; int64 [pieces] each."""
+    """Return the pairs of each piece, for each pattern over all of its layers; int64 [pieces] each."""
     bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
     return [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
 
 
 def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
-    """Return contiguous shards of equal work, if their lengths stay within the slack."""
+    """Return contiguous shards of equal work; None if their lengths differ by more than the slack."""
     bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
     total = np.concatenate([[0], np.cumsum(work)])
-    # the work before each cut; inside a piece it is taken to grow linearly
+    # the work before each cut; interpolated linearly inside a piece
     goals = total[-1] * np.arange(1, ring_size) / ring_size
     cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
     if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
@@ -233,7 +234,7 @@ def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) ->
 
 
 def _snake(work: IntArray, ring_size: int) -> IntArray:
-    """Deal out pieces by falling work, forth and back; every rank gets the same number."""
+    """Deal out pieces by falling work, to ranks 0 .. P-1 and back; every rank gets the same number."""
     place = np.argsort(-work, kind="stable")
     turn, seat = np.divmod(np.arange(len(work)), ring_size)
     owners = np.empty(len(work), dtype=np.int64)
@@ -242,21 +243,21 @@ def _snake(work: IntArray, ring_size: int) -> IntArray:
 
 
 def _nearest(work: IntArray, ring_size: int) -> IntArray:
-    """Give contiguous shards, pieces swapped between the fullest and the emptiest rank while it helps."""
+    """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps."""
     per_rank = len(work) // ring_size
     owners = np.arange(len(work)) // per_rank
     load = np.bincount(owners, weights=work, minlength=ring_size)
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())
-        # moving this much work from one to the other would make the two equal
+        # the two ranks would be equal after moving this much work
         excess = (load[full] - load[empty]) / 2
         if load[full] <= (1 + (EVEN - 1) / 2) * load.mean():
             break
         give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
-        # [pieces of the fullest, pieces of the emptiest]: work that a swap moves
+        # [pieces of the fullest, pieces of the emptiest]: work moved by each swap
         gain = work[give][:, None] - work[take][None, :]
         best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
-        # no swap brings the two closer together
+        # stop if no swap brings the two ranks closer together
         if not 0 < gain[best] < 2 * excess:
             break
         owners[give[best[0]]], owners[take[best[1]]] = empty, full

@@ -1,6 +1,6 @@
-"""From tiles to payloads: which slots of a shard a rank reads, and tiles over what was packed.
+"""From tiles to payloads: which slots of a shard a rank reads, and tiles that index the packed slots.
 
-Owns the two directions of that translation. Who sends them is `head_class.py`'s.
+Owns the translation in both directions. `head_class.py` owns who sends them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
 
 
 class Reads(NamedTuple):
-    """Hold progressions of a shard's slots that other ranks read, and how many ranks up the ring they sit.
+    """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader.
 
     Attributes:
-        slots: int64 [n, 3] of (slot, slot step, length), no two rows equal for the same distance.
+        slots: int64 [n, 3] of (slot, slot step, length); no row occurs twice for one distance.
         distances: int64 [n], ascending; reader = origin + distance (mod P).
     """
 
@@ -28,23 +28,29 @@ class Reads(NamedTuple):
     distances: IntArray
 
     def at(self, distance: int) -> SlotRanges:
-        """Return all that one reader reads."""
+        """Return the slots that the reader at one distance reads."""
         first, end = np.searchsorted(self.distances, [distance, distance + 1])
         return ranges_of_progressions(self.slots[first:end])
 
 
 def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
-    """Find what the readers, given by their runs in order of their distance 1, 2, ..., read of a shard."""
+    """Return what every reader reads of a shard.
+
+    Args:
+        pattern: which query attends to which key.
+        reader_runs: runs of the readers' shards, ordered by distance 1, 2, ... up the ring.
+        origin_runs: runs of the shard that is read.
+    """
     if not reader_runs or not len(origin_runs):
         return Reads(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))
     runs = np.concatenate(reader_runs)
     distance_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
-    # one table for all readers, whose runs lie one after the other in its query slots
+    # Make one table for all readers: their runs follow one another in its query slots.
     table = pattern.tiles(runs, origin_runs)
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     distances = distance_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
     rows = np.stack([distances, table.k.slot, table.k.slot_step, table.k.length], axis=1)
-    # queries of one reader often read the same keys; sorted by distance first
+    # Several queries of one reader often read the same keys. The sort is by distance first.
     rows = np.unique(rows, axis=0)
     return Reads(rows[:, 1:], rows[:, 0])
 
@@ -52,8 +58,8 @@ def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntAr
 def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     """Return the same tiles with key slots that index the packed payload.
 
-    A tile's keys are a progression of the shard's slots; packed, their stride may change where the payload
-    holds more or less. Such a tile is cut there.
+    A tile's keys are an arithmetic progression of the shard's slots. Where the payload omits slots between
+    them, the packed keys may have another stride; the tile is cut there.
     """
     broken = _broken(tiles, held)
     if broken.any():
@@ -62,7 +68,7 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
         ]
         parts = Tiles.concat([piece for group in pieces for piece in group])
         partial = parts.kind == Kind.PARTIAL
-        # Which pairs a tile shows is a band of distances, too: its pieces are cut by that.
+        # The pairs of a triangle or band are also a band of distances, so cut its pieces by that band.
         row = np.repeat(np.flatnonzero(broken), [len(group) for group in pieces])[~partial]
         least, most = distances_of_kind(tiles)
         again = cut_by_distance(parts.rows(~partial).of_kind(Kind.FULL), least[row], most[row])
@@ -78,13 +84,13 @@ def _members(slot: int, step: int, length: int) -> IntArray:
 
 
 def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
-    """Find rows whose keys do not stay a progression when packed."""
+    """Return the rows whose keys are not an arithmetic progression in the packed payload."""
     k = tiles.k
     first, last = locate_slots(k.slot, held), locate_slots(k.slot + (k.length - 1) * k.slot_step, held)
-    # neighbouring slots stay neighbours when packed, and two keys always are a progression
+    # Neighbouring slots stay neighbours when packed, and two keys are always a progression.
     suspicious = (k.slot_step > 1) & (k.length > 2) & (len(held) > 1)
     broken = np.zeros(len(tiles), dtype=bool)
-    # tiles of different queries share their keys, so each progression is looked at once
+    # Tiles of different queries share their keys, so check each progression once.
     verdicts: dict[tuple[int, int, int], bool] = {}
     for row in np.flatnonzero(suspicious):
         key = (int(k.slot[row]), int(k.slot_step[row]), int(k.length[row]))
@@ -97,7 +103,7 @@ def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
 
 
 def _cut_where_stride_changes(row: Tiles, held: SlotRanges) -> list[Tiles]:
-    """Cut one tile into several, the keys of each a progression of the payload."""
+    """Cut one tile into several, so that the keys of each are a progression of the payload."""
     length = int(row.k.length[0])
     where = locate_slots(_members(int(row.k.slot[0]), int(row.k.slot_step[0]), length), held)
     pieces, first = [], 0

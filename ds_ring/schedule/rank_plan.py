@@ -1,6 +1,9 @@
-"""One rank's part of a plan: what it holds, computes, hands on, sends and gets back, hop by hop. Pure data.
+"""One rank's part of a plan: what it holds, computes, sends and receives, hop by hop. Pure data.
 
-Owns the words that `lowering.py` makes steps of; `head_class.py` fills them in.
+Owns the data from which `lowering.py` makes steps; `head_class.py` computes them.
+
+Terms: the origin of a shard is the rank that owns it. The held slots of a hop are those of the origin's shard
+that this rank reads. The relayed slots are those of them that the previous rank on the shard's way passes on.
 """
 
 from __future__ import annotations
@@ -15,25 +18,25 @@ from ds_ring.masks.slot_ranges import SlotRanges, count_slots, locate_ranges, no
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.directions import Direction as Direction
 
-ALONE = Direction(1, 0)  # of a ring of one
+ALONE = Direction(1, 0)  # the direction of a ring of one rank
 
 
 @dataclass(frozen=True)
 class HopPlan:
-    """Hold one hop on one rank: what this rank reads of the shard of `origin` is here.
+    """One hop on one rank: the tokens of the shard of `origin` that this rank reads are here.
 
     Attributes:
-        hop: s; at hop 0 the rank works on its own shard, in place.
-        origin: ring rank whose keys and values these are.
+        hop: s; at hop 0 the rank computes with its own shard, in place.
+        origin: ring rank that owns these keys and values.
         came_from, goes_to: ranks before and after this one on the shard's way; `goes_to` in the same node.
         held: slots of the origin's shard that are here, packed in ascending order (hop 0: in place).
-        relayed: the subset that `came_from` hands on; the rest comes from `origin` itself.
-        forward: the subset that `goes_to` reads as well and gets from here.
-        across, across_to: with two levels, the subset that the next node gets from here, and the rank there.
-        sums_in: the subset of whose dK/dV `came_from` hands on a sum.
-        sums_on: the subset of whose dK/dV `goes_to` gets a sum from here; those of the rest return to
-            `origin` from here.
-        tiles: what this rank computes with it; key slots index the packed payload. May be empty.
+        relayed: the subset that `came_from` sends; `origin` itself sends the rest.
+        forward: the subset that `goes_to` reads as well and receives from here.
+        across, across_to: with two levels, the subset that is sent to the next node, and the rank there.
+        sums_in: the subset for which `came_from` sends a sum of dK/dV.
+        sums_on: the subset for which this rank sends a sum of dK/dV to `goes_to`; the dK/dV of the other
+            slots return from here to `origin`.
+        tiles: the tiles this rank computes; key slots index the packed payload. May be empty.
     """
 
     hop: int
@@ -51,12 +54,12 @@ class HopPlan:
 
     @property
     def from_origin(self) -> SlotRanges:
-        """Return the slots that the origin sends here itself, past the ranks between."""
+        """Return the slots that the origin itself sends to this rank."""
         return subtract_slots(self.held, self.relayed)
 
     @property
     def ends_here(self) -> SlotRanges:
-        """Return the slots of the origin's shard whose gradients return to it from here."""
+        """Return the slots of the origin's shard whose gradients return from here to the origin."""
         return subtract_slots(self.held, self.sums_on)
 
     def in_payload(self, part: SlotRanges) -> SlotRanges:
@@ -65,18 +68,18 @@ class HopPlan:
 
     @property
     def pairs(self) -> int:
-        """Return rows of the attention matrix times keys, as the tiles have them."""
+        """Return the number of attended pairs, as the tiles count them."""
         return int(self.tiles.pairs.sum())
 
 
 @dataclass(frozen=True)
 class DirectSend:
-    """Hold own slots that this rank sends straight to a reader whose neighbour does not hold them.
+    """Own slots that this rank sends directly to a reader whose neighbour does not hold them.
 
     Attributes:
         hop: the hop at which they are read; the message is in the batch posted before it.
         receiver: ring rank that reads them.
-        slots: own slots concerned.
+        slots: slots of this rank's shard.
     """
 
     hop: int
@@ -86,13 +89,13 @@ class DirectSend:
 
 @dataclass(frozen=True)
 class GradientReturn:
-    """Hold own slots whose dK/dV a rank returns that does not hand them on.
+    """Own slots whose dK/dV another rank returns directly, because it does not pass them on.
 
     Attributes:
-        hop: the hop at which they were computed; the message is in the batch after it, or from that one on
-            in parts (`Direction.batches`).
+        hop: the hop at which that rank computed them. The message is in the batch after it, or is split into
+            parts from that batch on (`Direction.batches`).
         sender: ring rank that sends.
-        slots: own slots concerned.
+        slots: slots of this rank's shard.
     """
 
     hop: int
@@ -102,14 +105,14 @@ class GradientReturn:
 
 @dataclass(frozen=True)
 class DirectionPlan:
-    """Hold one direction of travel on one rank.
+    """One direction of travel on one rank.
 
     Attributes:
-        hops: by hop, without gaps; a hop at which nothing is held is None. Hop 0 is the own shard.
+        hops: by hop, without gaps; None for a hop at which nothing is held. Hop 0 is the own shard.
         direct_sends: by ascending hop, from hop 2 on.
         gradient_returns: by ascending hop.
-        direction: which way shards travel.
-        rounded: gradients are rounded to bfloat16 where they return to their owner.
+        direction: the direction in which shards travel.
+        rounded: gradients are rounded to bfloat16 when they return to their owner.
     """
 
     hops: tuple[HopPlan | None, ...]
@@ -119,13 +122,13 @@ class DirectionPlan:
     rounded: bool = False
 
     def at(self, hop: int) -> HopPlan | None:
-        """Return what is done at a hop, None for nothing."""
+        """Return the plan of a hop; None if nothing happens."""
         return self.hops[hop] if 0 <= hop < len(self.hops) else None
 
     @property
     def forward_batches(self) -> int:
-        """Return the batches of the forward pass in which this rank computes, receives or sends."""
-        # what is read at hop s is sent in batch s - 1, the s-th
+        """Return the number of batches of the forward pass in which this rank computes, receives or sends."""
+        # The tokens read at hop s are sent in batch s - 1.
         last = self.direct_sends[-1].hop if self.direct_sends else 0
         crossing = (hop.hop for hop in self.hops if hop is not None and len(hop.across))
         return max(len(self.hops), last, *(hop + self.direction.ranks_per_node for hop in crossing))
@@ -139,15 +142,15 @@ class DirectionPlan:
 
     @property
     def _returning(self) -> list[HopPlan]:
-        """Return the hops whose gradients, or some of them, return to their owner from here."""
+        """Return the hops from which at least some gradients return to their owner."""
         return [one for one in self.hops[1:] if one is not None and len(one.ends_here)]
 
     @cached_property
     def backward_batches(self) -> int:
-        """Return the batches of the backward pass: gradients return after the last hop."""
-        # gradients of hop s are sent from batch s + 1 on
+        """Return the number of batches of the backward pass, with the gradient returns after the last hop."""
+        # the gradients of hop s are sent from batch s + 1 on
         returned = (back.hop + self.direction.batches(back.hop) for back in self.gradient_returns)
-        # of its own shard, and of the last hop's to the owner
+        # last batch that returns gradients: those of the own shard to here, and those of a hop to their owner
         last_home = max(returned, default=0)
         sent = (one.hop + self.direction.batches(one.hop) for one in self._returning)
         last_home = max(last_home, *sent, 0)
@@ -157,13 +160,13 @@ class DirectionPlan:
 
 @dataclass(frozen=True)
 class HeadClassPlan:
-    """Hold what one rank does for one class of heads.
+    """What one rank does for one class (K/V heads with equal patterns).
 
     Attributes:
-        kv_heads: the K/V heads of the class, a slice of all of them.
+        kv_heads: the K/V heads of the class, a slice of all K/V heads.
         directions: one or two; only the first computes the own shard (hop 0).
-        limit: hops after the first that a direction has at most on any rank; the same on all.
-        lowered: its steps forward (False) and backward (True), once `lowering.py` has made them.
+        limit: maximum number of hops of a direction after hop 0 over all ranks; the same on each of them.
+        lowered: cached steps of the forward (False) and backward (True) pass, made by `lowering.py`.
     """
 
     kv_heads: slice
@@ -173,23 +176,23 @@ class HeadClassPlan:
 
     @property
     def ring_rank(self) -> int:
-        """Return whose part this is."""
+        """Return the rank that this plan is for."""
         own = self.directions[0].hops[0]
         assert own is not None, "hop 0 is the own shard"
         return own.origin
 
     @property
     def hops(self) -> list[HopPlan]:
-        """Return every hop at which something is computed, held or sent on, in order."""
-        # hop 0 is the same in both directions and counts once
+        """Return every hop at which tokens are computed with, held or sent on, in order."""
+        # Hop 0 is the same in both directions and counts once.
         own = [v for v in self.directions[0].hops[:1] if v is not None]
         return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
 
     def pairs(self, group: int) -> int:
-        """Return attended pairs per K/V head: over the `group` query heads that share it."""
+        """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
         total = 0
         for hop_plan in self.hops:
-            # a tile for all heads in the group is computed for each query head of the group
+            # A tile for all heads is computed for each query head of the group.
             heads = np.where(hop_plan.tiles.head_in_group < 0, group, 1)
             total += int((hop_plan.tiles.pairs * heads).sum())
         return total
@@ -207,15 +210,15 @@ class HeadClassPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Hold all that one ring rank does in a pass.
+    """All that one ring rank does in a pass.
 
     Attributes:
-        ring_rank: whose plan this is.
-        classes: one for each class of heads, one after the other.
-        group: query heads that share a K/V head.
+        ring_rank: the rank.
+        classes: the classes of heads; their passes run one after the other.
+        group: number of query heads that share a K/V head.
         kv_heads: number of K/V heads G.
-        schedules: what `lowering.py` made of it, by direction and sizes of chunks, kept from pass to pass.
-        compiled: calls for which nothing is left to compile, as `RingContext` knows them.
+        schedules: schedules that `lowering.py` made, by pass and chunk size; cached across passes.
+        compiled: calls for which nothing is left to compile; see `RingContext`.
     """
 
     ring_rank: int

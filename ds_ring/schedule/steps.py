@@ -1,14 +1,15 @@
-"""The schedule of one rank as data: what it sends, receives, computes, adds up and frees, batch by batch.
+"""The schedule of one rank as data: what it sends, receives, computes, accumulates and frees, batch by batch.
 
-Owns the five kinds of step and their order in time; `lowering.py` makes them from a plan, and everything that
+Owns the five kinds of step and their order in time. `lowering.py` makes them from a plan; everything that
 runs, measures, prints or checks a pass reads them. Holds no tensor, device or process group.
 
 [Note: batches]
-A pass is a row of batches. In each batch a rank (1) adds up and frees what the messages of the batch before
-brought, (2) posts all sends and receives of this batch at once, (3) computes while they travel, (4) waits
-until all of them have arrived. So whatever is received in batch b may be read from batch b + 1 on, and
-whatever is sent in batch b may be written or freed from batch b + 1 on. Heads are independent: they go round
-the ring in head chunks, each with its own buffers, and a chunk sets out before the one before it is done.
+A pass is a sequence of batches. In each batch a rank (1) accumulates and frees what the messages of the batch
+before brought, (2) posts all sends and receives of this batch at once, (3) computes while they are in flight,
+(4) waits until all of them have completed. So a tensor received in batch b may be read from batch b + 1 on,
+and a tensor sent in batch b may be written or freed from batch b + 1 on. Heads are independent. They go
+around the ring in head chunks, each with its own buffers, and a chunk starts before the chunk before it has
+ended.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ds_ring.masks.tiles import Tiles
 
 
 class Payload(Enum):
-    """Name the two tensors that travel together; the first one is sent first."""
+    """The two tensors of a message pair; the first one is sent first."""
 
     KEYS = "keys"  # in the dtype of the inputs
     GRADIENTS = "gradients"  # in the accumulators' dtype
-    ROUNDED = "rounded gradients"  # in bfloat16, while they travel
+    ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
     def names(self) -> tuple[str, str]:
@@ -44,16 +45,16 @@ RESULTS = (
 
 
 def name_of(buffer: int) -> str:
-    """Return a buffer's name in texts."""
+    """Return the name of a buffer for texts."""
     return {SHARD: "shard", RESULTS: "results"}.get(buffer, f"b{buffer}")
 
 
 class Buffer(NamedTuple):
-    """Describe memory for a pair of tensors, [batch, heads of the chunk, slots, head_dim] each.
+    """Memory for a pair of tensors, each [batch, heads of the chunk, slots, head_dim].
 
     Attributes:
-        payload: what they are, and with it their dtype.
-        slots: tokens; of SHARD and RESULTS those that are no padding.
+        payload: which two tensors, and so their dtype.
+        slots: number of slots; of SHARD and RESULTS without padding.
     """
 
     payload: Payload
@@ -65,16 +66,16 @@ class Send:
     """Send a part of a buffer: two messages to one rank.
 
     Attributes:
-        payload: which two tensors; ROUNDED of a buffer of GRADIENTS rounds what is packed.
-        buffer: where it lies; must not be written or freed before the batch is over.
+        payload: which two tensors; ROUNDED rounds those of a buffer of GRADIENTS while it packs them.
+        buffer: the buffer; must not be written or freed before the batch has ended.
         part: slots of the buffer.
         peer: ring rank that receives.
-        origin: ring rank in whose shard the tokens lie.
-        slots: their slots in that shard, as many as `part` has.
-        packed: buffer for a copy of the part, used where its slots do not lie side by side in memory, or
-            where it is rounded.
-        needs: batch of the chunk whose messages must have arrived; -1 for none.
-        ranges, count: `part` as numbers, and how many slots it has.
+        origin: ring rank that owns the tokens.
+        slots: the tokens' slots in the shard of `origin`, the same number as in `part`.
+        packed: buffer for a copy of the part, used if its slots are not contiguous in memory, or if it is
+            rounded.
+        needs: batch of the chunk whose messages must have arrived before; -1 for none.
+        ranges, count: `part` as Python ints, and its number of slots.
     """
 
     payload: Payload
@@ -96,14 +97,14 @@ class Send:
         return f"send {_tokens(self)} to {self.peer}"
 
 
-# Its fields stand in `Send` as well: each kind of step is read by itself, and inherits from none.
+# The same fields as in `Send`, without a common base class: each kind of step can be read by itself.
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """Receive into a fresh buffer: two messages from one rank.
+    """Receive into a new buffer: two messages from one rank.
 
     Attributes:
         payload: which two tensors.
-        buffer: is taken here, and filled when the batch is over.
+        buffer: the buffer; allocated by this step and filled when the batch has ended.
         peer: ring rank that sends.
         origin, slots, count: which tokens; see `Send`.
     """
@@ -124,15 +125,15 @@ class Recv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Attend to the keys of a buffer, and add to RESULTS what is found.
+    """Attend to the keys of a buffer and merge the result into RESULTS.
 
     Attributes:
-        hop: how many ranks the keys have come; 0 for the own shard.
-        buffer: the keys and values.
-        tiles: what is computed; key slots are those of the buffer.
-        gradients: buffer that takes dK and dV of these keys, assigned here (RESULTS at hop 0);
-            None in a forward pass.
-        origin: ring rank whose keys these are.
+        hop: how many hops the keys have travelled; 0 for the own shard.
+        buffer: buffer of the keys and values.
+        tiles: the tiles to compute; their key slots are slots of the buffer.
+        gradients: buffer to which dK and dV of these keys are assigned (RESULTS at hop 0); None in a forward
+            pass.
+        origin: ring rank that owns the keys.
         needs: batch of the chunk that brought the keys; -1 for none.
     """
 
@@ -150,14 +151,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Put what arrived where it belongs: gradients are added, keys are written.
+    """Add received gradients to a buffer, or copy received keys into one.
 
     Attributes:
-        buffer: the target; for keys a fresh buffer is taken by the first of its parts.
-        source: what arrived.
-        part: slots of the target, as many as the source has.
+        buffer: the target; for keys, the first part allocates it.
+        source: buffer of the received tensors.
+        part: slots of the target, the same number as the source has.
         needs: batch of the chunk that brought the source.
-        ranges: `part` as numbers.
+        ranges: `part` as Python ints.
     """
 
     buffer: int
@@ -175,7 +176,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """Give a buffer back. Freeing RESULTS rounds them into the tensors of the caller: the chunk is done."""
+    """Free a buffer. Freeing RESULTS rounds them into the caller's tensors: the chunk is done."""
 
     buffer: int
 
@@ -184,12 +185,12 @@ class Free:
 
 
 def _numbers(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
-    """Return ranges as numbers of Python, which every hop reads: numpy's cost a microsecond each."""
+    """Return ranges as Python ints: every hop reads them, and each numpy integer would cost a microsecond."""
     return tuple((start, end) for start, end in ranges.tolist())
 
 
 def _tokens(step: Send | Recv) -> str:
-    """Return payload, number of tokens and owner of what a message carries."""
+    """Return payload, number of tokens and owner of a message, as text."""
     return f"{'/'.join(step.payload.names)} of {step.origin} ({step.count})"
 
 
@@ -197,12 +198,12 @@ Step: TypeAlias = Send | Recv | Compute | Accumulate | Free
 
 
 class Round(NamedTuple):
-    """Hold what one head chunk does in one batch, in this order; [Note: batches].
+    """What one head chunk does in one batch, in this order; [Note: batches].
 
     Attributes:
-        arrived: what is done with the messages of the chunk's batch before.
+        arrived: steps for the messages of the chunk's batch before.
         posted: the messages of this batch. Two ranks match the messages between them by order alone.
-        computed: what is computed while they travel.
+        computed: what is computed while they are in flight.
     """
 
     arrived: tuple[Accumulate | Free, ...] = ()
@@ -211,16 +212,16 @@ class Round(NamedTuple):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return all of them."""
+        """Return all steps in order."""
         return (*self.arrived, *self.posted, *self.computed)
 
 
 class ChunkSteps(NamedTuple):
-    """Hold the steps of any chunk of heads that are read alike.
+    """The steps of any head chunk of one class (K/V heads with equal patterns).
 
     Attributes:
-        buffers: by their number in the steps.
-        rounds: by the chunk's batch; the last one posts and computes nothing.
+        buffers: indexed by the buffer numbers of the steps.
+        rounds: indexed by the chunk's batch; the last one posts and computes nothing.
     """
 
     buffers: tuple[Buffer, ...]
@@ -228,13 +229,13 @@ class ChunkSteps(NamedTuple):
 
 
 class HeadChunk(NamedTuple):
-    """Describe heads that go round the ring together.
+    """Heads that go around the ring together.
 
     Attributes:
         kv_heads: K/V heads, a slice of all that the rank has.
         query_heads: the query heads that share them.
-        steps: what is done.
-        next_after: batches from this chunk's first to the next chunk's first one.
+        steps: the steps of the chunk.
+        next_after: number of batches from the start of this chunk to the start of the next one.
     """
 
     kv_heads: slice
@@ -244,12 +245,12 @@ class HeadChunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Hold one batch of a pass; [Note: batches].
+    """One batch of a pass; [Note: batches].
 
     Attributes:
         number: from 0.
-        hop: that the messages of the chunk that set out last are for.
-        rounds: index of the chunk and what it does, for every chunk that is under way.
+        hop: the hop for which the youngest chunk's messages of this batch are.
+        rounds: for every active chunk, its index and what it does.
     """
 
     number: int
@@ -257,14 +258,14 @@ class Batch(NamedTuple):
     rounds: list[tuple[int, Round]]
 
 
-@dataclass(frozen=True, eq=False)  # passes keep by it what they find out
+@dataclass(frozen=True, eq=False)  # compared by identity: passes use it as a key of their caches
 class Schedule:
-    """Hold all that one rank does in a forward or in a backward pass.
+    """All that one rank does in a forward or in a backward pass.
 
     Attributes:
-        ring_rank: whose schedule this is.
-        backward: of the backward pass.
-        chunks: in the order in which they set out.
+        ring_rank: the rank.
+        backward: whether this is the backward pass.
+        chunks: in the order in which they start.
     """
 
     ring_rank: int
@@ -273,12 +274,12 @@ class Schedule:
 
     @property
     def starts(self) -> list[int]:
-        """Return the batch in which each chunk sets out."""
+        """Return the batch in which each chunk starts."""
         return [0, *accumulate(chunk.next_after for chunk in self.chunks[:-1])]
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """Return the batches of the pass, in order; made once."""
+        """Return the batches of the pass, in order; cached."""
         return tuple(self._batches())
 
     def _batches(self) -> Iterator[Batch]:
