@@ -26,7 +26,12 @@ DOCUMENTS = (
     "launcher/README.md",
     "tools/README.md",
 )
-TEXTS = (*DOCUMENTS, "CONTRIBUTING.md", "ds_ring/DESIGN.md")  # whose inline commands and links are checked
+# About the code. Their commands, links and names of files are checked.
+OF_THE_CODE = (
+    "CONTRIBUTING.md",
+    *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")),
+)
+TEXTS = (*DOCUMENTS, *OF_THE_CODE)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"`((?:python tools/|python -m tools\.|pytest |ds-ring )[^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

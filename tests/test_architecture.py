@@ -391,10 +391,19 @@ def lost_references(texts: dict[str, str], files: set[str]) -> list[str]:
 def test_notes_and_files_that_are_named_exist() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.suffix == ".py"}
     named = {path for path in files if path.startswith(("ds_ring/", "launcher/", "tools/"))} | {
-        "ds_ring/DESIGN.md"
+        f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")
     }
     lost = lost_references({path: (ROOT / path).read_text() for path in named}, files)
     assert not lost, "\n".join(lost)
+
+
+def test_every_note_has_its_row_in_the_index() -> None:
+    rows = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \|", (ROOT / "ds_ring/NOTES.md").read_text(), re.MULTILINE)
+    paths = [path for folder in ("ds_ring", "launcher", "tools") for path in (ROOT / folder).rglob("*.py")]
+    defined = {note: path.as_posix() for path in paths for note in DEFINITION.findall(path.read_text())}
+    assert sorted(name for name, _ in rows) == sorted(defined), "one row of ds_ring/NOTES.md for each note"
+    wrong = [f"{name}: {file}" for name, file in rows if not defined[name].endswith(f"/{file}")]
+    assert not wrong, f"ds_ring/NOTES.md names another file: {wrong}"
 
 
 def test_a_lost_note_and_a_lost_file_are_found() -> None:

@@ -21,7 +21,18 @@ from ds_ring import RingConfig
 from launcher.cluster_file import read_cluster
 from launcher.ports import choose_free_port
 from tests.document_readers import read_command, read_python
-from tests.documents import DOCUMENTS, ROOT, Block, Place, anchors, blocks, changed, inline_commands, links
+from tests.documents import (
+    DOCUMENTS,
+    OF_THE_CODE,
+    ROOT,
+    Block,
+    Place,
+    anchors,
+    blocks,
+    changed,
+    inline_commands,
+    links,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -498,14 +509,21 @@ def test_link_leads_somewhere(document: str, target: str) -> None:
     assert not anchor or anchor in anchors(file)
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "ds_ring/DESIGN.md"])
+@pytest.mark.parametrize("document", OF_THE_CODE)
 def test_files_and_names_in_them_are_there(document: str) -> None:
-    """Files of ds_ring/ are named from there, others from the top; "`NAME` in `file.py`" is looked up."""
+    """Files of ds_ring/ are named from there, others from the top or from beside the document.
+
+    "`NAME` in `file.py`" is looked up, and in the table of the integrations "`file.py`: `NAME`".
+    """
     text = (ROOT / document).read_text()
+    folders = (ROOT, ROOT / "ds_ring", (ROOT / document).parent)
     for name, path in re.findall(r"(?:`(\w+)` in )?`([\w/]+/\w+\.py)`", text):
-        files = [folder / path for folder in (ROOT, ROOT / "ds_ring") if (folder / path).is_file()]
+        files = [folder / path for folder in folders if (folder / path).is_file()]
         assert files, f"{document} names {path}"
         assert not name or re.search(rf"\b{name}\b", files[0].read_text()), f"{document}: no {name} in {path}"
+    for path, name in re.findall(r"`([\w/]+\.py)`: `(?:\w+\.)?(\w+)`", text):
+        files = list((ROOT / "ds_ring/integrations").rglob(path)) or [ROOT / "ds_ring" / path]
+        assert any(re.search(rf"(def|class) {name}\b", file.read_text()) for file in files), (path, name)
 
 
 def test_readme_is_short() -> None:
