@@ -1,7 +1,7 @@
-"""Hold one way of attending: pattern, layout, mesh and options together, with the plans made from them.
+"""A ring context: pattern, layout, mesh and options of a call together, with the plans made from them.
 
-Owns the table from the integer that a compiled graph can carry to the Python objects behind it. A context
-is kept alive by its mesh's table and by whoever holds it; the global table holds it weakly.
+Owns the table from the integer handle that a compiled graph carries to the Python objects. A context is kept
+alive by its mesh's table and by other references; the global table has weak references only.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, repl
 
 @dataclass(eq=False)
 class RingContext:
-    """Hold everything that a call needs besides its tensors.
+    """Everything that a call needs besides its tensors.
 
     Attributes:
-        pattern: what attends to what.
-        layout: where tokens lie; a name builds the layout for ring_size x local tokens at each call.
-        mesh: who is who.
-        options: how.
+        pattern: which query attends to which key.
+        layout: which token lies where; a name builds the layout for ring_size x local tokens at each call.
+        mesh: the ranks and process groups.
+        options: kernel, transport and further options.
         handle: the integer by which the operator finds this context.
-        refused: why no call on this context can be made; each one raises it, after telling the other ranks.
-        in_a_graph: a compiled graph carries the handle: kept for as long as the mesh.
-        exchange: moves tensors; None where the sequence has one rank.
-        first_queries: what `contexts.first_queries` returns, by what it was asked for.
+        refused: an error in the arguments. Every call raises it, after telling the other ranks.
+        in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
+        exchange: sends and receives tensors; None if the sequence has one rank.
+        first_queries: cache of `contexts.first_queries`, by its arguments.
     """
 
     pattern: Pattern
@@ -72,11 +72,11 @@ class RingContext:
         CONTEXTS[self.handle] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
-        """Return this context: it is immutable for its callers, and its mesh has no copy."""
+        """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
         return self
 
     def layout_for(self, local_tokens: int, device_type: str) -> Layout:
-        """Return the layout of a call whose ring shards have so many slots, on a kind of device."""
+        """Return the layout of a call on a kind of device, given the number of slots of its shards."""
         if isinstance(self.layout, Layout):
             return self.layout
         mesh, options = self.mesh, self.options
@@ -88,34 +88,35 @@ class RingContext:
 
     @property
     def _pattern_here(self) -> Pattern:
-        """Return the pattern of this rank's heads in a pass: a dilated one goes by the head's number."""
+        """Return the pattern of this rank's heads: a dilated pattern depends on the number of the head."""
         mesh, own = self.mesh, self.pattern
         return own if mesh.ulysses_size == 1 else HeadsOfPart(own, mesh.ulysses_rank, mesh.ulysses_size)
 
     def heads_here(self, q: Tensor) -> slice:
-        """Return which of all Ulysses ranks' query heads those of q [B, H, S, D] are in a pass."""
+        """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
         first = self.mesh.ulysses_rank * q.shape[1]
         return slice(first, first + q.shape[1])
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1) -> tuple[Layout, Kernel]:
-        """Check this rank's tensors; the layout and the kernel for them.
+        """Check this rank's tensors and return their layout and kernel.
 
         Args:
             q, k, v: [B, H, S, D] and [B, G, S, D].
-            parts: Ulysses ranks that still hold one part each of a ring shard; 1 once they have swapped.
+            parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
 
         Raises:
-            RingError: what is wrong on this rank, in most cases a RingShapeError.
+            RingError: the first fault found on this rank, in most cases a RingShapeError.
         """
         if self.refused is not None:
-            # One error object for all calls: each raise would lengthen its traceback.
+            # The same error object is raised by all calls: without this each raise would lengthen its
+            # traceback.
             raise self.refused.with_traceback(None)
         check_tensors(q, k, v)
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
         check_length(self.pattern, layout)
-        # Patterns count all Ulysses ranks' heads: before the swap q has them all, after it H / U.
+        # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
         return layout, self._kernel(q)
@@ -139,11 +140,18 @@ class RingContext:
         later: bool = False,
         compiles: bool = False,
     ) -> Callable[[], None] | None:
-        """Agree with the other ranks of the sequence on an operation over tensors like these, and on `more`.
+        """Agree with the other ranks of the sequence on an operation, its tensors' shapes, and `more`.
 
-        With `later`, only begin where a device computes meanwhile: what is returned ends it, and is called
-        before a payload is sent. None: there is nothing to wait for any more. `compiles`: this rank is going
-        to compile something.
+        Args:
+            operation: name of the operation.
+            q, k: tensors whose shapes and dtypes are compared.
+            refused: this rank's error, which is raised after the other ranks know of it; None for no error.
+            more: further values to compare, by name.
+            later: on a device, only begin to agree, so that it can compute meanwhile.
+            compiles: whether this rank is going to compile something.
+
+        Returns:
+            a function that ends the agreement, to be called before the first payload; None if it has ended.
 
         Raises:
             RingError: `refused`, on this rank.
@@ -156,9 +164,9 @@ class RingContext:
             if refused is not None:
                 raise refused
             return None
-        # Tensors that are refused may have no four dimensions to describe.
+        # Tensors that were refused may not have the four dimensions that are described here.
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
-        # On the CPU nothing computes meanwhile, so there it is over before anything begins.
+        # On the CPU nothing computes meanwhile, so end the agreement at once.
         if later and refused is None and q.is_cuda:
             return begin_to_agree(self.exchange, operation, fields, patience).result
         agree(self.exchange, operation, fields, refused, patience)
@@ -166,7 +174,7 @@ class RingContext:
 
     @cached_property
     def _settings(self) -> dict[str, str]:
-        """Return what is the same in every call, by its name in messages. (A deadline may differ by rank.)"""
+        """Return the settings that are the same in every call, by name. (A deadline may differ by rank.)"""
         options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
         del options["hop_timeout_s"], options["first_pass_timeout_s"]
         more = {"ranks per node": str(self.mesh.ranks_per_node)}
@@ -186,7 +194,7 @@ class RingContext:
         }
 
     def refuse(self, error: RingError) -> NoReturn:
-        """Raise `error` here, after the other ranks were told."""
+        """Tell the other ranks, then raise `error` here."""
         if self.exchange is not None:
             agree(self.exchange, "attention", {}, error)
         raise error
@@ -195,13 +203,13 @@ class RingContext:
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
         has_grad_lse: bool = False,
     ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
-        """Check the tensors, agree with the other ranks, and say what to run: plan, kernel and scale.
+        """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
-        The last entry ends the agreement, where that goes on while the first hop computes; see `agree`.
+        The function ends the agreement while the first hop computes; see `agree`.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
-            RingMismatchError: another rank's do not, or differ from this rank's.
+            RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
         """
         refused: RingError | None = None
         options, scale, compiling = self.options, 1.0, False
@@ -213,7 +221,7 @@ class RingContext:
             if self.exchange is not None:
                 compiling = self._compiles(plan, kernel, Operands(q, k, v, grad_out, has_grad_lse), scale)
         except RingError as error:
-            refused = error  # not raised here: the others wait for this header ([Note: refusals])
+            refused = error  # raised later: the other ranks wait for this header ([Note: refusals])
         operation = "attention forward" if grad_out is None else "attention backward"
         more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
         later = options.overlap and options.transport == "ring"
@@ -222,7 +230,7 @@ class RingContext:
         return plan, kernel, scale, agreed
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
-        """Return the plan of a pass over so many heads of this Ulysses rank."""
+        """Return the plan of a pass with these numbers of heads on this Ulysses rank."""
         options, mesh = self.options, self.mesh
         return build_plan(
             self._pattern_here, layout, query_heads=query_heads, kv_heads=kv_heads,
@@ -233,7 +241,7 @@ class RingContext:
     def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:
         """Return whether this rank's pass is going to compile something."""
         own, (_, k, v, *_) = plan.rank(self.mesh.ring_rank), operands
-        # What a pass compiles follows from these, and stays compiled.
+        # These values decide what a pass compiles, and compiled code is kept.
         seen = (kernel, scale, self.options.transport, self.options.chunk_bytes, *operands.description)
         if seen in own.compiled:
             return False
@@ -242,7 +250,7 @@ class RingContext:
             sizes = head_bytes(k, v), self.options.chunk_bytes_on(k.device.type, self.mesh.ring_size)
         parts = []
         for one in own.classes:
-            count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # chunks of a class are of one size
+            count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
             parts.append(HeadsOfPass(count * plan.group, count, [hop.tiles for hop in one.hops]))
         found = compiles(kernel, operands, parts, scale)
         if not found:
@@ -250,12 +258,12 @@ class RingContext:
         return found
 
     def _chosen(self, layout: Layout, kernel: Kernel) -> dict[str, object]:
-        """Return what a name stands for here: by "auto" it goes by the kernel, which all ranks must have."""
+        """Return what "auto" chose for the layout and the kernel, so that ranks can compare it."""
         names = {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
         return {} if isinstance(self.layout, Layout) else {**names}
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
-        """Call `runtime/finite.py`'s, if the options ask for it."""
+        """Check for NaN and Inf (`runtime/finite.py`), if the options ask for it."""
         if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
@@ -263,7 +271,7 @@ class RingContext:
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
         sinks: Tensor | None = None, has_grad_lse: bool = False,
     ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:  # fmt: skip
-        """Prepare a pass for queries that are on every rank: tiles with this rank's keys, kernel and scale.
+        """Prepare a pass with replicated queries: return the tiles with this rank's keys, kernel and scale.
 
         Raises:
             RingShapeError, RingMismatchError: as in `prepare`.
@@ -281,7 +289,7 @@ class RingContext:
             self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
             kernel = self._kernel(q)
-            # As bytes, which can be hashed: the tiles are kept by them.
+            # As bytes, which are hashable: they are the key of the cached tiles.
             where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
             fields = {
                 "positions of the queries": f"checksum {zlib.crc32(where):08x}",
@@ -302,7 +310,7 @@ class RingContext:
         return tiles, kernel, scale
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
-        """Return checksums of what must be equal on all ranks: small, and nothing else would show it."""
+        """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
         if self.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
             return {}
         given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
@@ -322,9 +330,9 @@ _forward_passes_so_far = 0
 
 
 def forward_passes() -> int:
-    """Return how many forward passes of ring attention this process has begun, on all of its meshes.
+    """Return the number of forward passes of ring attention in this process so far, on all of its meshes.
 
-    Of the process: a model may attend on a mesh of its own. Counted when a compiled graph's passes run.
+    It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
     """
     return _forward_passes_so_far
 

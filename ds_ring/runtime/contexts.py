@@ -1,6 +1,6 @@
 """Find the context of a call: by its integer handle, or by pattern, layout, mesh and options.
 
-Owns the table of each mesh. A context is kept alive by that table and by whoever holds it.
+Owns the table of each mesh. A context is kept alive by that table and by other references.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ds_ring.runtime.to_device import active_fake_mode, to_device
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.layouts import check_layout_name
 
-KEPT_CONTEXTS = 128  # per mesh; whoever holds an older one keeps it alive
+KEPT_CONTEXTS = 128  # per mesh; an older context lives as long as something else refers to it
 
 
 def context_of(handle: int) -> RingContext:
-    """Return the context behind a handle."""
+    """Return the context of a handle."""
     context = CONTEXTS.get(handle)
     assert context is not None, (
         f"ring attention context {handle} is gone: its mesh was dropped before this call"
@@ -37,10 +37,10 @@ def context_of(handle: int) -> RingContext:
 
 
 def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
-    """Return the one context for these arguments; made when first asked for, dropped with its mesh.
+    """Return the context for these arguments; it is created on first use and dropped with its mesh.
 
     Raises:
-        RingPatternError, RingLayoutError: no pattern or layout at all, or a layout for another ring.
+        RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size.
     """
     check_mesh(mesh)
     if not isinstance(pattern, Pattern):
@@ -55,8 +55,8 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
         check_layout_name(layout)
     elif layout.ring_size != mesh.ring_size:
         raise RingLayoutError(
-            f"layout: expected one for the mesh's ring, got one that is for {layout.ring_size} ranks, the"
-            f" mesh's ring has {mesh.ring_size}; build it with make_layout(..., ring_size={mesh.ring_size})"
+            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
+            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
         )
     return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
 
@@ -64,12 +64,12 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
 def first_queries(
     context: RingContext, local_tokens: int, device: torch.device
 ) -> tuple[RingContext, Tensor]:
-    """Return the context that computes again what `options.recompute` says, and the slots that it leaves out.
+    """Return the context that recomputes what `options.recompute` asks for, and the slots it leaves out.
 
     Args:
-        context: of the whole pass.
-        local_tokens: slots of a rank's shard.
-        device: of the tensors.
+        context: context of the whole pass.
+        local_tokens: number of slots of a rank's shard.
+        device: device of the tensors.
 
     Returns:
         the context of the sequence's first queries, and this rank's slots of later ones, int64 on the device.
@@ -85,22 +85,22 @@ def first_queries(
 
 
 def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
-    """Return a context whose every call raises `error`: for arguments that are refused before there is one.
+    """Return a context whose every call raises `error`, for arguments that are wrong before any call.
 
-    Why not raise at once: the other ranks are about to call, and would wait (agreement's [Note: refusals]).
-    And in a compiled graph only an operator can raise an error as it is.
+    The error is not raised at once, because the other ranks are about to call and would wait ([Note:
+    refusals] in agreement.py). Also, in a compiled graph only an operator can raise an error unchanged.
     """
     key = (type(error), str(error))
     return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
 
 
 def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext]) -> RingContext:
-    """Return the context of a key; the oldest go, since documents make a new one for every batch."""
+    """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
     table: OrderedDict[Any, RingContext] = mesh.contexts
     if key not in table:
         table[key] = make()
     table.move_to_end(key)
-    # A handle in a compiled graph is used for as long as the graph, so its context is never dropped.
+    # A compiled graph may use its handle at any time, so never drop its context.
     passing = [old for old, context in table.items() if not context.in_a_graph]
     if len(passing) > KEPT_CONTEXTS:
         del table[passing[0]]

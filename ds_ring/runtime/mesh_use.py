@@ -103,4 +103,4 @@ class MeshUse:
 
 def _name_of(thread: int | None) -> str:
     names = [repr(known.name) for known in threading.enumerate() if known.ident == thread]
-    return names[0] if names else "another one"
+    return names[0] if names else f"number {thread}"

@@ -88,7 +88,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
         # Two messages of one size that come in the other order are swapped, silently.
         if due != ((what, peer) if what in SECOND_OF.values() else None):
-            _refuse(what, peer, "K before V and dK before dV to each peer", "another order")
+            _refuse(what, peer, "K before V and dK before dV to each peer", f"{what or 'tensor'} instead")
         due = (SECOND_OF[what], peer) if what in SECOND_OF else None
     if due is not None:
         _refuse(*due, "it as the last message", "none")

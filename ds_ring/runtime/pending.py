@@ -1,24 +1,24 @@
-"""Hold a batch of messages in flight, and wait for it: by the host, or on a GPU by the stream.
+"""A batch of messages in flight, and the wait for it: by the host, or on a GPU by the stream.
 
-Owns what a wait means on either, and the thread that watches over the works of a GPU. How long the host
-waits, and whom it blames, is `waiting.py`'s; what is posted is the exchange's.
+Owns both kinds of wait, and the thread that monitors the works of a GPU. `waiting.py` owns how long the host
+waits and which rank it blames; the exchange owns what is posted.
 
 [Note: no host in the loop]
-A wait for a Work of NCCL makes the present stream wait and returns at once, so the host runs ahead of the
-GPU. Deadlines and verdicts are then a thread's. Two marks surround the wait in the stream. The deadline runs
-from the first one on: before it the GPU is busy with something else. Once the second one is reached, the
-thread asks the works whether they have failed. Where they have, or do not end in time, it asks the monitor
-who is to blame, marks the mesh as broken, and aborts the groups that are stuck, so that NCCL's kernels do not
-spin for ever ([Note: which groups are aborted]). The next call on a broken mesh raises the error, and so does
-`RingMesh.settle`, which waits for the thread ([Note: results that stay] in `culprits.py`). A device that
-fails, or never comes to the first mark, is this rank's own fault.
+Waiting for a Work of NCCL makes the current stream wait and returns at once, so the host runs ahead of the
+GPU. A thread then has the deadline and decides who failed. Two events (marks) surround the wait in the
+stream. The deadline counts from the first mark: before it the GPU is busy with earlier work. After the second
+mark, the thread asks the works whether they have failed. If they have, or do not end in time, the thread asks
+the monitor which rank is at fault, marks the mesh as broken, and aborts the groups that are blocked, so that
+NCCL's kernels do not spin for ever ([Note: which groups are aborted]). The next call on a broken mesh raises
+the error, and so does `RingMesh.settle`, which waits for the thread ([Note: results that stay] in
+`culprits.py`). If a device fails or never reaches the first mark, the fault is this rank's own.
 
 [Note: what the host still does]
-Headers are compared by the host: gloo carries them, on CPU tensors. `engine.step` at the end of an
-accumulation, and everything that saves, begin with `settle`; so no optimizer adds the results of a failed
-hop, and no checkpoint has them. `tests/unit/runtime/test_no_host_sync.py` records every operator of a pass
-over fake CUDA tensors. test_happens_before.py, in the same folder, runs the ring pass under torch's race
-detector, and leaves out each wait in turn.
+The host compares headers: gloo sends them as CPU tensors. `engine.step` at the end of an accumulation, and
+everything that saves, begin with `settle`; so no optimizer adds the results of a failed hop, and no
+checkpoint has them. `tests/unit/runtime/test_no_host_sync.py` records every operator of a pass over fake CUDA
+tensors. test_happens_before.py, in the same folder, runs the ring pass under torch's race detector, and
+leaves out each wait in turn.
 """
 
 from __future__ import annotations

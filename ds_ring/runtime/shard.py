@@ -62,16 +62,15 @@ def shard_sequence(
         raise _another_ring("shard_sequence", layout, mesh)
     if _entries(x_global, dim) != layout.tokens:
         raise RingShapeError(
-            f"shard_sequence: expected all tokens, got another number: the layout is for {layout.tokens}"
-            f" tokens, dim {dim} of shape"
-            f" {tuple(x_global.shape)} has {_entries(x_global, dim)}; pass the tensor of all tokens, or build"
-            " the layout for this length"
+            f"shard_sequence: expected {layout.tokens} tokens (the layout's), got"
+            f" {_entries(x_global, dim)} in dim {dim} of shape {tuple(x_global.shape)}; pass the tensor of"
+            " all tokens, or build the layout for this length"
         )
     rank = mesh.ring_rank if mesh is not None else ring_rank
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < layout.ring_size:
         raise RingShapeError(
-            f"shard_sequence: expected a rank of the layout, got another: ring_rank {shown(rank)} is not in"
-            f" 0..{layout.ring_size - 1}"
+            f"shard_sequence: ring_rank: expected a rank of the layout, 0..{layout.ring_size - 1},"
+            f" got {shown(rank)}"
         )
     positions = _positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
@@ -108,8 +107,8 @@ def _entries(x: Tensor, dim: int) -> int:
 
 def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
     return RingLayoutError(
-        f"{function}: expected a layout for the mesh's ring, got another one: the layout is for"
-        f" {layout.ring_size} ranks, the mesh's ring has {mesh.ring_size};"
+        f"{function}: expected a layout for {mesh.ring_size} ranks (the mesh's ring), got one for"
+        f" {layout.ring_size} ranks;"
         f" build it with make_layout(..., ring_size={mesh.ring_size})"
     )
 
@@ -196,9 +195,9 @@ def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingE
         return error
     if _entries(x_local, dim) != end - first:
         return RingShapeError(
-            f"gather_sequence: expected a shard, got another length: the layout has {end - first} slots per"
-            f" rank, dim {dim} of shape"
-            f" {tuple(x_local.shape)} has {_entries(x_local, dim)}; pass this rank's shard and its layout"
+            f"gather_sequence: expected {end - first} slots (the layout's shard), got"
+            f" {_entries(x_local, dim)} in dim {dim} of shape {tuple(x_local.shape)}; pass this rank's"
+            " shard and its layout"
         )
     return None
 

@@ -1,6 +1,6 @@
-"""Wait for torch's works so that nothing can hang: a deadline, a watch, and a thread that may get stuck.
+"""Wait for torch's works without hanging: a deadline, a watch, and a helper thread that may block for ever.
 
-Owns the wait and the error that it ends in. What is waited for is the exchange's.
+Owns the wait and the error that it raises. The exchange owns the works.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ds_ring.health.watch import Watch, keep_for_ever
 from ds_ring.runtime.mesh import RingMesh
 
 FOR_EVER_S = 365 * 86400.0
-LOOK_S, SELDOM_S = 1e-3, 0.02  # between two looks of a thread at an event: at first, and later on
-# What torch raises of a device that has failed; releases without it raise a plain RuntimeError.
+LOOK_S, SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
+# What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
     kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
 )
 
 
 class Place(NamedTuple):
-    """Describe where in the program a wait is: the number of the call, and the hop."""
+    """The place in the program at which a wait happens: the number of the call, and the hop."""
 
     call: int
     hop: int | None
@@ -47,12 +47,12 @@ class Place(NamedTuple):
 
 @dataclass
 class _Job:
-    """Hold works that a thread waits for, one after the other.
+    """Works that a thread waits for, one after the other.
 
     Attributes:
-        works: of torch.
-        arrived: of a device's works, asks whether the device has passed them; None: the host waits for them.
-        hurried: somebody waits for those looks.
+        works: works of torch.
+        arrived: for a device's works, returns whether the device has passed them; None if the host waits.
+        hurried: set while a caller waits for the result, so that the thread queries more often.
     """
 
     works: Sequence[dist.Work]
@@ -67,10 +67,10 @@ class _Job:
         return self.error is not None or self.done == len(self.works)
 
     def run(self) -> None:
-        """Run to the end, or to the first error."""
+        """Wait for all works, or until the first error."""
         try:
             for work in self.works:
-                # The deadline is the caller's; torch's own timeout must not come first.
+                # The caller has the deadline; torch's own timeout must not fire first.
                 work.wait(datetime.timedelta(seconds=FOR_EVER_S))
                 self.done += 1
         except RuntimeError as error:
@@ -78,12 +78,12 @@ class _Job:
         self.wake.set()
 
     def ask(self) -> bool:
-        """Ask a device once, without waiting for it; return whether there is nothing more to wait for."""
+        """Query a device once, without blocking; return whether there is nothing more to wait for."""
         assert self.arrived is not None
         try:
-            # `is_completed` is asked behind the event only; streams.py's [Note: queries from another thread]
+            # Query `is_completed` only after the event: [Note: queries from another thread] in streams.py.
             while not self.finished and self.arrived() and self.works[self.done].is_completed():
-                self.works[self.done].wait()  # raises what NCCL has found; does not block
+                self.works[self.done].wait()  # raises the error that NCCL found; does not block
                 self.done += 1
         except RuntimeError as error:
             self.error = error
@@ -91,7 +91,7 @@ class _Job:
 
 
 class Task:
-    """Run a function in one of the threads that wait.
+    """A function that runs in one of the waiting threads.
 
     Args:
         act: the function.
@@ -102,12 +102,12 @@ class Task:
         self._error: BaseException | None = None
 
     def start(self) -> Task:
-        """Begin; return at once."""
+        """Start the function and return at once."""
         _waiters.start(self)
         return self
 
     def run(self) -> None:
-        """Run to the end; called by the thread."""
+        """Run the function; called by the thread."""
         try:
             self._act()
         except BaseException as error:
@@ -115,18 +115,18 @@ class Task:
         self._wake.set()
 
     def result(self) -> None:
-        """Wait for the end; raise what the function raised. It must have a deadline of its own."""
+        """Wait for the end and raise what the function raised. The function needs a deadline of its own."""
         self._wake.wait()
         if self._error is not None:
             raise self._error
 
     def ends_by(self, deadline: float) -> bool:
-        """Wait until the end or a deadline on the monotonic clock; return whether it has ended."""
+        """Wait for the end until a deadline on the monotonic clock; return whether it has ended."""
         return self._wake.wait(max(0.0, deadline - time.monotonic()))
 
 
 class _Waiters:
-    """Keep threads that wait; a free one is used again, one that is stuck is replaced."""
+    """A pool of threads that wait: a free thread is reused, a blocked one is replaced."""
 
     def __init__(self) -> None:
         self._free: list[SimpleQueue[_Job | Task | None]] = []
@@ -138,7 +138,7 @@ class _Waiters:
             queue = self._free.pop() if self._free else None
             if queue is None:
                 queue = SimpleQueue()
-                # A daemon: one that is stuck must not hold up the end of the process.
+                # A daemon thread, because a blocked one must not delay the end of the process.
                 name = "ds_ring waiter"
                 thread = threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
                 self._threads.append(thread)
@@ -148,16 +148,16 @@ class _Waiters:
     def _serve(self, queue: SimpleQueue[_Job | Task | None]) -> None:
         while (job := queue.get()) is not None:
             job.run()
-            del job  # its works and buffers must not live on until the next one comes
+            del job  # else its works and buffers stay alive until the next job
             with self._lock:
                 self._free.append(queue)
 
     def is_current(self) -> bool:
-        """Return whether the present thread is one of these: no error that it makes is seen by the caller."""
+        """Return whether the current thread is from this pool: the caller never sees its errors."""
         return threading.current_thread() in self._threads
 
     def end(self) -> None:
-        """End the threads that are free or about to be; see [Note: threads at exit]."""
+        """End the threads that are free or will be soon; see [Note: threads at exit]."""
         deadline = time.monotonic() + PATIENCE_S
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
             with self._lock:
@@ -168,18 +168,19 @@ class _Waiters:
 
 
 _waiters = _Waiters()
-# [Note: threads at exit] A daemon thread that needs the interpreter while that shuts down is ended by
-# pthread_exit, and where it is inside torch (a Work or a tensor is deleted) that ends the process by
-# "terminate called without an active exception" (CPython issue 87135, torch 2.13). So none is left there.
+# [Note: threads at exit] If a daemon thread needs the interpreter during its shutdown, Python ends the thread
+# by pthread_exit. If the thread is inside torch then (deleting a Work or a tensor), this ends the process
+# with "terminate called without an active exception" (CPython issue 87135, torch 2.13). So end all threads
+# before.
 atexit.register(_waiters.end)
 
 
-# [Note: a wait that can be left]
-# Nothing interrupts a wait in gloo: a peer that is killed in the middle of a large message, or stopped, is
-# not signalled to the ranks that wait for it. So a thread waits, and the caller waits for that thread, for
-# the deadline or for the watch, whichever comes first. A thread that is stuck is left behind, with the
-# buffers that torch may still write to. A wait that completes is never failed: what has arrived is used, and
-# the fault is raised by the next wait that does not complete.
+# [Note: a wait that can be left] Nothing interrupts a wait in gloo: it does not tell a waiting rank that its
+# peer was killed in the middle of a large message, or was stopped. So a helper thread waits for the works,
+# and the caller waits for that thread, for the deadline or for the watch, whichever comes first. A thread
+# that is blocked is abandoned, together with the buffers to which torch may still write. If the works
+# complete, the wait never raises: the data that arrived are used, and a fault is raised by the next wait that
+# does not complete.
 def wait_for(
     works: Sequence[dist.Work],
     peers: Sequence[Sequence[int]],
@@ -192,26 +193,27 @@ def wait_for(
     """Wait for works until the deadline; see [Note: a wait that can be left].
 
     Args:
-        works: in the order in which they complete, more or less.
-        peers: of each the world ranks it depends on.
-        place: where this is.
+        works: works, in approximately the order in which they complete.
+        peers: for each work the world ranks that it depends on.
+        mesh: the ranks and process groups.
+        place: the call and the hop of the wait.
         deadline: on the monotonic clock, seconds.
-        arrived: of NCCL's works, whose wait does not block: whether the device has passed them, asked now
-            and then.
-        hurried: is set while somebody waits for that.
+        arrived: for NCCL's works, whose wait does not block: returns whether the device has passed them;
+            called repeatedly.
+        hurried: set while a caller waits, so that `arrived` is called more often.
 
     Raises:
-        RingPeerError: a rank failed, or the deadline passed; names the rank that is to blame.
+        RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
     job, watch = _Job(works, arrived, hurried or threading.Event()), mesh.watch
     if arrived is None:
         _waiters.start(job)
-    # Only waits longer than PATIENCE_S are told to the monitor.
+    # Tell the monitor only about waits longer than PATIENCE_S.
     _pause(job, min(PATIENCE_S, deadline - time.monotonic()) if arrived else PATIENCE_S)
     if not job.finished and watch is None:
         _pause(job, deadline - time.monotonic())
     elif (not job.finished or job.error is not None) and watch is not None:
-        # So that the monitor's verdict ends the wait as the works themselves do.
+        # The monitor's verdict sets the same event as the end of the works, so it ends the wait, too.
         watch.expect(job.wake)
         try:
             _wait_watched(job, watch, peers, place, deadline)
@@ -220,7 +222,7 @@ def wait_for(
     if job.finished and job.error is None:
         return
     if not job.finished:
-        # torch may still write to its buffers.
+        # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
         raise own_fault(mesh, place, of_device(job.error)) from job.error
@@ -228,11 +230,11 @@ def wait_for(
 
 
 def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: RuntimeError) -> RingPeerError:
-    """Return the error for what the wait for a device's work raised, after the monitor was asked.
+    """Return the error for an exception in the wait for a device's work, after asking the monitor.
 
     Args:
         peers: world ranks that the work depends on.
-        error: of torch; it says that something failed, not which rank did.
+        error: torch's exception; it says that something failed, but not which rank.
     """
     if isinstance(error, DEVICE_ERROR):
         return own_fault(mesh, place, of_device(error))
@@ -244,7 +246,7 @@ def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: Runti
 
 
 def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
-    """Return whom the first unfinished work depends on."""
+    """Return the ranks on which the first unfinished work depends."""
     return peers[min(job.done, len(peers) - 1)]
 
 
@@ -254,16 +256,16 @@ def _wait_watched(
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
     while not job.finished and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
-        # By identity: each work has an entry of its own in `peers`, even where two are equal.
+        # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
         if told is not _of(peers, job):
             told = _of(peers, job)
             watch.waits(told, place.key, str(place))
-        # At most a second at once: no event says that one work of several is done.
+        # Wait at most one second at a time: no event is set when one of several works is done.
         _pause(job, min(left_s, 1.0))
     if watch.fault is not None:
-        # What comes within this time is used, and the fault is raised by a later wait.
+        # Use data that arrive within this time; a later wait raises the fault.
         _until(lambda: job.finished, PATIENCE_S if job.arrived is None else 0.0)
-    # A device that has failed is this rank's own: the others are not to blame.
+    # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.finished or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
         watch.waits(_of(peers, job), place.key, str(place))
         watch.accuse(_of(peers, job), _cause(job.error, place))
@@ -272,7 +274,7 @@ def _wait_watched(
 
 
 def _pause(job: _Job, seconds: float) -> None:
-    """Wait until a job is finished, something wakes us or the time is over."""
+    """Wait until a job is finished, its event is set, or the time is over."""
     if job.arrived is None:
         job.wake.wait(max(0.0, seconds))
     else:
@@ -280,7 +282,7 @@ def _pause(job: _Job, seconds: float) -> None:
 
 
 def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> bool:
-    """Ask until something is true or the time is over, more and more seldom unless somebody is waiting."""
+    """Poll until something is true or the time is over, at growing intervals unless `hurried` is set."""
     end, pause_s = time.monotonic() + seconds, LOOK_S
     while not true():
         left_s = end - time.monotonic()
@@ -310,7 +312,7 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
-    """Return the error for a wait that failed: the verdict, or this rank's own view where there is none."""
+    """Return the error for a failed wait: the monitor's verdict, or else this rank's own view."""
     fault = None if mesh.watch is None else verdict(mesh.watch)
     if fault is not None:
         return error_of(mesh, hop, fault)
@@ -319,20 +321,20 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 
 def check_alive(mesh: RingMesh, hop: int | None) -> None:
-    """Refuse to go on after a fault: nothing works any more, and every call says why.
+    """Raise if a rank has failed before: the mesh cannot be used any more, and every call says why.
 
     Raises:
         RingPeerError: a rank has failed, or a message between GPUs has.
     """
     if mesh.watch is not None and mesh.watch.fault is not None:
         raise error_of(mesh, hop, mesh.watch.fault)
-    # One error object for all calls: each raise would lengthen its traceback.
+    # The same error object is raised by all calls: without this each raise would lengthen its traceback.
     if mesh.use.broken is not None:
         raise mesh.use.broken.with_traceback(None)
 
 
 def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
-    """Tell the others that this rank has failed; return the error, which names it (or who failed before)."""
+    """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault."""
     if mesh.watch is None:
         return RingPeerError(mesh.ring_rank, place.hop, mesh.ring_rank, cause)
     if mesh.watch.fault is None:
@@ -341,12 +343,12 @@ def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
 
 
 def of_device(error: BaseException) -> str:
-    """Return the cause that a failed device is."""
+    """Return the cause for a failed device, as text."""
     return f"its device failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
-    """Return the monitor's verdict, as this rank's error."""
+    """Return the monitor's verdict as an error of this rank."""
     if mesh.watch is not None and not _waiters.is_current():
         mesh.watch.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)

@@ -20,7 +20,7 @@ def check_layout_name(name: str) -> None:
     """
     if not isinstance(name, str) or name not in LAYOUTS:
         raise RingLayoutError(
-            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}, got another name"
+            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}, got {shown(name)}"
         )
 
 

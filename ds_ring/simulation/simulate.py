@@ -219,9 +219,8 @@ def _checked_source(
     sizes = source.geometry
     if sizes.tokens != layout.tokens:
         raise RingShapeError(
-            f"expected a layout for q, got another: the layout is for {layout.tokens} tokens, q has"
-            f" {sizes.tokens}; pass global tensors of all"
-            f" tokens, or make the layout with tokens={sizes.tokens}"
+            f"expected a layout for {sizes.tokens} tokens (those of q), got one for {layout.tokens} tokens;"
+            f" pass global tensors of all tokens, or make the layout with tokens={sizes.tokens}"
         )
     pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
     return source

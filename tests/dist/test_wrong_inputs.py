@@ -278,7 +278,7 @@ WRONG = {
     "layout for another ring": Wrong(
         layout(ring_size=7),
         "RingLayoutError",
-        ("for 7 ranks, the mesh's ring has 2", "make_layout(..., ring_size=2)"),
+        ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)"),
     ),
     "layout unknown": Wrong(
         put(layout="zigzack"), "RingLayoutError", ("unknown layout 'zigzack'", "contiguous, zigzag, striped")
@@ -581,10 +581,10 @@ CALLS = {
         different_contexts, both(MISMATCH), ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)
     ),
     "gather of a wrong length": WrongCall(
-        gather(None, lambda x: x[:, :, :30]), SHAPES, ("32 slots per rank", "has 30", "its layout")
+        gather(None, lambda x: x[:, :, :30]), SHAPES, ("expected 32 slots", "got 30 in dim 2", "its layout")
     ),
     "gather of a wrong length on rank 1": WrongCall(
-        gather(1, lambda x: x[:, :, :30]), (MISMATCH, TYPED), (WHO, ("32 slots per rank", "has 30"))
+        gather(1, lambda x: x[:, :, :30]), (MISMATCH, TYPED), (WHO, ("expected 32 slots", "got 30 in dim 2"))
     ),
     "gather of different batches": WrongCall(
         gather(1, lambda x: x[:1]), both(MISMATCH), ("shape: ", "32, 16)", "same model")
@@ -592,15 +592,15 @@ CALLS = {
     "gather along a dimension that is not there": WrongCall(
         gather(None, lambda x: x, dim=4), SHAPES, ("dim 4", "(2, 8, 32, 16)")
     ),
-    "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("for 64 tokens", "has 63", "build")),
+    "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("expected 64 tokens", "got 63", "build")),
     "shard along a dimension that is not there": WrongCall(shard(dim=-5), SHAPES, ("dim -5", "64, 16)")),
-    "shard for another ring": WrongCall(shard(ring=4), LAYOUT, ("for 4 ranks", "ring has 2", "ring_size=2")),
+    "shard for another ring": WrongCall(shard(ring=4), LAYOUT, ("got one for 4 ranks", "for 2 ranks", "ring_size=2")),
     "shard without a rank": WrongCall(shard(whole=False), SHAPES, ("exactly one of ring_rank=... and mesh",)),
     "shard for a rank and a mesh": WrongCall(
         shard(rank=0), SHAPES, ("exactly one of ring_rank=... and mesh",)
     ),
     "shard of a rank that is not there": WrongCall(
-        shard(rank=2, whole=False), SHAPES, ("ring_rank 2 is not in 0..1",)
+        shard(rank=2, whole=False), SHAPES, ("ring_rank: expected a rank of the layout, 0..1", "got 2")
     ),
     "ring size 3 of 2 ranks": WrongCall(
         lambda rank, mesh: RingMesh.from_world(3), MESH, ("3", "does not divide world size 2", "use 1 or 2")

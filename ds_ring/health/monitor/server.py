@@ -1,6 +1,7 @@
-"""Serve the sockets of the monitor process: ranks that have shaken hands, and strangers.
+"""Serve the sockets of the monitor process: authenticated ranks, and clients that are not authenticated yet.
 
-It leaves its parent at once, outlives every rank and ends when the last one is gone.
+A client whose handshake is not finished is called a stranger. The process detaches from its parent at once
+and ends after the last rank has disconnected.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
 from .listening import listen_at, raise_file_limit
 from .waits import line_bytes
 
-EMPTY_S = 1.0  # the process ends when no rank was connected for so long
-FIRST_S = 20.0  # and when none came for so long
+EMPTY_S = 1.0  # end the process if no rank was connected for this time
+FIRST_S = 20.0  # end it if no rank has connected within this time of its start
 TICK_S = 0.05
-PAUSED_S = 1.0  # the monitor itself was not running for so long: silence is then nobody's fault
-STRANGER_S = 5.0  # a handshake takes at most so long
-TURN_S = 0.5  # and gets at least so long where others want the room
-ACCEPTS = 64  # of new connections between two looks at the ranks
-UNSENT_BYTES = 1 << 18  # for a client that does not read
+PAUSED_S = 1.0  # the monitor itself did not run for this time: do not count silence against any rank
+STRANGER_S = 5.0  # maximum duration of a handshake
+TURN_S = 0.5  # minimum duration that a handshake gets, even if others wait for its place
+ACCEPTS = 64  # new connections that are accepted before the ranks are served again
+UNSENT_BYTES = 1 << 18  # limit of unsent data for a client that does not read
 
 
 # [Note: strangers]
-# Whoever can reach the port may connect, so nothing that comes before the handshake is trusted. Its lines are
-# short and have one form (no JSON is parsed); it has to be over in `STRANGER_S`; there is room for a limited
-# number at a time, and whoever has had `TURN_S` makes room, first of the address that has most; strangers do
-# not keep the process alive. No send ever waits: what a client does not read is kept up to a limit, and then
-# the client is dropped. So a stranger can delay a rank that is joining, and no rank that has joined.
+# Anyone who can reach the port may connect, so no data before the handshake is trusted:
+# - The lines of a handshake are short and have a fixed form (no JSON is parsed).
+# - A handshake must end within `STRANGER_S`.
+# - The number of open handshakes is limited. When it is reached, handshakes older than `TURN_S` are dropped,
+#   first those of the address with the most connections.
+# - Strangers do not keep the process alive.
+# - No send blocks: data that a client does not read is kept up to a limit, then the client is dropped.
+# So a stranger can delay a rank that is joining, but not a rank that has joined.
 # [Note: the monitor process]
-# A store of torch could hold heartbeats, too, but it dies with the rank that hosts it (or costs a second
-# process with all of torch), and it does not notice that a client is gone. Here the end of a connection is
-# the message: a rank that is killed, aborts or crashes is known in milliseconds, one that is stopped or cut
-# off after the heartbeat timeout.
+# A store of torch could also hold heartbeats. But it dies with the rank that hosts it (or needs a second
+# process with all of torch), and it does not notice that a client is gone. Here the monitor sees the end of a
+# connection: a rank that is killed, aborts or crashes is detected within milliseconds, a rank that is stopped
+# or cut off after the heartbeat timeout.
 
 
 @dataclass(eq=False)
 class Client:
-    """Hold a connection: a stranger until its handshake is done."""
+    """A connection; it is a stranger until its handshake is done."""
 
     connection: socket.socket
     address: str
@@ -62,13 +66,13 @@ class Client:
 
 
 class Server:
-    """Connect ranks and strangers to a failure detector.
+    """Accept connections, authenticate ranks, and pass their messages to a failure detector.
 
     Args:
-        listeners: bound, and listening.
-        detector: who failed.
-        secret: of the job.
-        strangers: room for so many connections that have not shaken hands.
+        listeners: bound sockets that listen.
+        detector: decides which rank failed.
+        secret: secret of the job, for handshakes.
+        strangers: maximum number of connections whose handshake is not finished.
     """
 
     def __init__(
@@ -79,12 +83,12 @@ class Server:
         self.listeners, self.listening = listeners, False
         self._listen(True)
         self.ranks: dict[int, Client] = {}
-        self.strangers: dict[Client, None] = {}  # the oldest first
+        self.strangers: dict[Client, None] = {}  # oldest first
         self.line_bytes = line_bytes(detector.world_size)
         self.told, self.empty_s = False, EMPTY_S
 
     def serve(self) -> None:
-        """Serve until every rank is gone, or none came."""
+        """Serve until every rank has disconnected, or none has connected in time."""
         last_busy = before = next_look = time.monotonic()
         while True:
             for key, events in self.selector.select(TICK_S):
@@ -96,7 +100,7 @@ class Server:
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
             now = time.monotonic()
-            # The host was suspended, say: silence during that time is nobody's fault.
+            # The host was suspended, for example: do not count that time against any rank.
             if now - before > PAUSED_S:
                 self.detector.forgive(now - before)
             before = now
@@ -113,7 +117,7 @@ class Server:
         self.empty_s = 0.0
 
     def _look(self, now: float) -> None:
-        """Handle what time alone brings: a verdict, strangers whose time is over, room for others."""
+        """Do the periodic work: report a fault, drop strangers that are too slow, make room for others."""
         fault = self.detector.look(now)
         if fault is not None and not self.told:
             self.told = True
@@ -136,7 +140,7 @@ class Server:
                 connection, address = listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # out of descriptors, or the other side is gone already
+            except OSError:  # no file descriptors left, or the client has disconnected already
                 self._listen(False)
                 return
             self._welcome(connection, str(address[0]))
@@ -151,7 +155,7 @@ class Server:
         self.selector.register(connection, selectors.EVENT_READ, client)
 
     def _make_room(self, now: float) -> None:
-        """Drop a stranger that has had its turn, of the address that has most; without one, accept nobody."""
+        """Drop strangers older than TURN_S of the address with most; if none, stop accepting."""
         of_address: dict[str, list[Client]] = {}
         for client in self.strangers:
             of_address.setdefault(client.address, []).append(client)
@@ -164,7 +168,7 @@ class Server:
         self._listen(ready)
 
     def _listen(self, listening: bool) -> None:
-        """Start or stop accepting; newcomers wait in the kernel's queue meanwhile."""
+        """Start or stop accepting; new connections wait in the kernel's queue meanwhile."""
         if self.listening != listening:
             self.listening = listening
             for listener in self.listeners:
@@ -220,7 +224,7 @@ class Server:
         if client.handshake.done:
             rank = client.handshake.rank
             del self.strangers[client]
-            if rank in self.detector.ranks:  # twice: whoever was first is that rank
+            if rank in self.detector.ranks:  # a second connection for this rank: keep the first one
                 client.handshake.done = False
                 self._drop(client)
                 return
@@ -269,14 +273,14 @@ class Server:
             self._drop(client)
             return
         del client.unsent[:sent]
-        # | Sends never wait: what a socket does not take now is sent when it can be written.
+        # Sends never block: the rest is sent when the socket becomes writable.
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         if self.selector.get_key(client.connection).events != events:
             self.selector.modify(client.connection, events, client)
 
 
 def main() -> None:
-    """Read the settings, print the port once it is bound, leave the parent, serve."""
+    """Read the settings, print the port once it is bound, detach from the parent process, and serve."""
     settings = json.loads(sys.stdin.readline())
     world_size = settings["world_size"]
     try:
@@ -285,7 +289,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(str(error))
     print(listeners[0].getsockname()[1], flush=True)
-    # Leaves the parent, so that a launcher that ends a rank's children leaves the monitor alone.
+    # Detach from the parent, so that a launcher that ends a rank's children does not end the monitor.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -294,7 +298,7 @@ def main() -> None:
         os.dup2(null, stream)
     detector = FailureDetector(world_size, settings["heartbeat_timeout_s"])
     server = Server(listeners, detector, settings["secret"].encode(), strangers)
-    # Who tells all processes of a job to end tells the ranks, which may save first: it ends after them.
+    # Ranks that receive this signal, too, may still save a checkpoint, so the monitor ends after them.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: server.end_after_ranks())
     server.serve()

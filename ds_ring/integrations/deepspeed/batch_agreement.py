@@ -118,8 +118,8 @@ def _check_ended(reports: list[BatchReport]) -> None:
     if 0 < len(ended) < len(reports):
         more = next(rank for rank in range(len(reports)) if rank not in ended)
         raise RingMismatchError(
-            f"batches in an epoch: expected as many on all ranks, got one more on rank {more} than on rank"
-            f" {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
+            f"batches in an epoch: expected the same number on all ranks, got one more on rank {more} than on"
+            f" rank {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
             " divides one evenly)"
         )
 

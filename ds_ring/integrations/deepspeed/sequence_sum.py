@@ -1,8 +1,8 @@
 """Sum over the ranks that share a sequence, with its gradient: `ds_ring::sequence_sum`.
 
-Owns the operator, so that eager and compiled models use the same one. It is for numbers that every rank needs
-of the whole sequence, from which all of them compute the same loss (what a router did with all tokens, what a
-head reads off one token). Attention does not use it.
+Owns the operator, so that eager and compiled models use the same one. It is for values of the whole sequence
+from which every rank computes the same loss term: for example the token counts of a router, or the hidden
+state of the one token that a classification head reads. Attention does not use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _meshes: weakref.WeakValueDictionary[int, RingMesh] = weakref.WeakValueDictionar
 
 
 def number_of(mesh: RingMesh) -> int:
-    """Return the number under which a graph finds `mesh`."""
+    """Return the number by which a compiled graph refers to `mesh`."""
     if mesh not in _numbers:
         _numbers[mesh] = next(_handles)
         _meshes[_numbers[mesh]] = mesh
@@ -32,11 +32,12 @@ def number_of(mesh: RingMesh) -> int:
 
 
 # [Note: gradient of what all ranks compute]
-# Every rank of a sequence computes the same term L of the loss from the sum, so each one's gradient with
-# respect to the sum is the same, and DeepSpeed adds up what all W ranks of the world make of it and divides
-# by D ([Note: gradient scale] in loss.py). Each rank's loss takes L * D / W (`shared_scale`): the numbers to
-# log then add up to the mean of L over the sequences. The gradient of a rank's own part is that of all ranks'
-# terms: `sequence_size` times its own, without a message.
+# Every rank of a sequence computes the same term L of the loss from the sum, so dL / d(sum) is the same on
+# all of them. DeepSpeed adds the gradients of all W ranks of the world and divides by D ([Note: gradient
+# scale] in loss.py). So each rank adds L * D / W to its loss (`shared_scale`); the logged losses then add up
+# to the mean of L over the sequences. The gradient with respect to a rank's own summand is the sum over the
+# terms of all ranks. These are equal, so it is `sequence_size` times the rank's own gradient and needs no
+# message.
 def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
     """Return D / W of [Note: gradient of what all ranks compute]."""
     world = dist.get_world_size() if dist.is_initialized() else mesh.sequence_size
@@ -52,12 +53,11 @@ def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
 
 @torch.library.custom_op("ds_ring::sequence_sum", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
-    """Return the sum of all ranks' `local`, the same bits on each of them. Collective over the sequence
-    group.
+    """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
     Args:
         local: any shape, the same on every rank.
-        mesh: what `number_of` says.
+        mesh: the number that `number_of` returns.
     """
     return _of_all_ranks(local, mesh).sum(dim=0)
 

@@ -1,7 +1,7 @@
-"""Take whole batches from a script, and give it whole results: what `ds_ring.enable` puts around an engine.
+"""Let a script pass whole batches and receive whole results: `ds_ring.enable` wraps an engine in this.
 
-Owns the hooks around a forward pass: the batch is sharded on its way in, and what comes out looks as if this
-rank had computed its whole batch. How a batch is cut, and what a rank's loss is, stands in session.py.
+Owns the hooks around a forward pass. They shard the batch and return outputs as if this rank had computed its
+whole batch. `session.py` owns how a batch is split and what the loss of a rank is.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 # [Note: what a script sees]
-# A trainer takes the W ranks for W replicas whose gradients DeepSpeed averages. On a ring the P ranks of a
-# sequence get the same batch, and each of them sees the same results, so that there are R = W / P replicas.
-# A rank's own loss l ([Note: gradient scale] in loss.py) has the exact gradient after DeepSpeed's division by
-# D; what the script sees has that gradient and the value of its replica, the sum of the ring's l times R / D.
-# The mean over the replicas is the mean over the world's tokens. With num_items_in_batch = n (Trainer), or
-# without gradients, where n is the replica's own number of tokens, a replica's loss is its sum over n: then l
-# is the rank's sum times D / (R n).
-# What a script computes from gathered outputs it computes on all P ranks: the gradient of the gathering adds
-# up P equal ones, and DeepSpeed's division by W leaves the mean over the R replicas.
+# A trainer treats the W ranks as W replicas whose gradients DeepSpeed averages. On a ring, the P ranks of a
+# sequence get the same batch and return the same results, so there are R = W / P replicas.
+# A rank computes a loss l of its own tokens ([Note: gradient scale] in loss.py), whose gradient is exact
+# after DeepSpeed's division by D. The script receives a loss with the gradient of l and with the value of the
+# replica: the sum of l over the ring, times R / D. The mean over the replicas is the mean over all tokens of
+# the world.
+# If num_items_in_batch = n is given (Trainer), a replica's loss is the sum over its tokens divided by n; then
+# l is the rank's sum times D / (R n). The same holds without gradients, with the replica's number of tokens
+# as n. If a script computes a loss from gathered outputs, it does so on all P ranks. The gradient of the
+# gathering adds P equal gradients, and DeepSpeed's division by W leaves the mean over the R replicas.
 class WholeBatches:
-    """Shard what goes into an engine, or into its module, and make whole what comes out.
+    """Shard the inputs of an engine or of its module, and gather the outputs.
 
     Args:
         session: of the engine.

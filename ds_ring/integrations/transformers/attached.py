@@ -1,7 +1,7 @@
-"""Put a transformers model on a ring, and take it off again.
+"""Attach a transformers model to a ring, and detach it again.
 
-Owns the hooks around a model's call: the sharding of its batch goes in, what it returns is checked. The
-attention function is attention.py's, what a family needs beside it families.py's.
+Owns the hooks around a model's call: they pass the sharding of the batch in and check the output.
+`attention.py` owns the attention function, `families.py` whatever else a model family needs.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def own_implementation(part: PreTrainedModel) -> str:
 
 @dataclass(eq=False)
 class Attached:
-    """Hold a transformers model on a ring."""
+    """A transformers model that is attached to a ring."""
 
     model: PreTrainedModel  # the outermost transformers model
     session: RingSession
-    # its attention is the graph's to replace: the mark on its position ids raises wherever backend="ds_ring"
-    # has not taken it away. What the masks ask for is checked where they are read.
+    # True: torch.compile's backend="ds_ring" replaces the attention in the graph. The position ids then pass
+    # through an operator that raises when it runs; the backend removes it. The masks are checked where the
+    # backend reads them.
     rewritten: bool
-    own: dict[PreTrainedModel, str]  # the models in it, itself first, and their attention without a ring
+    own: dict[PreTrainedModel, str]  # own attention of each model inside, outermost first
     handles: list[RemovableHandle] = field(default_factory=list)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Give the model its own attention and loss meanwhile, without a hook of ours."""
+        """Restore the model's own attention and loss inside the context, without our hooks."""
         on, guard = {part: part.config._attn_implementation for part in self.own}, self.model.loss_function
         self.model.loss_function = guard.loss_function
         generate = self.model.__dict__.pop("generate", None)
@@ -68,7 +69,7 @@ class Attached:
                 self.model.__dict__["generate"] = generate
 
     def put_on(self) -> None:
-        """Hook the model's calls: batches, checks, and what its family needs."""
+        """Register the hooks of the model's calls: sharding, checks, and what its family needs."""
         model, session = self.model, self.session
         guard, self.handles = equip(model, session)
         generation, handle = allow_generation(model, session, lambda: self.rewritten)
@@ -81,7 +82,7 @@ class Attached:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # The checks are of one call: the same model may be called again with another batch.
+            # The checks start anew with each call, because batches differ.
             if generation.sharding is not None:
                 guard.start()
                 return args, kwargs | {SHARDING: generation.sharding}
@@ -97,7 +98,7 @@ class Attached:
                 if model.config._attn_implementation == NAME:
                     added[SHARDING] = REWRITTEN
                 return bound.args, bound.kwargs | added
-            if not torch.compiler.is_compiling():  # compiled, the engine's hook has selected it
+            if not torch.compiler.is_compiling():  # in compiled code the engine's hook has selected the batch
                 session.batches.select(x for x in given.values() if isinstance(x, Tensor))
             sharding = session.batches.current
             checks.check_length(name, given, sharding)
@@ -121,7 +122,7 @@ class Attached:
 
 @contextmanager
 def _without(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Take hooks out, and put them back in their places: DeepSpeed's hooks must come after ours."""
+    """Remove hooks inside the context and restore their order: DeepSpeed's hooks must run after ours."""
     found = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
     ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]
     before = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks, _ in ours}.values()]

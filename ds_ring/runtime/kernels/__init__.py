@@ -51,7 +51,7 @@ def get_kernel(
         name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
         raise RingConfigError(
-            f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got another name"
+            f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}"
         )
     row = KERNELS[name]
     if row.device not in (None, device_type):
