@@ -11,7 +11,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     checks.py        what must hold on this machine before anything is started
     ports.py         free ports
     job.py           what goes into an engine; invocation.py: what comes out
-    engines.py       job -> command line; the table of engines (engine_deepspeed.py, engine_slurm.py)
+    engines.py       job -> command line; the table of engines (engines/deepspeed.py, engines/slurm.py)
     open_files.py    the limit of open files
     secret.py        one secret for all ranks of a launch
     start.py         one attempt of a job, here or on all hosts
@@ -19,7 +19,7 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
                      hosts, ring_sizes.py the ring, convert_checkpoint.py fits the checkpoint to it
     run_folder.py    the folder of a run: logs, faults and figures by rank and attempt (layout: its docstring)
     run_status.py    what is known of a run from that folder (saved_checkpoints.py: its checkpoints), for
-                     status_table.py and status_page.py (status_chart.py: its curves), which status_keeper.py
+                     status/table.py and status/page.py (status/chart.py: its curves), which status/keeper.py
                      renews while the launcher lives
     rank.py          runs inside a rank: its log, and what ended it, go into that folder
     process.py       runs a command line, ends every process it led to (marked.py finds them)
@@ -28,6 +28,6 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     mpi_rank.py      runs inside a rank that mpirun started (slurm_rank.py: that srun started)
     local_ranks.py   runs a function on ranks of this machine (rank_process.py: their first lines)
     model_check.py   one model on a ring against one process (small_*.py: model, batch)
-    plan_inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
-    plan_report.py   what `plan` found, as tables and JSON
+    plan/inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
+    plan/report.py   what `plan` found, as tables and JSON
 """

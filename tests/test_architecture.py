@@ -22,21 +22,20 @@ import ds_ring
 from ds_ring.config.section import RingConfig
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC
-from ds_ring_launcher.cluster_file import read_cluster
-from ds_ring_launcher.hardware_file import read_hardware
+from ds_ring_launcher.cluster.cluster_file import read_cluster
+from ds_ring_launcher.plan.hardware_file import read_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 LAYERS = [
-    ["errors", "checked_numbers", "tables", "registry", "replaced_file"],
+    ["errors", "checked_numbers", "registry", "replaced_file"],
     ["masks"],
     ["config"],
     ["schedule"],
     ["health"],
     ["runtime"],
     ["module", "multihead", "simulation"],
-    ["estimator", "profiling"],  # measure what users call; know nothing of DeepSpeed but its JSON
     ["integrations"],
 ]
 
@@ -61,9 +60,6 @@ IMPORTERS = {
     "runtime.one_ring": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
-    "estimator.tuning.probe": {"runtime.kernels"},  # pairs that a kernel executes
-    "estimator.tuning.links": {"runtime.exchange"},  # measures it
-    "profiling.self_test": {"runtime.exchange"},  # the same of one link at a time
     "integrations.deepspeed.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_positions": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
@@ -75,7 +71,6 @@ IMPORTERS = {
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.exchange": {"runtime.exchange"},  # its messages
     "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the tokens of what stays at home
-    "profiling.job": {"runtime.kernels"},  # to refuse what there is none of, before anything is run
 }
 PASSES = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_PASS = {

@@ -162,7 +162,7 @@ def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each kind."""
-    from ds_ring_launcher.local_ranks import run_ranks
+    from ds_ring_launcher.run.local_ranks import run_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

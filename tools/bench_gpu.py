@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from ds_ring.registry import KERNELS
 from ds_ring.runtime.kernels.rates import RATES
-from ds_ring.tables import console, print_table
+from ds_ring_launcher.tables import console, print_table
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("tests", "rates", "ring", "merge", "host", "longest")

@@ -99,7 +99,7 @@ def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each of the two, and how they compare."""
-    from ds_ring_launcher.local_ranks import run_ranks
+    from ds_ring_launcher.run.local_ranks import run_ranks
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks
 
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 EVERY = 4
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 MOST_LOGITS = 1e-4  # relative error
 

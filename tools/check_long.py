@@ -20,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and models
 
-from ds_ring.tables import console, print_table
+from ds_ring_launcher.tables import console, print_table
 from tests.dist.harness import RankPool, RanksFailed
 from tests.dist.long_table import FAMILIES, OPTIONS, Step, errors, step_alone, step_on_ring
 

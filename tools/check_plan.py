@@ -27,21 +27,21 @@ import torch
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
-from ds_ring.estimator.cost import Part, bytes_sent
-from ds_ring.estimator.estimate import estimate
-from ds_ring.estimator.model_memory import attention_alone
-from ds_ring.estimator.model_shape import ModelShape
-from ds_ring.estimator.pass_memory import PassShape, pass_memory
-from ds_ring.estimator.training_setting import ELEMENT_BYTES, Setting
-from ds_ring.estimator.zero_memory import Zero
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.contexts import context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.head_chunks import chunk_bytes_on
-from ds_ring_launcher.hardware_file import read_hardware
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.plan.cost import Part, bytes_sent
+from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.model_memory import attention_alone
+from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.pass_memory import PassShape, pass_memory
+from ds_ring_launcher.plan.training_setting import ELEMENT_BYTES, Setting
+from ds_ring_launcher.plan.zero_memory import Zero
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 HEAD_DIM = 64
 PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {

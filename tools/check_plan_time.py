@@ -1,6 +1,6 @@
 """The cost model's time against the clock: `tune` measures this machine, `plan` predicts, passes are timed.
 
-On the same ranks, for each pattern: a search (`tune` of ds_ring.estimator.tuning) at the longest length gives
+On the same ranks, for each pattern: a search (`tune` of ds_ring_launcher.tune) at the longest length gives
 the description of the hardware that its `--hardware-output` would write; from that alone come the planned
 seconds of a forward and backward pass at all lengths, which then run for real. Attention alone, in the layout
 "auto", float32.
@@ -22,17 +22,18 @@ import torch
 import torch.distributed as dist
 
 from ds_ring import RingMesh, build_plan, make_layout, ring_attention
-from ds_ring.config.hardware import Hardware, hardware_from
-from ds_ring.estimator.layer_passes import slowest_pass
-from ds_ring.estimator.pass_memory import PassShape
-from ds_ring.estimator.tuning import request_from, tune
-from ds_ring.estimator.tuning.clock import Clock
-from ds_ring.estimator.tuning.description import describe_hardware
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.plan.hardware import Hardware, hardware_from
+from ds_ring_launcher.plan.layer_passes import slowest_pass
+from ds_ring_launcher.plan.pass_memory import PassShape
+from ds_ring_launcher.run.local_ranks import run_ranks
+from ds_ring_launcher.tune.clock import Clock
+from ds_ring_launcher.tune.description import describe_hardware
+from ds_ring_launcher.tune.request import request_from
+from ds_ring_launcher.tune.search import tune
 
 PATTERNS: dict[str, dict[str, Any]] = {
     "causal": {},

@@ -20,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and variants
 
-from ds_ring.tables import console, print_table
+from ds_ring_launcher.tables import console, print_table
 from tests.dist.harness import RankPool, RanksFailed
 from tests.dist.training_table import MESHES, VARIANTS, errors, train_alone, train_on_ring
 

@@ -24,12 +24,13 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ds_ring.estimator.tuning import Request, Result, request_from, tune
-from ds_ring.estimator.tuning.candidates import TuningCandidate, candidates
-from ds_ring.estimator.tuning.clock import Clock
-from ds_ring.estimator.tuning.passes import Passes
-from ds_ring.estimator.tuning.search import device_of
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.run.local_ranks import run_ranks
+from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
+from ds_ring_launcher.tune.clock import Clock
+from ds_ring_launcher.tune.passes import Passes
+from ds_ring_launcher.tune.request import Request, request_from
+from ds_ring_launcher.tune.result import Result
+from ds_ring_launcher.tune.search import device_of, tune
 
 Times = dict[TuningCandidate, list[float]]
 

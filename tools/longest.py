@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_ring.errors import RingError
-from ds_ring_launcher.local_ranks import RanksError, run_ranks
+from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 GIB = 1 << 30
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory")

@@ -1,10 +1,10 @@
 """Start a thousand ranks on this machine and see what launcher, monitor and relaunch make of a fault.
 
-Real: `ds-ring launch` with its run folder, relaunch, back-off, smaller ring, guardian; the question to every
-host and the answer there; the program around each script (`launcher/rank.py`: logs, faults, exits); joining,
-the monitor process, heartbeats and verdicts over TCP; torch's store. Pretended: hosts (addresses of loopback,
-on one machine), ssh, mpirun, the training script: it joins, waits, and never imports torch. Checkpoints are
-none. `tools/simulated_cluster/` has the stand-ins.
+Real: `ds-ring launch` with its run folder, relaunch, back-off, smaller ring, guardian; the question to
+every host and the answer there; the program around each script (`launcher/run/rank.py`: logs, faults,
+exits); joining, the monitor process, heartbeats and verdicts over TCP; torch's store. Pretended: hosts
+(addresses of loopback, on one machine), ssh, mpirun, the training script: it joins, waits, and never
+imports torch. Checkpoints are none. `tools/simulated_cluster/` has the stand-ins.
 
 Exit code 1 if a bound is missed (join 20 s, a verdict 1 s, relaunch decided 5 s), a wrong rank is blamed, a
 rank imported torch or a process is left.
@@ -26,7 +26,7 @@ from rich.table import Table
 from simulated_cluster.figures import Of
 from simulated_cluster.job import FAULTS, Setting, SimulationError, Story, helper, play
 
-from ds_ring.tables import print_table
+from ds_ring_launcher.tables import print_table
 
 JOIN_S, VERDICT_S, DECIDED_S = 20.0, 1.0, 5.0
 

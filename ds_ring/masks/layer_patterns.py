@@ -3,7 +3,7 @@
 Owns the rule by which the two are put together, and its error, and what the words of a transformers
 configuration's `layer_types` stand for. How a model says it is read where the model is known: transformers'
 masks in integrations/transformers/layer_masks.py, those of a graph in graph_masks.py, a config.json that no
-model was built from in estimator/layer_mix.py.
+model was built from in launcher/plan/layer_mix.py.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the result; RingConfigError for what cannot be checked."""
     from ds_ring.errors import RingConfigError
-    from ds_ring_launcher.local_ranks import RanksError, run_ranks
+
+    from ..run.local_ranks import RanksError, run_ranks
 
     refuse_extra("check-model", extra_args)
     require_sizes(options, {"tokens": 65536, "layers": 1024})
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _types(head: str) -> list[str]:
     """Return the model types of transformers that have a head."""
-    from ds_ring_launcher.small_model import HEADS
+    from ..check.small_model import HEADS
 
     return sorted(HEADS[head].families)
 
@@ -159,16 +160,16 @@ def _import(model: str | None) -> None:
     """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    from ds_ring_launcher.small_config import read_config
+    from ..check.small_config import read_config
 
     if model is not None:
         read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
-    import ds_ring_launcher.model_check  # noqa: F401
+    import ds_ring_launcher.check.model_check  # noqa: F401
 
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the report, as JSON values. On a rank."""
-    from ds_ring_launcher.model_check import CheckRequest, check_model
+    from ..check.model_check import CheckRequest, check_model
 
     with _stdout_to_stderr():
         return check_model(CheckRequest(**asked)).as_json()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from .parsers import Commands, add_command, add_json, print_json, refuse_extra
 
 if TYPE_CHECKING:
-    from ds_ring_launcher.doctor_findings import Finding
-    from ds_ring_launcher.job import Job
+    from ..doctor.findings import Finding
+    from ..run.job import Job
 
 _HELP = "examine hosts, network and ring before a run, and name what is wrong"
 _DESCRIPTION = "Examine every host of a cluster YAML, then run a small ring on it that proves that it is one."
@@ -48,10 +48,12 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print a table of findings; return 1 where something is wrong."""
-    from ds_ring_launcher import checks, doctor_hosts, doctor_run
-    from ds_ring_launcher.cluster_file import read_cluster
-    from ds_ring_launcher.doctor_findings import WRONG, judge_hosts
-    from ds_ring_launcher.job import Job
+    from ..cluster import checks
+    from ..cluster.cluster_file import read_cluster
+    from ..doctor import hosts as doctor_hosts
+    from ..doctor import run as doctor_run
+    from ..doctor.findings import WRONG, judge_hosts
+    from ..run.job import Job
 
     refuse_extra("doctor", extra_args)
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
@@ -73,7 +75,7 @@ def _show(findings: list[Finding], job: Job, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from ds_ring.tables import console
+    from ..tables import console
 
     cluster = job.cluster
     hosts = "this machine" if cluster.is_local else f"{len(cluster.hosts)} hosts"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from .parsers import Commands, add_command
 
 if TYPE_CHECKING:
-    from ds_ring_launcher.cluster import Cluster
-    from ds_ring_launcher.job import Job
+    from ..cluster.cluster import Cluster
+    from ..run.job import Job
 
 _HELP = "start the script that a cluster YAML names, on the hosts that it names"
 _DESCRIPTION = "Start a script on one or more hosts with an engine that exists already."
@@ -45,10 +45,11 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ds_ring_launcher import checks, open_files, placement, process, relaunch, secret
-    from ds_ring_launcher.cluster_file import read_cluster
-    from ds_ring_launcher.job import Job
-    from ds_ring_launcher.start import start
+    from ..cluster import checks, placement, secret
+    from ..cluster.cluster_file import read_cluster
+    from ..run import open_files, process, relaunch
+    from ..run.job import Job
+    from ..run.start import start
 
     cluster = read_cluster(options.config)
     node_rank = checks.resolve_node_rank(cluster, options.node_rank)
@@ -78,7 +79,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> int:
     from ds_ring.errors import RingConfigError
-    from ds_ring_launcher.engine_slurm import sbatch_script
+
+    from ..engines.slurm import sbatch_script
 
     if cluster.engine != "slurm":
         raise RingConfigError(
@@ -92,7 +94,7 @@ def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -
 
 def _print(job: Job) -> None:
     """Print what would be run, as shell scripts."""
-    from ds_ring_launcher import engines
+    from ..engines import engines
 
     if not job.cluster.starts_agents:
         print(engines.build(job).as_shell())

@@ -75,12 +75,12 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the plan; RingError for what cannot be planned."""
-    from ds_ring.estimator.advice import advise
-    from ds_ring.estimator.compare import compare
-    from ds_ring.estimator.estimate import estimate
-    from ds_ring.estimator.node_orders import node_orders
-    from ds_ring_launcher.plan_inputs import settings_of
-    from ds_ring_launcher.plan_report import as_json, print_report
+    from ..plan.advice import advise
+    from ..plan.compare import compare
+    from ..plan.estimate import estimate
+    from ..plan.inputs import settings_of
+    from ..plan.node_orders import node_orders
+    from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
     progress = _Progress()

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from ds_ring.masks.pattern import Pattern
-    from ds_ring.profiling.job import Job
-    from ds_ring.profiling.measure import RingRun
-    from ds_ring.profiling.timeline import Timeline
+
+    from ..profile.job import Job
+    from ..profile.measure import RingRun
+    from ..profile.timeline import Timeline
 
 _HELP = "draw what each rank of a ring needs and does, with real ranks of this machine or virtual ones"
 _DESCRIPTION = (
@@ -120,9 +121,10 @@ def _profiled(options: argparse.Namespace, job: Job, sizes: list[int], folder: P
 def _jobs(options: argparse.Namespace) -> list[Job]:
     """Return a job for every pattern of the model's layers."""
     config, source = config_of(options), source_of(options)
-    from ds_ring.estimator.layer_mix import mix_of
-    from ds_ring.profiling.job import Job
     from ds_ring.runtime.context import Options
+
+    from ..plan.layer_mix import mix_of
+    from ..profile.job import Job
 
     how = Options(
         kernel=config.kernel,
@@ -148,8 +150,8 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
-    from ds_ring.estimator.layer_mix import said_of
-    from ds_ring_launcher.model_file import with_layer_types
+    from ..plan.layer_mix import said_of
+    from ..plan.model_file import with_layer_types
 
     if options.hf_config is None:
         return said_of(None, options.layers)
@@ -159,7 +161,8 @@ def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
 def _check(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path) -> None:
     """Raise whatever can be known to be wrong before anything is run."""
     from ds_ring.errors import RingConfigError
-    from ds_ring.profiling.pictures import new_figure
+
+    from ..profile.pictures import new_figure
 
     for name, value in (("--link-mbit", options.link_mbit), ("--timeout", options.timeout)):
         if not 0 < value < float("inf"):
@@ -188,8 +191,8 @@ def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[R
     """Measure every ring size, real and simulated as asked for; times of the largest one."""
     from tqdm import tqdm
 
-    from ds_ring.profiling.measure import REAL, SIMULATED, RingRun, measure_ring, measure_virtual
-    from ds_ring_launcher.local_ranks import run_ranks
+    from ..profile.measure import REAL, SIMULATED, RingRun, measure_ring, measure_virtual
+    from ..run.local_ranks import run_ranks
 
     kinds = [REAL] * options.real + [SIMULATED] * (options.simulated or not options.real)
     runs = []
@@ -229,9 +232,9 @@ class _Ticks:
 
 
 def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timeline]:
-    from ds_ring.profiling.measure import REAL
-    from ds_ring.profiling.replay import replay
-    from ds_ring.profiling.timeline import timeline_of
+    from ..profile.measure import REAL
+    from ..profile.replay import replay
+    from ..profile.timeline import timeline_of
 
     cores = len(os.sched_getaffinity(0))
     where = f"one machine with {cores} {'cores' if cores > 1 else 'core'}"
@@ -245,8 +248,8 @@ def _write(
     options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
-    from ds_ring.profiling.chrome import chrome_trace
-    from ds_ring.profiling.pictures import draw_memory, draw_steps, draw_timeline
+    from ..profile.chrome import chrome_trace
+    from ..profile.pictures import draw_memory, draw_steps, draw_timeline
 
     trace = folder / "trace.json"
     trace.write_text(json.dumps(chrome_trace(timelines, job.title)) + "\n")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from .shapes import MIB
 
 if TYPE_CHECKING:
-    from ds_ring.profiling.job import Job
-    from ds_ring.profiling.measure import RingRun
-    from ds_ring.profiling.timeline import Timeline
+    from ..profile.job import Job
+    from ..profile.measure import RingRun
+    from ..profile.timeline import Timeline
 
 
 def row_of(run: RingRun) -> dict[str, Any]:
     """Return a ring for machines; bytes, those of `at_peak` of the rank that needs most."""
-    from ds_ring.profiling.bars import parts_of
+    from ..profile.bars import parts_of
 
     return {
         "run": run.kind,
@@ -29,7 +29,7 @@ def row_of(run: RingRun) -> dict[str, Any]:
 
 def times_of(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline for machines; milliseconds by ring rank."""
-    from ds_ring.profiling.timeline import WHATS
+    from ..profile.timeline import WHATS
 
     ranks = range(timeline.ring_size)
     spent = {
@@ -45,8 +45,8 @@ def print_memory(job: Job, runs: list[RingRun]) -> None:
     """Print a table of peaks and their parts, a row for each ring."""
     from rich.table import Table
 
-    from ds_ring.profiling.bars import LABELS, bars_of, one_over_p, shown_parts
-    from ds_ring.tables import print_table
+    from ..profile.bars import LABELS, bars_of, one_over_p, shown_parts
+    from ..tables import print_table
 
     bars = bars_of(runs)
     parts, line = shown_parts(bars), one_over_p(bars)
@@ -66,8 +66,8 @@ def print_times(timelines: list[Timeline]) -> None:
     """Print a table for each timeline, a row for each rank."""
     from rich.table import Table
 
-    from ds_ring.profiling.timeline import WHATS
-    from ds_ring.tables import console, print_table
+    from ..profile.timeline import WHATS
+    from ..tables import console, print_table
 
     for timeline in timelines:
         said = f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}"

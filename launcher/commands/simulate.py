@@ -142,7 +142,7 @@ class _Exact:
 def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     from rich.table import Table
 
-    from ds_ring.tables import print_table
+    from ..tables import print_table
 
     parts = [name for name in rows[0]["at_peak"] if any(row["at_peak"][name] for row in rows)]
     passes = "forward + backward" if options.backward else "forward"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .parsers import Commands, add_command, add_json, print_json, refuse_extra
 
 if TYPE_CHECKING:
-    from ds_ring_launcher.run_status import RunStatus
+    from ..status.run_status import RunStatus
 
 ENDED_BADLY, SILENT, PREEMPTED = 1, 4, 75
 WATCH_SECONDS = 2.0
@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print what is known; the exit status is that of the run's state."""
-    from ds_ring_launcher.run_status import read_run
+    from ..status.run_status import read_run
 
     refuse_extra("status", extra_args)
     while True:
@@ -65,7 +65,7 @@ def exit_status(status: RunStatus) -> int:
 
 
 def _show(status: RunStatus, options: argparse.Namespace) -> None:
-    from ds_ring_launcher.status_table import print_status
+    from ..status.table import print_status
 
     if options.json and options.watch:
         print(json.dumps(status.document()), flush=True)
@@ -80,7 +80,8 @@ def _show(status: RunStatus, options: argparse.Namespace) -> None:
 
 def _write_page(folder: Path) -> None:
     from ds_ring.errors import RingConfigError
-    from ds_ring_launcher.status_keeper import write_page
+
+    from ..status.keeper import write_page
 
     try:
         write_page(folder)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import runpy
-from pathlib import Path
 
+from ..tune.arguments import declare
 from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
 
 _MOST = {
@@ -36,17 +34,14 @@ examples:
   ds-ring tune --tokens 16384 --heads 8 --head-dim 64 --processes 2 --hardware-output here.yaml
 
 on several hosts, every rank of a launch calls the same search:
-  torchrun ... -m ds_ring.estimator.tuning --tokens 131072 --heads 32 --head-dim 128 --device cuda ...
+  torchrun ... -m ds_ring_launcher.tune --tokens 131072 --heads 32 --head-dim 128 --device cuda ...
 """
 
 
 def add(commands: Commands) -> None:
     """Add the command."""
     tune = add_command(commands, "tune", run, _HELP, _DESCRIPTION, _EXAMPLE)
-    spec = importlib.util.find_spec("ds_ring")  # finds, does not import
-    assert spec is not None and spec.submodule_search_locations
-    arguments = Path(spec.submodule_search_locations[0], "estimator", "tuning", "arguments.py")
-    runpy.run_path(str(arguments))["declare"](tune)
+    declare(tune)
     ranks = tune.add_argument_group("ranks")
     ranks.add_argument("--processes", type=int, required=True, help="ranks to start on this machine")
     ranks.add_argument("--threads", type=int, help="of each rank (default: cores / processes)")
@@ -60,9 +55,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("tune", extra_args)
     require_sizes(options, _MOST)
     require_deadline(options.deadline_seconds)
-    from ds_ring.estimator.tuning.run import read
-    from ds_ring_launcher.local_ranks import run_ranks
-    from ds_ring_launcher.model_file import with_layer_types
+    from ..plan.model_file import with_layer_types
+    from ..run.local_ranks import run_ranks
+    from ..tune.run import read
 
     if options.hf_config is not None:
         options.hf_config = json.dumps(with_layer_types(options.hf_config))
@@ -74,7 +69,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
     _require_devices(options)
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
-    from ds_ring.estimator.tuning.run import run as work
+    from ..tune.run import run as work
 
     run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
     return 0

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ds_ring_launcher.model_check import CheckRequest, ModelReport
-from ds_ring_launcher.small_batches import FORMS, Form
+from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
+from ds_ring_launcher.check.small_batches import FORMS, Form
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
@@ -107,7 +107,7 @@ def name_of(row: tuple[str, dict[str, Any], str]) -> str:
 
 def checked(rank: int, world_size: int, request: CheckRequest) -> list[ModelReport]:
     start_deepspeed()
-    from ds_ring_launcher.model_check import check_forms
+    from ds_ring_launcher.check.model_check import check_forms
 
     return check_forms(request)
 
@@ -182,8 +182,8 @@ MADE_BY_HAND = """
 
 @pytest.mark.parametrize("family", MADE_BY_HAND.split())
 def test_a_small_model_can_be_made(family):
-    from ds_ring_launcher.small_config import read_config, shrink
-    from ds_ring_launcher.small_model import build
+    from ds_ring_launcher.check.small_config import read_config, shrink
+    from ds_ring_launcher.check.small_model import build
 
     config = shrink(read_config(family), tokens=61)
     config.is_decoder = True

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds_ring.errors import RingError, RingShapeError
 from ds_ring_launcher import cli
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, SIMULATED = 0, 1  # threads in the trace, in the order of the timelines
@@ -97,7 +97,7 @@ def failing() -> None:
 
 ORPHANS = """
 from pathlib import Path
-from ds_ring_launcher.local_ranks import run_ranks
+from ds_ring_launcher.run.local_ranks import run_ranks
 from tests.dist.test_profile import noting
 if __name__ == "__main__":
     run_ranks(noting, 2, ({folder!r},), threads=1, deadline_s=600)

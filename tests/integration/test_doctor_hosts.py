@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_ring_launcher.doctor_findings import OK, WRONG
+from ds_ring_launcher.doctor.findings import OK, WRONG
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, slurm_on
 from tests.dist.ssh_hosts import ssh_hosts

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ring_launcher.ports import choose_free_port
+from ds_ring_launcher.cluster.ports import choose_free_port
 from tests.machine import skip_without
 
 DEADLINE_SECONDS = 120
@@ -345,7 +345,7 @@ def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
     agents = [
         process
         for process in psutil.Process(started.pid).children(recursive=True)
-        if process.cmdline()[-1:] == ["ds_ring_launcher.agent"]
+        if process.cmdline()[-1:] == ["ds_ring_launcher.run.agent"]
     ]
     assert len(agents) == 2
     agents[1].kill()

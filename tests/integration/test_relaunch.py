@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from ds_ring_launcher.relaunch import HOSTS_MISSING
-from ds_ring_launcher.run_folder import PREEMPTED, RunFolder
+from ds_ring_launcher.run.relaunch import HOSTS_MISSING
+from ds_ring_launcher.run.run_folder import PREEMPTED, RunFolder
 from tests.integration.test_launch import (
     DS_RING,
     LOCAL,

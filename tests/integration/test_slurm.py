@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ds_ring_launcher import placement
-from ds_ring_launcher.cluster import Cluster, Host
-from ds_ring_launcher.run_folder import RunFolder
-from ds_ring_launcher.slurm_rank import environment_of
+from ds_ring_launcher.cluster import placement
+from ds_ring_launcher.cluster.cluster import Cluster, Host
+from ds_ring_launcher.engines.slurm_rank import environment_of
+from ds_ring_launcher.run.run_folder import RunFolder
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, SlurmCluster, slurm_on
 from tests.integration.test_launch import (
@@ -55,7 +55,8 @@ def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None: 
     assert f"--nodes={nodes} --ntasks={nodes * slots} --distribution=arbitrary" in script
     tasks = script.split("<<'EOF'\n")[1].split("EOF")[0].split()
     assert tasks == [f"node-{n}" for n in range(nodes) for _ in range(slots)]
-    assert f"mkdir -p {workplace.folder}/run/attempt-1\n" in script and "-m ds_ring_launcher.rank" in script
+    assert f"mkdir -p {workplace.folder}/run/attempt-1\n" in script
+    assert "-m ds_ring_launcher.run.rank" in script
     assert "my-token" not in script and "export MASTER_ADDR=node-0" in script
 
 

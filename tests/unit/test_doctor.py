@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ds_ring_launcher import doctor_probe
-from ds_ring_launcher.cluster import Cluster, Host
-from ds_ring_launcher.doctor_findings import NOT_LOOKED_AT, OK, WARNING, WRONG, judge_hosts, judge_ring
-from ds_ring_launcher.doctor_hosts import HostAnswers
+from ds_ring_launcher.cluster.cluster import Cluster, Host
+from ds_ring_launcher.doctor import probe as doctor_probe
+from ds_ring_launcher.doctor.findings import NOT_LOOKED_AT, OK, WARNING, WRONG, judge_hosts, judge_ring
+from ds_ring_launcher.doctor.hosts import HostAnswers
 from tests.dist.namespaces import two_hosts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,13 +13,15 @@ from typing import get_args
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher import agent, checks, cli, ports, remote, start
-from ds_ring_launcher.cluster import Cluster
-from ds_ring_launcher.cluster_file import read_cluster
-from ds_ring_launcher.engines import ENGINES, build
-from ds_ring_launcher.invocation import Invocation
-from ds_ring_launcher.job import Job
-from ds_ring_launcher.secret import secret_for
+from ds_ring_launcher import cli
+from ds_ring_launcher.cluster import checks, ports
+from ds_ring_launcher.cluster.cluster import Cluster
+from ds_ring_launcher.cluster.cluster_file import read_cluster
+from ds_ring_launcher.cluster.secret import secret_for
+from ds_ring_launcher.engines.engines import ENGINES, build
+from ds_ring_launcher.run import agent, remote, start
+from ds_ring_launcher.run.invocation import Invocation
+from ds_ring_launcher.run.job import Job
 from tests.clock import unqueued_seconds
 
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
@@ -355,7 +357,7 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
         assert all(str(path).startswith(str(agent.FOLDER)) for path in one.files)
     command = remote.ssh_command("node-1", cluster.ssh_port)
     assert command[-2] == "node-1" and command[2:4] == ["-p", "2222"]
-    assert command[-1].endswith("-m ds_ring_launcher.agent")
+    assert command[-1].endswith("-m ds_ring_launcher.run.agent")
 
 
 def test_a_secret_is_new_for_each_launch_and_stands_nowhere(

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ring_launcher import process
-from ds_ring_launcher.invocation import Invocation
-from ds_ring_launcher.marked import GRACE_SECONDS
+from ds_ring_launcher.run import process
+from ds_ring_launcher.run.invocation import Invocation
+from ds_ring_launcher.run.marked import GRACE_SECONDS
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +34,7 @@ def heard_signals() -> Iterator[None]:
 
 
 def test_the_limit_of_open_files_is_raised_for_all_that_is_started() -> None:
-    code = "import resource; from ds_ring_launcher.open_files import raise_file_limit as r; r(); r();"
+    code = "import resource; from ds_ring_launcher.run.open_files import raise_file_limit as r; r(); r();"
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 1024; ulimit -Hn 3000; {sys.executable} -c '{code}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_mpi_rank_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
     )
     place = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     environment = {**os.environ, **{f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}}
-    command = [sys.executable, "-m", "ds_ring_launcher.mpi_rank", str(script), "--x", "1"]
+    command = [sys.executable, "-m", "ds_ring_launcher.engines.mpi_rank", str(script), "--x", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "1 ['--x', '1'] 3 __main__\n"
     without = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)

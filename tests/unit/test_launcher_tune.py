@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ds_ring_launcher import cli
-from ds_ring_launcher.local_ranks import RanksError, run_ranks
+from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
 # Its ranks import this file first: nothing heavy stands at its head.
@@ -23,7 +23,7 @@ PARENT = """
 import time
 
 if __name__ == "__main__":
-    from ds_ring_launcher.local_ranks import run_ranks
+    from ds_ring_launcher.run.local_ranks import run_ranks
 
     run_ranks(time.sleep, 2, (600.0,), threads=1, deadline_s=600)
 """

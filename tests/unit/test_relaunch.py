@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ds_ring_launcher.attempts import Outcome, culprit_of, decide, outcome_of
-from ds_ring_launcher.cluster import Host, Relaunch
-from ds_ring_launcher.rank import fault_of
-from ds_ring_launcher.relaunch import newest_checkpoint, ranks_of
-from ds_ring_launcher.ring_sizes import hosts_for, ring_for
-from ds_ring_launcher.run_folder import (
+from ds_ring_launcher.cluster.cluster import Host, Relaunch
+from ds_ring_launcher.run.attempts import Outcome, culprit_of, decide, outcome_of
+from ds_ring_launcher.run.rank import fault_of
+from ds_ring_launcher.run.relaunch import newest_checkpoint, ranks_of
+from ds_ring_launcher.run.ring_sizes import hosts_for, ring_for
+from ds_ring_launcher.run.run_folder import (
     PREEMPTED,
     TOLD_TO_END,
     RankFault,

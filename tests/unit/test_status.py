@@ -15,11 +15,11 @@ import pytest
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.run_history import RunHistory
 from ds_ring_launcher import cli
-from ds_ring_launcher.run_folder import RunFolder, write_exit, write_json
-from ds_ring_launcher.run_status import SILENT_SECONDS, read_run
-from ds_ring_launcher.status_chart import HEIGHT, MOST_POINTS, WIDTH, Point, chart
-from ds_ring_launcher.status_keeper import page_kept, write_page
-from ds_ring_launcher.status_page import page_of
+from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
+from ds_ring_launcher.status.chart import HEIGHT, MOST_POINTS, WIDTH, Point, chart
+from ds_ring_launcher.status.keeper import page_kept, write_page
+from ds_ring_launcher.status.page import page_of
+from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
 

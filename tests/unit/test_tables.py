@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.estimator.tuning.candidates import candidates
-from ds_ring.estimator.tuning.report import print_tables
-from ds_ring.tables import WIDTH
 from ds_ring_launcher import cli
-from tests.unit.estimator.tuning.cases import request
-from tests.unit.estimator.tuning.test_result import result
+from ds_ring_launcher.tables import WIDTH
+from ds_ring_launcher.tune.candidates import candidates
+from ds_ring_launcher.tune.report import print_tables
+from tests.unit.launcher.tune.cases import request
+from tests.unit.launcher.tune.test_result import result
 from tests.unit.test_plan_command import CPU, SIZES
 
 ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]

@@ -13,7 +13,7 @@ import stat
 import sys
 from pathlib import Path
 
-from ds_ring_launcher import probe
+from ds_ring_launcher.run import probe
 
 SOCKET = "hosts.socket"
 # Without site and socket.py: 128 of them start at once.
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     command, streams, _, _ = socket.recv_fds(connection, 4096, 3)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    if not command.endswith(b" ds_ring_launcher.probe"):
+    if not command.endswith(b" ds_ring_launcher.run.probe"):
         sys.exit(f"expected the launcher's probe, got {command.decode()!r}: nothing else runs on these hosts")
     probe.main()
 

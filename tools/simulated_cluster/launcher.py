@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from ds_ring_launcher import cli, engines
-from ds_ring_launcher.invocation import Invocation
-from ds_ring_launcher.job import Job
+from ds_ring_launcher import cli
+from ds_ring_launcher.engines import engines
+from ds_ring_launcher.run.invocation import Invocation
+from ds_ring_launcher.run.job import Job
 
 
 def build(job: Job) -> Invocation:

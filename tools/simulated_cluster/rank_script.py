@@ -1,6 +1,6 @@
 """Join the monitor as a rank does, wait as a rank that trains, and raise when another one has failed.
 
-`ds_ring_launcher.rank` runs it, as it runs every script. No torch: the process must not have imported it.
+`ds_ring_launcher.run.rank` runs it, as it runs every script. No torch: the process must not have imported it.
 """
 
 from __future__ import annotations

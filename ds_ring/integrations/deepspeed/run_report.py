@@ -201,7 +201,7 @@ class _Report:
                 self._history.add({name: figures[name] for name in _IN_HISTORY})
 
     def _figures(self, step: _Step) -> dict[str, Any]:
-        """Return what `launcher/run_folder.py` documents."""
+        """Return what `launcher/run/run_folder.py` documents."""
         rate = None if step.tokens is None or step.seconds <= 0 else step.tokens / step.seconds
         return {
             "rank": self._rank,

@@ -6,6 +6,7 @@ Small enough to find a fault of `lowering.py` in seconds; test_validate.py has t
 from __future__ import annotations
 
 import pytest
+from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
@@ -13,7 +14,6 @@ from ds_ring.schedule.head_chunks import MANY_CHUNKS
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.steps import Accumulate, Payload
-from ds_ring.schedule.validate import validate_plan
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.slot_ranges import count_slots
@@ -13,7 +14,6 @@ from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan, one_way, two_levels
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Payload, Send
-from ds_ring.schedule.validate import validate_plan
 from tests.cases import PATTERNS, layout_for
 
 SIZES = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from schedule_proof.validate import validate_plan, validate_schedules
 
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
@@ -16,7 +17,6 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Compute, Free, Payload, Recv, Round, Send, Step
-from ds_ring.schedule.validate import validate_plan, validate_schedules
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 
 ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of its own

@@ -1,0 +1,1 @@
+"""Compare a model on a ring with the same model in one process."""

@@ -1,0 +1,292 @@
+"""Compare a transformers model on a ring with itself on one process: exact, refused, or wrong.
+
+Owns the check that `ds-ring check-model` and the tests' table run on every rank: a small model of the family
+with random weights (small_model.py), a batch, both runs, and the verdict. What is compared, and how, is
+comparison.py's. The ring is entered as users enter it, through `ds_ring.initialize`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.integrations.deepspeed.comparison import (
+    Difference,
+    Numbers,
+    Tolerance,
+    beyond,
+    compare,
+    largest,
+    recording,
+)
+from ds_ring.integrations.deepspeed.initialize import initialize
+
+from .small_batches import Form, Given, make_form, needs_documents
+from .small_config import read_config, shrink
+from .small_model import HAVE_A_LOSS, SAMPLES, build, make_batch, section_for, usual_head
+
+Result = Literal["exact", "refused", "WRONG", "invalid"]
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """Describe what is to be checked."""
+
+    source: str  # a config.json, its folder, or a model type of transformers
+    tokens: int = 61  # in each of the two samples
+    layers: int = 2  # at least so many; each kind of layer is there once at least
+    head: str | None = None  # a key of HEADS; None for what the family is mostly used with
+    # the "ring_attention" section; None for one that says what the model's attention is
+    section: Mapping[str, Any] | None = None
+    # values of the model's configuration, set before it is made small
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    # one report each; where a model is refused, or one process differs from it, the others are left out
+    forms: tuple[Form, ...] = ("plain",)
+    stage: int = 0  # of ZeRO
+    seed: int = 0  # of weights and batch
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Hold the result of a check."""
+
+    source: str
+    model: str  # its class, and the request's source
+    # "exact"; "refused" with a typed error before anything wrong was computed; "WRONG"; "invalid" where the
+    # model itself cannot be made or run on one process
+    result: Result
+    reason: str = ""  # of a refusal or a crash, with the error's type
+    differences: tuple[Difference, ...] = ()  # all that rounding does not explain, in the order of computing
+    largest: Mapping[str, Difference] = field(default_factory=dict)  # the largest relative error of each kind
+    ring_size: int = 0
+    tokens: int = 0
+    layers: int = 0
+    section: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = "plain"  # of the batch
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as an object of JSON values."""
+        values = asdict(self)
+        values["differences"] = [one._asdict() for one in self.differences]
+        values["largest"] = {kind: one._asdict() for kind, one in self.largest.items()}
+        return values
+
+
+def check_model(request: CheckRequest) -> ModelReport:
+    """Run the model on one process and on the ring of all ranks, and compare the first form. Collective."""
+    return check_forms(request)[0]
+
+
+def check_forms(request: CheckRequest) -> list[ModelReport]:
+    """Run the model on one process and on the ring of all ranks with every form of the batch. Collective."""
+    # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
+    # Returns the reports of all ranks together, the same on each. Raises nothing: a crash is in a report.
+    mine = _check_here(request)
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    return [
+        _merged([reports[number] for reports in all_ranks if number < len(reports)])
+        for number in range(max(map(len, all_ranks)))
+    ]
+
+
+def _check_here(request: CheckRequest) -> list[ModelReport]:
+    """Return this rank's reports."""
+    _quiet()
+    world = dist.get_world_size()
+    try:
+        config = shrink(read_config(request.source), request.tokens, request.layers, request.changes)
+        head = request.head or usual_head(config)
+        if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
+            config.is_decoder = True  # BERT's and Reformer's: they predict the next token as decoders only
+        model = build(config, head, request.seed)
+    except RingConfigError as error:
+        return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]
+    section = dict(request.section) if request.section is not None else section_for(model, head)
+    told: dict[str, Any] = {
+        "source": request.source,
+        "model": type(model).__name__,
+        "ring_size": world,
+        "tokens": request.tokens,
+        "layers": getattr(config, "num_hidden_layers", 0),
+    }
+    alone, causal = copy.deepcopy(model), bool(section.get("pattern", {}).get("causal", True))
+    on_rings = {documents: copy.deepcopy(model) for documents in (False, True)}  # an engine hooks its own
+    plain = make_batch(config, head, request.tokens, request.seed)
+    reports: list[ModelReport] = []
+    for documents in (False, True):
+        pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
+        own = section | ({"pattern": pattern} if pattern else {})
+        forms = [form for form in request.forms if needs_documents(form, causal) == documents]
+        given = [make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms]
+        if given and (not reports or reports[-1].result == "exact"):
+            reports += _compared(on_rings[documents], alone, given, head, own, request.stage, told)
+    order = {form: number for number, form in enumerate(request.forms)}
+    return sorted(reports, key=lambda report: order[report.form])
+
+
+def _compared(
+    model: nn.Module,
+    alone: nn.Module,
+    batches: Sequence[Given],
+    head: str,
+    section: Mapping[str, Any],
+    stage: int,
+    told: dict[str, Any],
+) -> list[ModelReport]:
+    """Run some forms of a batch through one engine, and each on one process."""
+    told = told | {"section": section}
+    on_ring, fault = _on_the_ring(model, batches, head, section, stage)
+    reports: list[ModelReport] = []
+    for number, given in enumerate(batches):
+        about = told | {"form": given.form}
+        if number >= len(on_ring) and isinstance(fault, RingError) and isinstance(fault, ValueError):
+            # a mistake of the caller
+            reason = f"{type(fault).__name__}: {fault}"
+            return [*reports, ModelReport(**about, result="refused", reason=reason)]
+        try:
+            expected = _alone(alone, given, head)
+        except Exception as error:
+            reason = f"alone: {type(error).__name__}: {error}"
+            return [*reports, ModelReport(**about, result="invalid", reason=reason)]
+        if number >= len(on_ring):
+            reason = f"crash: {type(fault).__name__}: {fault}"
+            return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
+        found = compare(on_ring[number], expected)
+        wrong = beyond(found, Tolerance.of(torch.float32))
+        reports.append(
+            ModelReport(
+                **about,
+                result="WRONG" if wrong else "exact",
+                reason=_first_of(wrong),
+                differences=tuple(wrong),
+                largest=largest(found),
+            )
+        )
+    return reports
+
+
+def _merged(reports: list[ModelReport]) -> ModelReport:
+    """Return the report of all ranks: the worst, and WRONG if they do not agree on the result."""
+    results = {report.result for report in reports}
+    if len(results) > 1 or len(reports) < dist.get_world_size():
+        text = "; ".join(f"rank {rank}: {one.result} {one.reason}" for rank, one in enumerate(reports))
+        worst = max(reports, key=lambda one: len(one.differences))
+        return replace(worst, result="WRONG", reason=f"ranks differ: {text}")
+    return max(reports, key=lambda one: max((x.error for x in one.largest.values()), default=0.0))
+
+
+def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
+    """Run the model with its own attention, written out ("eager"), on this process."""
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.zero_grad()
+    with recording(model) as layers:
+        if head in HAVE_A_LOSS:
+            output = model(**given.alone)
+            loss = output.loss
+        else:
+            labels = given.alone["shift_labels"]
+            output = model(**{key: x for key, x in given.alone.items() if key != "shift_labels"})
+            loss = torch.nn.functional.cross_entropy(
+                _logits(output).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
+            )
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    recorded = {name: given.of_one(x) for name, x in layers.items()}
+    return Numbers(given.of_one(_logits(output).detach()), float(loss.detach()), recorded, gradients)
+
+
+def _on_the_ring(
+    model: nn.Module, batches: Sequence[Given], head: str, section: Mapping[str, Any], stage: int
+) -> tuple[list[Numbers], Exception | None]:
+    """Return what the engine computes of each batch, up to the first that it raises for, and that error."""
+    found: list[Numbers] = []
+    engine = None
+    try:
+        engine, _, _, _ = initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            config={
+                "train_micro_batch_size_per_gpu": SAMPLES,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+                "sequence_parallel_size": dist.get_world_size(),
+                "ring_attention": {"hop_timeout_seconds": 20} | dict(section),
+            },
+        )
+        if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler, no rounding
+            engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "eager"}})
+        for given in batches:
+            found.append(_trained_once(engine, given, head))
+    except Exception as error:
+        return found, error
+    finally:
+        if engine is not None:
+            engine.ring.mesh.close()
+    return found, None
+
+
+def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
+    session, whole = engine.ring, given.ring
+    # a graph has no layers to record
+    recorded: AbstractContextManager[dict[str, Tensor]] = (
+        nullcontext({}) if engine.is_compiled else recording(engine.module)
+    )
+    with recorded as layers:
+        if head == "sequence-classification":
+            local = session.shard_batch({key: x for key, x in whole.items() if key != "labels"})
+            output = engine(**local, labels=whole["labels"])
+            loss, mean = output.loss, output.loss
+        elif head in HAVE_A_LOSS:
+            output = engine(**session.shard_batch(whole))
+            loss = output.loss
+            mean = session.mean_loss(loss)
+        else:
+            local = session.shard_batch(whole)
+            labels = ("labels", "shift_labels", "num_items_in_batch")
+            output = engine(**{key: value for key, value in local.items() if key not in labels})
+            loss, mean, _ = session.loss(_logits(output), local)
+    engine.backward(loss)
+    gradients = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = deepspeed.utils.safe_get_full_grad(parameter)
+        if gradient is not None:
+            gradients[name] = gradient.detach().float().clone()
+    engine.step()  # at a learning rate of 0
+    logits = _logits(output).detach()
+    if head != "sequence-classification":
+        logits = given.of_ring(session.gather(logits))
+    outputs = {name: given.of_ring(session.gather(x)) for name, x in layers.items()}
+    return Numbers(logits, float(mean.detach()), outputs, gradients)
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    return logits
+
+
+def _first_of(wrong: list[Difference]) -> str:
+    """Name the layer that differs first, and the parameter whose gradient differs most."""
+    if not wrong:
+        return ""
+    gradients = [one for one in wrong if one.kind == "gradient"]
+    said = [str(wrong[0])] + ([str(max(gradients, key=lambda one: one.error))] if gradients else [])
+    return f"{len(wrong)} differ: first {said[0]}" + (f", most {said[1]}" if len(said) > 1 else "")
+
+
+def _quiet() -> None:
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()

@@ -1,0 +1,1 @@
+"""Examine hosts, network and ring before a run."""

@@ -1,0 +1,320 @@
+"""Judge what hosts and ranks said: one finding for each thing that a run needs. Asks and prints nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import inf, isnan
+from statistics import median
+from typing import Any, NamedTuple
+
+from ..cluster.cluster import Cluster
+from .hosts import HostAnswers
+
+OK, WARNING, WRONG, NOT_LOOKED_AT = "ok", "warning", "wrong", "not looked at"
+MUST_AGREE = ("python", "ds_ring", "torch", "deepspeed", "numpy")
+MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value, against float64
+MOST_MEMORY = (
+    1.7  # of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
+)
+MOST_HEADERS = 4  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
+LEAST_MEMORY = 0.5  # of the same: a pass that takes less was not measured
+LEAST_BYTES_PER_S = 100e6  # between hosts: below it not even a gigabit network is in use
+SLOWER = 5.0  # than the median of its kind: a link that is named
+MOST_CLOCK_S = 1.0
+MOST_KEYS = 5  # that differ, in one line
+
+Hosts = Mapping[str, Mapping[str, Any]]
+
+
+class Finding(NamedTuple):
+    """Say how one thing is.
+
+    Attributes:
+        what: a word or two.
+        state: `OK`, `WARNING`, `WRONG` or `NOT_LOOKED_AT`.
+        says: a sentence; where something is wrong, its cause and what to do.
+    """
+
+    what: str
+    state: str
+    says: str
+
+
+def judge_hosts(cluster: Cluster, found: HostAnswers) -> list[Finding]:
+    """Return the findings about hosts, in the order in which they should be read."""
+    answers = found.answers
+    return [
+        _presence(cluster, found),
+        _port(answers),
+        _interfaces(cluster, found),
+        _versions(answers),
+        _devices(cluster, answers),
+        _files(cluster, answers),
+        _configuration(answers),
+        _folders(cluster, found),
+    ]
+
+
+def _presence(cluster: Cluster, found: HostAnswers) -> Finding:
+    if found.missing:
+        told = "; ".join(f"{name}: {why}" for name, why in found.missing.items())
+        return Finding("hosts", WRONG, f"missing {told}. Start it, or mend its name, network or ssh")
+    names = ", ".join(f"{name} ({one['node']})" for name, one in found.answers.items())
+    return Finding("hosts", OK, f"{len(found.answers)} of {len(cluster.hosts)} answered: {names}")
+
+
+def _port(answers: Hosts) -> Finding:
+    for name, one in answers.items():
+        if one.get("port_holder"):
+            says = f"the master's port is taken on {name} by {one['port_holder']}; end it, or choose another"
+            return Finding("port", WRONG, f"{says} master_port")
+    return Finding("port", OK, "the master's port is free")
+
+
+def _interfaces(cluster: Cluster, found: HostAnswers) -> Finding:
+    wrong, ways = [], []
+    for name, one in found.answers.items():
+        reached = found.ways.get(name) or (
+            one.get("way", {}).get("address"),
+            one.get("way", {}).get("interface"),
+        )
+        wrong += [f"{name}: {text}" for text in _wrong_interfaces(cluster, one, reached)]
+        ways.append(f"{name} by {reached[1]} ({reached[0]})" if reached[0] else f"{name} is the master")
+    for name, one in found.answers.items():
+        unknown = [other for other, address in one["names"].items() if address is None]
+        if unknown:
+            wrong.append(f"{name} does not know the name {', '.join(unknown)}; add it to /etc/hosts or DNS")
+    if wrong:
+        return Finding("interfaces", WRONG, "; ".join(wrong))
+    return Finding("interfaces", OK, "loopback" if cluster.is_local else ", ".join(ways))
+
+
+def _wrong_interfaces(cluster: Cluster, one: Mapping[str, Any], reached: tuple[Any, Any]) -> Iterable[str]:
+    """Yield what is wrong with the interfaces that a host's variables choose, or with gloo's own choice."""
+    there = one["interfaces"]
+    has = ", ".join(f"{name} ({' '.join(i['addresses'])})" for name, i in there.items() if i["addresses"])
+    for variable, value in one["chosen"].items():
+        if variable.startswith("NCCL") and value[:1] in "^=":
+            continue  # a list of what not to take, or a list of exact names that NCCL checks
+        for name in value.split(","):
+            matching = [n for n in there if n == name or (variable.startswith("NCCL") and n.startswith(name))]
+            if not matching:
+                yield f"{variable}={value}: there is no such interface, it has {has}"
+            elif not any(there[n]["up"] and there[n]["addresses"] for n in matching):
+                yield f"{variable}={value}: that interface is down or has no address, it has {has}"
+            elif reached[1] and reached[1] not in matching:
+                yield f"{variable}={value}, but the master is reached by {reached[1]} ({reached[0]})"
+    own = one["own_address"] or ""
+    # With a run_folder every rank names the interface by itself (rank.py).
+    if (
+        not cluster.is_local
+        and cluster.run_folder is None
+        and "GLOO_SOCKET_IFNAME" not in one["chosen"]
+        and own.startswith("127.")
+    ):
+        yield (
+            f"its own name {one['node']} stands for {own}, where gloo would listen; set run_folder, or"
+            f" GLOO_SOCKET_IFNAME in environment, it has {has}"
+        )
+
+
+def _versions(answers: Hosts) -> Finding:
+    packages = sorted({package for one in answers.values() for package in one["versions"]})
+    differ = {
+        package: _by_value({name: one["versions"].get(package, "none") for name, one in answers.items()})
+        for package in packages
+    }
+    told = [f"{name} {_told(values)}" for name, values in differ.items() if len(values) > 1]
+    if told:
+        severe = any(len(differ.get(name, {})) > 1 for name in MUST_AGREE)
+        return Finding(
+            "versions", WRONG if severe else WARNING, f"{'; '.join(told)}. Install the same everywhere"
+        )
+    first = next(iter(answers.values()))["versions"]
+    return Finding("versions", OK, ", ".join(f"{name} {version}" for name, version in first.items()))
+
+
+def _devices(cluster: Cluster, answers: Hosts) -> Finding:
+    wrong, told = [], []
+    for host in cluster.hosts:
+        if host.name not in answers:
+            continue
+        one = answers[host.name]["devices"]
+        gpus, cores = len(one["gpus"]), one["cores"]
+        told.append(f"{host.name}: {gpus} GPUs" if gpus else f"{host.name}: {cores} cores, no GPU")
+        if cluster.device == "cuda" and gpus < host.slots:
+            wrong.append(f"{host.name} has {gpus} GPUs for {host.slots} slots; correct slots, or its driver")
+    if wrong:
+        return Finding("devices", WRONG, "; ".join(wrong))
+    return Finding("devices", OK, ", ".join(told))
+
+
+def _files(cluster: Cluster, answers: Hosts) -> Finding:
+    values = _by_value({name: str(one["files"]["script"]) for name, one in answers.items()})
+    absent = values.get("None", [])
+    if absent:
+        return Finding("script", WRONG, f"there is no {cluster.script} on {', '.join(absent)}; copy it there")
+    if len(values) > 1:
+        return Finding(
+            "script", WRONG, f"{cluster.script} differs: {_told(values)} (sha256); copy one of them"
+        )
+    return Finding("script", OK, f"{cluster.script.name}, the same on all hosts")
+
+
+def _configuration(answers: Hosts) -> Finding:
+    """Compare the DeepSpeed JSON and the cluster YAML of all hosts, key by key."""
+    unread = [name for name, one in answers.items() if one["config"] is None]
+    if unread:
+        return Finding("configuration", WRONG, f"the DeepSpeed JSON cannot be read on {', '.join(unread)}")
+    told = []
+    for what, part in (("the DeepSpeed JSON", "config"), ("the cluster YAML", "cluster")):
+        keys = sorted({key for one in answers.values() for key in one[part]})
+        for key in keys:
+            values = _by_value({name: one[part].get(key, "nothing") for name, one in answers.items()})
+            if len(values) > 1:
+                told.append(f"{key} of {what}: {_told(values)}")
+    if told:
+        more = f" and {len(told) - MOST_KEYS} more" if len(told) > MOST_KEYS else ""
+        return Finding("configuration", WRONG, f"{'; '.join(told[:MOST_KEYS])}{more}. Copy one to all hosts")
+    return Finding("configuration", OK, "the DeepSpeed JSON and the cluster YAML are the same on all hosts")
+
+
+def _folders(cluster: Cluster, found: HostAnswers) -> Finding:
+    folders = sorted({folder for one in found.answers.values() for folder in one["folders"]})
+    if not folders:
+        return Finding("folders", NOT_LOOKED_AT, "the cluster YAML names no run_folder")
+    wrong = [
+        f"{name} cannot write to {folder}: {why}"
+        for name, one in found.answers.items()
+        for folder, why in one["folders"].items()
+        if why
+    ]
+    everybody = {index for index, host in enumerate(cluster.hosts) if host.name in found.answers}
+    for name, seen in found.seen.items():
+        for folder, there in seen.items():
+            unseen = [cluster.hosts[index].name for index in sorted(everybody - set(there))]
+            if unseen and not wrong:
+                wrong.append(f"{name} does not see in {folder} what {', '.join(unseen)} wrote; share it")
+    if wrong:
+        return Finding("folders", WRONG, "; ".join(wrong))
+    return Finding("folders", OK, f"{', '.join(folders)}: written by all hosts, seen by all")
+
+
+def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the hosts that have each value, of host -> value."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        found[value].append(name)
+    return dict(found)
+
+
+def _told(values: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{value[:60]} on {' '.join(hosts)}" for value, hosts in values.items())
+
+
+def judge_ring(ranks: list[dict[str, Any]]) -> list[Finding]:
+    """Return the findings about the ring; `ranks` are `RankAnswer`s as JSON, by rank."""
+    return [_exact(ranks), _travels(ranks), _memory(ranks), _links(ranks), _clocks(ranks)]
+
+
+def _size(value: float) -> float:
+    """Return the magnitude of a figure; NaN, which compares with nothing, counts as infinite."""
+    return inf if isnan(value) else abs(float(value))
+
+
+def _exact(ranks: list[dict[str, Any]]) -> Finding:
+    worst = max(ranks, key=lambda one: _size(one["error"]))
+    told = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
+    if not worst["error"] <= MOST_ERROR[worst["dtype"]]:
+        return Finding(
+            "exact", WRONG, f"{told} of {worst['host']}; its device or its messages are not to be trusted"
+        )
+    return Finding("exact", OK, told)
+
+
+def _travels(ranks: list[dict[str, Any]]) -> Finding:
+    """Say whether K and V travel as a ring: point-to-point alone, as much as planned, a shard at most."""
+    for one in ranks:
+        if (why := _no_ring(one)) is not None:
+            says = f"this is no ring: {why}, on rank {one['rank']} of {one['host']}"
+            return Finding(
+                "ring", WRONG, f'{says}; set "transport": "ring" in the JSON, or find who replaced it'
+            )
+    if ranks[0]["ring_size"] == 1:
+        return Finding("ring", OK, "a ring of one sends nothing")
+    traffic = ranks[0]["traffic"]
+    says = f"{traffic['sends']} sends of {traffic['sent']} numbers a rank and pass, as planned"
+    return Finding("ring", OK, f"{says}, none larger than a shard ({ranks[0]['shard']})")
+
+
+def _no_ring(one: Mapping[str, Any]) -> str | None:
+    """Return what a rank moved that a ring does not move, or did not move that it does."""
+    traffic, shard = one["traffic"], one["shard"]
+    if traffic["others"] and one["ring_size"] > 1:
+        return "a pass called " + ", ".join(f"{n} {name}" for name, n in traffic["others"].items())
+    if traffic["largest"] > shard:
+        return f"one message had {traffic['largest'] / shard:.1f} shards of K"
+    for way in ("sent", "received"):
+        if traffic[way] != (planned := one[f"planned_{way}"]):
+            return f"a pass {way} {traffic[way]} numbers of K, V and gradients, its plan says {planned}"
+    if traffic["integers"] > shard // MOST_HEADERS:
+        return f"a pass sent {traffic['integers']} integers, which is more than its headers"
+    if one["ring_size"] > 1 and not traffic["sent"] + traffic["received"]:
+        return "a pass moved nothing, and so did its plan"
+    return None
+
+
+def _memory(ranks: list[dict[str, Any]]) -> Finding:
+    size, alone = ranks[0]["ring_size"], ranks[0]["alone_bytes"]
+    worst = max(ranks, key=lambda one: _size(one["memory_bytes"]))
+    share = worst["memory_bytes"] / alone
+    told = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
+    if not share * size <= MOST_MEMORY:
+        return Finding(
+            "memory", WRONG, f"memory does not fall with the ring: {told}, on rank {worst['rank']}"
+        )
+    least = min(ranks, key=lambda one: float(one["memory_bytes"]))
+    if (share := least["memory_bytes"] / alone) * size < LEAST_MEMORY:
+        says = f"memory was not measured: a pass takes {share:.2f} of one rank's, less than its shards"
+        return Finding("memory", WRONG, f"{says}, on rank {least['rank']}")
+    return Finding("memory", OK, told)
+
+
+def _links(ranks: list[dict[str, Any]]) -> Finding:
+    links = [one["link"] for one in ranks if one["link"] is not None]
+    if ranks[0]["ring_size"] == 1:
+        return Finding("links", NOT_LOOKED_AT, "a ring of one has none")
+    for one in ranks:
+        if one["link"] is None or not one["link"]["bytes_per_s"] > 0:
+            says = f"rank {one['rank']} of {one['host']} measured no link to the next rank"
+            return Finding("links", WRONG, says)
+    place = {one["rank"]: one["place"] for one in ranks}
+    host = {one["rank"]: one["host"] for one in ranks}
+    for link in links:
+        link["crosses"] = place[link["source"]] != place[link["target"]]
+    slowest = min(links, key=lambda one: float(one["bytes_per_s"]))
+    told = f"slowest {_named(slowest, host)}"
+    for one in sorted(links, key=lambda one: float(one["bytes_per_s"])):
+        alike = [other["bytes_per_s"] for other in links if other["crosses"] == one["crosses"]]
+        too_slow = one["crosses"] and one["bytes_per_s"] < LEAST_BYTES_PER_S
+        if too_slow or one["bytes_per_s"] * SLOWER < median(alike):
+            says = f"slow link {_named(one, host)}; its kind has {median(alike) / 1e6:.0f} MB/s in the middle"
+            return Finding(
+                "links", WRONG if too_slow else WARNING, f"{says}. Look at its cable and interface"
+            )
+    return Finding("links", OK, told)
+
+
+def _named(link: Mapping[str, Any], host: Mapping[int, str]) -> str:
+    ends = (f"rank {link[end]} ({host[link[end]]})" for end in ("source", "target"))
+    return f"{' to '.join(ends)}: {link['bytes_per_s'] / 1e6:.0f} MB/s, {1e6 * link['latency_s']:.0f} us"
+
+
+def _clocks(ranks: list[dict[str, Any]]) -> Finding:
+    worst = max(ranks, key=lambda one: _size(one["clock_s"]))
+    ahead_ms, error_ms = 1e3 * worst["clock_s"], 1e3 * worst["clock_error_s"]
+    told = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
+    if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MOST_CLOCK_S:
+        return Finding("clocks", WARNING, f"{told} on {worst['host']}: logs of hosts do not line up; run NTP")
+    return Finding("clocks", OK, told)

@@ -1,0 +1,206 @@
+"""Examine a host for `ds-ring doctor`: versions, devices, interfaces, names, the master's port, files.
+
+Run on every host, here or through ssh: a line of JSON on standard input asks, a line on standard output
+answers, twice. Imports the standard library and psutil: a host on which torch cannot be imported must answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..run import probe
+
+PACKAGES = ("ds_ring", "torch", "deepspeed", "numpy", "transformers", "pydantic", "mpi4py")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_MARK = ".ds-ring-doctor-"
+_LINK_SECONDS = 1.5  # Linux tells of a link that came up once a second at most
+
+Answer = dict[str, Any]
+
+
+def examine(request: Answer) -> Answer:
+    """Return what this host is. `request` is what `doctor_hosts.request_for` makes."""
+    environment = {**os.environ, **request["environment"]}
+    found: Answer = {
+        "host": request["host"],
+        "node": os.uname().nodename,
+        "versions": {"python": platform.python_version(), **_versions()},
+        "devices": _devices(),
+        "interfaces": interfaces(),
+        "chosen": {name: environment[name] for name in INTERFACE_VARIABLES if environment.get(name)},
+        "own_address": _resolved(os.uname().nodename),  # where gloo listens if nothing is chosen
+        "names": {name: _resolved(name) for name in request["names"]},
+        "cluster": request["cluster"],
+        "files": {name: _digest(Path(path)) for name, path in request["files"].items()},
+        "config": _flat(request["config"]),
+        "folders": _marked_folders(request),
+    }
+    if request["is_master"]:
+        found["port_holder"] = _holder(request["port"])
+    else:
+        found["way"] = way_to(request["master"])
+    return found
+
+
+def look(request: Answer) -> Answer:
+    """Return which hosts' marks are in the folders, and remove this host's; after all have examined."""
+    found = {}
+    for folder in request["folders"]:
+        names = {path.name for path in Path(folder).glob(f"{_MARK}*")} if Path(folder).is_dir() else set()
+        prefix = f"{_MARK}{request['token']}-"
+        found[folder] = sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix))
+    return {"seen": found}
+
+
+def remove_marks(request: Answer) -> None:
+    """Remove this host's mark; once every host has looked."""
+    for folder in request["folders"]:
+        _mark(folder, request).unlink(missing_ok=True)
+
+
+def _mark(folder: str, request: Answer) -> Path:
+    return Path(folder, f"{_MARK}{request['token']}-{request['index']}")
+
+
+def _marked_folders(request: Answer) -> dict[str, str]:
+    """Return for each folder of the run "" where a mark was left there, or why not."""
+    found = {}
+    for folder in request["folders"]:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            _mark(folder, request).touch()
+            found[folder] = ""
+        except OSError as error:
+            found[folder] = str(error.strerror or error)
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _devices() -> Answer:
+    """Return cores, memory (bytes) and the names of NVIDIA's GPUs."""
+    gpus: list[str] = []
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            gpus = said.stdout.split("\n")[:-1] if said.returncode == 0 else []
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    return {"cores": len(os.sched_getaffinity(0)), "memory": psutil.virtual_memory().total, "gpus": gpus}
+
+
+def interfaces() -> dict[str, Answer]:
+    """Return addresses, state and rate (Mbit/s, 0 where unknown) of each interface."""
+    found = _interfaces()
+    if any(one["addresses"] and not one["up"] for one in found.values()):
+        time.sleep(_LINK_SECONDS)
+        found = _interfaces()
+    return found
+
+
+def _interfaces() -> dict[str, Answer]:
+    states = psutil.net_if_stats()
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        state = states.get(name)
+        is_up, mbit = (state.isup, state.speed) if state else (False, 0)
+        found[name] = {"addresses": probe.internet_addresses(entries), "up": is_up, "mbit": mbit}
+    return found
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return None
+
+
+def way_to(address: str) -> Answer:
+    """Return the own address and interface from which packets to a host leave, or why there is none."""
+    try:
+        own, name = probe.way_to(address)
+    except OSError as error:
+        return {"address": None, "interface": None, "why": str(error.strerror or error)}
+    return {"address": own, "interface": name, "why": ""}
+
+
+def _holder(port: int) -> str | None:
+    """Return who listens on a port of this host; None for nobody."""
+    try:
+        with socket.create_server(("", port)):
+            return None
+    except OSError as error:
+        why = str(error.strerror or error)
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN and one.pid:
+                return f"process {one.pid} ({psutil.Process(one.pid).name()})"
+    except psutil.Error:
+        pass
+    return why
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def _flat(path: str) -> dict[str, str] | None:
+    """Return a JSON file's values by dotted key; None where it cannot be read."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found: dict[str, str] = {}
+
+    def walk(where: str, one: Any) -> None:
+        if isinstance(one, dict) and one:
+            for key, inner in one.items():
+                walk(f"{where}.{key}" if where else str(key), inner)
+        else:
+            found[where] = json.dumps(one)
+
+    walk("", value)
+    return found
+
+
+def main() -> None:
+    """Answer the two requests of doctor/hosts.py, then end."""
+    line = sys.stdin.readline()
+    if not line.startswith("{"):
+        print("expected a request from ds-ring, got none; `ds-ring doctor` starts this by itself")
+        sys.exit(2)
+    request: Answer = json.loads(line)
+    print(json.dumps(examine(request)), flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(look(request)), flush=True)
+        sys.stdin.readline()
+    remove_marks(request)
+
+
+if __name__ == "__main__":
+    main()

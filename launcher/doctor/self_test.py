@@ -1,0 +1,373 @@
+"""Prove on the ranks of a job that its ring is one: exact, O(T / P) in memory, point-to-point alone.
+
+Owns the measurements of `ds-ring doctor` that need all ranks. What they mean is the reader's: a `RankAnswer`
+says what was seen. Options, and with them the transport, are those of the job's DeepSpeed JSON.
+
+The memory of a pass is compared with that of the same attention on one rank, by the token: on a ring of P it
+should be 1 / P of it, and where keys are gathered it is about as much (Liu et al. 2023, section 3).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from ds_ring.health.host_addresses import presence
+from ds_ring.masks.dense import Causal
+from ds_ring.masks.windows import SlidingWindow
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.messages import Message
+from ds_ring.runtime.options import Options
+from ds_ring.schedule.layout import Layout, expand_runs
+from ds_ring.schedule.lowering import lower_rank
+from ds_ring.schedule.steps import Recv, Send
+from ds_ring.simulation.source import Geometry, shard_of
+
+from ..profile.job import Job
+from ..profile.measure import measure_rank
+
+EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
+MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
+NARROW = SlidingWindow(64)
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 4 << 20  # of messages; the large one shrinks where a link is slow
+SLOW_S = 0.05  # a large message that would take longer is made smaller
+ROUNDS = 8
+
+
+class Link(NamedTuple):
+    """Hold one direction of a link between ring neighbours, measured while no other one was in use.
+
+    Attributes:
+        source, target: world ranks.
+        bytes_per_s, latency_s: the rate of a large message; half of a small one's way there and back.
+    """
+
+    source: int
+    target: int
+    bytes_per_s: float
+    latency_s: float
+
+
+class RankAnswer(NamedTuple):
+    """Hold what one rank saw. Plain data, so that it can be sent and written as JSON.
+
+    Attributes:
+        rank, ring_rank, ring_size: who this is.
+        host, place: its name, and what is equal on ranks that share its network interfaces.
+        dtype: of the comparison.
+        error: the largest of out and the gradients, against float64, over the largest value.
+        traffic: `Traffic` of a forward and a backward pass, by field.
+        planned_sent, planned_received: what the schedule says of `sent` and `received` there.
+        shard: numbers in K of the own shard.
+        memory_bytes, alone_bytes: of a pass, by the token of the whole sequence: on this ring, and on one
+            rank (0 on others than rank 0, which measures it).
+        link: to the next rank; None on a ring of one.
+        clock_s, clock_error_s: how far this host's clock is ahead of rank 0's, and how sure that is.
+    """
+
+    rank: int
+    ring_rank: int
+    ring_size: int
+    host: str
+    place: str
+    dtype: str
+    error: float
+    traffic: dict[str, Any]
+    planned_sent: int
+    planned_received: int
+    shard: int
+    memory_bytes: float
+    alone_bytes: float
+    link: Link | None
+    clock_s: float
+    clock_error_s: float
+
+
+def self_test(mesh: RingMesh, options: Options) -> list[RankAnswer]:
+    """Measure a mesh; return the answers of all ranks of the world, by rank. Collective over the world.
+
+    Raises:
+        RingError: as `ds_ring.ring_attention`.
+    """
+    error, traffic, planned, shard = _exactness(mesh, options)
+    memory, alone = _memory(mesh, options)
+    link = _link(mesh)
+    clock = _clock()
+    here = (dist.get_rank(), mesh.ring_rank, mesh.ring_size, socket.gethostname(), presence().host[-12:])
+    dtype = str(_kind(mesh)[0]).removeprefix("torch.")
+    own = RankAnswer(*here, dtype, error, traffic._asdict(), *planned, shard, memory, alone, link, *clock)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, own)
+    return answers
+
+
+class Traffic(NamedTuple):
+    """Hold what one rank moved, as the backends of torch.distributed report it; [Note: what is counted].
+
+    Attributes:
+        sends: messages of floating-point numbers to one rank.
+        sent, received: numbers in such messages.
+        largest: numbers in the largest of them.
+        others: calls of anything but point-to-point that moves something, by name.
+        integers: numbers of other types that left in messages to one rank: headers.
+    """
+
+    sends: int
+    sent: int
+    received: int
+    largest: int
+    others: dict[str, int]
+    integers: int
+
+
+# [Note: what is counted]
+# A count of calls of some function proves nothing: there are three ways to every message (torch.distributed,
+# a method of the group, a method of its backend), and the way that the exchange takes has changed once. So
+# the backends themselves are asked. Each of them tells the profiler of every operation that it starts, with
+# shapes and type, from whatever function and thread it was called: gloo by the event of its Work
+# ("gloo:send"), NCCL by "record_param_comms", also for messages that are started as one. (For NCCL read from
+# torch's source, not run so far.) And a count that sees nothing must not pass: it is compared with the plan.
+@contextmanager
+def record_traffic() -> Iterator[list[Traffic]]:
+    """Record what this process moves inside the block; the list has it once the block has ended."""
+    found: list[Traffic] = []
+    config = _ExperimentalConfig(profile_all_threads=True)
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, record_shapes=True, experimental_config=config) as profiler:
+        yield found
+    found.append(_traffic(profiler.profiler.kineto_results.events()))
+
+
+def _traffic(events: Iterable[Any]) -> Traffic:
+    """Return what the events of a profile say."""
+    sends = sent = received = largest = integers = 0
+    others: Counter[str] = Counter()
+    for event in events:
+        backend, _, what = event.name().partition(":")
+        if backend == "gloo":
+            dtype, numbers = (
+                "".join(event.dtypes()[:1]),
+                sum(prod(shape) for shape in event.shapes() if shape),
+            )
+        elif backend == "record_param_comms":
+            told = event.extra_meta()
+            what, dtype = told.get("Collective name", ""), told.get("dtype", "")
+            numbers = max(int(told.get(f"{side} msg nelems", 0)) for side in ("In", "Out"))
+        else:
+            continue
+        if not numbers:  # a barrier, a wait
+            continue
+        if what not in ("send", "recv", "recvAnySource"):
+            others[what] += 1
+        elif dtype.lower().removeprefix("c10::") not in _FLOATS:
+            integers += numbers if what == "send" else 0
+        else:
+            sends, sent = (sends + 1, sent + numbers) if what == "send" else (sends, sent)
+            received += numbers if what != "send" else 0
+            largest = max(largest, numbers)
+    return Traffic(sends, sent, received, largest, dict(others), integers)
+
+
+_FLOATS = ("float", "double", "half", "bfloat16")
+
+
+def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
+    """Return the error of a causal pass against float64, its traffic, the planned one, and K's numbers."""
+    sizes = Geometry(
+        1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
+    )
+    job, pattern = Job(sizes, Causal(), options=options), Causal()
+    layout = job.layout(mesh.ring_size)
+    context = context_for(pattern, layout, mesh, options)
+    dtype, device = _kind(mesh)
+    shards = {
+        name: shard_of(job.source, layout, name, mesh.ring_rank).to(device, dtype)
+        for name in ("q", "k", "v", "grad_out")
+    }
+    grad_out = shards.pop("grad_out")
+    for x in shards.values():
+        x.requires_grad_()
+    with record_traffic() as traffic:
+        out, _ = ring_attention_op(*shards.values(), context.handle)
+        out.backward(grad_out)
+    whole = {name: _whole(job, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
+    want = _dense_causal(**whole)
+    positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
+    got = (out, *(x.grad for x in shards.values()))
+    errors = [
+        _error(g[:, :, : len(positions)], w[:, :, positions])
+        for g, w in zip(got, want, strict=True)
+        if g is not None
+    ]
+    return max(errors), traffic[0], _planned(context, layout, shards["q"], shards["k"]), shards["k"].numel()
+
+
+def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
+    rank = context.plan(layout, q.shape[1], k.shape[1]).rank(context.mesh.ring_rank)
+    found = {Send: 0, Recv: 0}
+    for backward in (False, True):
+        for chunk in lower_rank(rank, backward=backward).chunks:
+            # both tensors of a message, of all heads of the chunk
+            width = 2 * k.shape[0] * len(range(k.shape[1])[chunk.kv_heads]) * k.shape[3]
+            for step in (step for steps in chunk.steps.rounds for step in steps.posted):
+                found[type(step)] += step.count * width
+    return found[Send], found[Recv]
+
+
+def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and device of the test: bfloat16 on a GPU, whose kernels take no float32."""
+    backend = "" if mesh.ring_group is None else dist.get_backend(mesh.ring_group)
+    if "nccl" in backend or (mesh.ring_group is None and torch.cuda.is_available()):
+        return torch.bfloat16, torch.device("cuda", torch.cuda.current_device())
+    return torch.float32, torch.device("cpu")
+
+
+def _whole(job: Job, name: str) -> Tensor:
+    """Return a tensor of all tokens."""
+    return shard_of(job.source, job.layout(1), name, 0)
+
+
+def _dense_causal(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, dq, dk, dv of causal attention in float64."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT / q.shape[-1] ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out.double())
+    return (out.detach(), *grads)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    error = (got.detach().cpu().double() - want).abs().max() / want.abs().max()
+    return float("inf") if bool(error.isnan()) else float(error)
+
+
+def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
+    """Return the peak of a pass by the token of the whole sequence, on this ring and on one rank, bytes.
+
+    Keys travel as in causal attention, and few of them are attended, so that little time is spent.
+    """
+    options = replace(options, prune=False, chunk_bytes=1)  # heads go round one by one
+    if _kind(mesh)[1].type == "cuda":
+        return _memory_on_cuda(mesh, options)
+    tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
+
+    def job(tokens: int) -> Job:
+        return Job(_memory_sizes(tokens, torch.float32), NARROW, options=options)
+
+    here = measure_rank(mesh, job(tokens), times=False).memory.peak_bytes / tokens
+    if dist.get_rank():  # once is enough, and takes P times the memory
+        return here, 0.0
+    alone = measure_rank(RingMesh.single(), job(MEMORY_TOKENS), times=False).memory.peak_bytes
+    return here, alone / MEMORY_TOKENS
+
+
+def _memory_sizes(tokens: int, dtype: torch.dtype) -> Geometry:
+    return Geometry(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+
+
+def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
+    """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
+    found = []
+    for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
+        job = Job(_memory_sizes(tokens, torch.bfloat16), NARROW, options=options)
+        layout = job.layout(one.ring_size)
+        context = context_for(job.pattern, layout, one, options)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        q, k, v, grad_out = (
+            shard_of(job.source, layout, name, one.ring_rank).cuda() for name in ("q", "k", "v", "grad_out")
+        )
+        out, _ = ring_attention_op(*(x.requires_grad_() for x in (q, k, v)), context.handle)
+        out.backward(grad_out)
+        torch.cuda.synchronize()
+        found.append((torch.cuda.max_memory_allocated() - before) / tokens)
+        del q, k, v, grad_out, out
+    return found[0], found[1]
+
+
+def _link(mesh: RingMesh) -> Link | None:
+    """Return this rank's link to the next rank; links are measured one after the other."""
+    if mesh.ring_size == 1:
+        return None
+    exchange, found = Exchange(mesh), None
+    device = _kind(mesh)[1]
+    for source in range(mesh.ring_size):
+        target = (source + 1) % mesh.ring_size
+        if mesh.ring_rank in (source, target):
+            timed = _timed(exchange, mesh.ring_rank == source, target, source, device)
+            if mesh.ring_rank == source:
+                found = Link(mesh.global_rank_of(source), mesh.global_rank_of(target), *timed)
+        dist.barrier(group=mesh.ring_group)  # the others wait until this link has been measured
+    return found
+
+
+def _timed(
+    exchange: Exchange, sends: bool, target: int, source: int, device: torch.device
+) -> tuple[float, float]:
+    """Return bytes per second from source to target, and the latency, on the rank that sends."""
+
+    def there_and_back(size: int) -> float:
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        answer = torch.zeros(8, dtype=torch.uint8, device=device)
+        started = time.perf_counter()
+        if sends:
+            exchange.post([Message(payload, target)], []).wait()
+            exchange.post([], [Message(answer, target)]).wait()
+            float(answer[0])  # on a GPU the host has not waited so far
+        else:
+            exchange.post([], [Message(payload, source)]).wait()
+            exchange.post([Message(answer, source)], []).wait()
+        return time.perf_counter() - started
+
+    there_and_back(SMALL_BYTES)
+    small = min(there_and_back(SMALL_BYTES) for _ in range(ROUNDS))
+    fast = there_and_back(LARGE_BYTES // 16) < SLOW_S / 16
+    chosen = torch.tensor([LARGE_BYTES if fast else LARGE_BYTES // 16], device=device)
+    # the sender's choice holds for both
+    if sends:
+        exchange.post([Message(chosen, target)], []).wait()
+    else:
+        exchange.post([], [Message(chosen, source)]).wait()
+    size = int(chosen)
+    large = min(there_and_back(size) for _ in range(ROUNDS))
+    # without the small message's time, as far as that is no noise
+    return size / max(large - small, large / 2), small / 2
+
+
+def _clock() -> tuple[float, float]:
+    """Return how far this rank's clock is ahead of rank 0's, and how sure that is, seconds.
+
+    Nobody leaves a gathering before everybody has come to it. So what rank 0's clock said before it is not
+    later than what this rank's said after it, and the other way round: two bounds, narrowed by some rounds.
+    """
+    rank, low, high = dist.get_rank(), -float("inf"), float("inf")
+    own_before = zero_before = after = 0.0
+    stamps: list[Any] = [None] * dist.get_world_size()
+    for turn in range(ROUNDS + 1):
+        before = time.time()
+        dist.all_gather_object(stamps, (before, after))
+        if turn:  # what clocks said after a round is told in the next one
+            low = max(low, own_before - stamps[0][1])
+            high = min(high, after - zero_before)
+        own_before, zero_before, after = before, stamps[0][0], time.time()
+    return (0.0, 0.0) if rank == 0 else ((low + high) / 2, (high - low) / 2)

@@ -1,0 +1,1 @@
+"""Build the command lines of engines, and start a rank under those that need it."""

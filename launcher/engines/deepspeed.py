@@ -1,0 +1,60 @@
+"""Call DeepSpeed's own launcher, and tell it everything that it would otherwise guess."""
+
+from __future__ import annotations
+
+import sys
+
+from ds_ring.errors import RingConfigError
+
+from ..run.invocation import Invocation
+from ..run.job import Job
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def deepspeed(job: Job) -> Invocation:
+    """Return the call of DeepSpeed's launcher on one host, by its module: its script need not be on PATH."""
+    # Always with a hostfile: without one it reads /job/hostfile where that exists, and trains locally with a
+    # warning where it does not. `--no_ssh` makes a hostfile of one line a plain local run. Other hosts are
+    # reached by remote.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
+    cluster = job.cluster
+    hostfile = job.folder / "hostfile"
+    slots, include = _slots(job)
+    files = {hostfile: "".join(f"{name} slots={count}\n" for name, count in slots.items())}
+    argv = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    argv += [f"--hostfile={hostfile}", f"--master_port={job.port}", *include]
+    argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
+    # At "info" it writes the values of NCCL's variables into the log.
+    argv += ["--log_level=warning", *cluster.engine_args]
+    argv += [*(["--module"] if job.rank_module else []), *job.rank_module, *job.script_command]
+    return Invocation(argv, job.with_own_programs(job.environment), files, private=job.private)
+
+
+def _slots(job: Job) -> tuple[dict[str, int], list[str]]:
+    """Return slots for the hostfile, and an `--include` where this host is to use other devices."""
+    # DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` says the same, and it
+    # checks the numbers there against the hostfile's slots.
+    slots = {host.name: host.slots for host in job.cluster.hosts}
+    own = job.cluster.hosts[job.node_rank]
+    devices = _visible_devices(job, own.slots)
+    if devices == list(range(own.slots)):
+        return slots, []
+    chosen = {
+        name: f"{own.name}:{','.join(map(str, devices))}" if name == own.name else name for name in slots
+    }
+    return {**slots, own.name: max(devices) + 1}, [f"--include={'@'.join(chosen.values())}"]
+
+
+def _visible_devices(job: Job, slots: int) -> list[int]:
+    """Return the numbers of the devices that this host's processes take, in order."""
+    text = job.environment.get(_DEVICES, job.caller_environment.get(_DEVICES, ""))
+    if job.cluster.device == "cpu" or not text:
+        return list(range(slots))
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) < slots or not all(part.isdecimal() and len(part) < 6 for part in parts):
+        got = f"{len(parts)}" if len(parts) < slots else "an entry that is none"
+        raise RingConfigError(
+            f"{_DEVICES}: expected at least {slots} device numbers, one for each slot, got {got}; "
+            "unset it, or make slots fit it"
+        )
+    return [int(part) for part in parts[:slots]]

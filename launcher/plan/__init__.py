@@ -1,0 +1,1 @@
+"""Estimate memory, bytes and time of a run."""

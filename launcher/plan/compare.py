@@ -1,0 +1,176 @@
+"""Plan the same training by other ways to split a sequence, from what their authors have published.
+
+Owns one row for each: what lies on a device and its host, what a device sends, how many ranks a sequence may
+have. The layer around attention, the states and the hardware are those of ds_ring's own plan, so that the
+rows differ by method only; times are not compared.
+
+- DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509, sections 3.1 and 3.2): all-to-alls give each rank
+  all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
+  them. Ranks are at most the heads; K/V heads that are fewer than the ranks are copied.
+- ALST (Bekman et al. 2025, arXiv 2506.13996, section 3): the same all-to-alls, with the loss in tiles of a
+  GiB of float32 logits, MLPs in ceil(tokens / hidden) tiles (as DeepSpeed's `TiledMLP` says), checkpoints on
+  the host, and at ZeRO 3 optimizer states on the host; parameters as well on a single GPU. Its published
+  lengths for Llama-8B are 0.5, 3.7 and 15 million tokens on 1, 8 and 32 H100.
+- torch's context parallelism as TRL's guide to a million tokens uses it (torch 2.13: K and V of all ranks are
+  gathered, the default of `torch.distributed.tensor.experimental`'s `set_rotate_method`;
+  huggingface.co/docs/trl/long_context_training: `chunked_nll`, checkpoints on the host). Its published figure
+  is Qwen3-8B, 1,048,576 tokens on 8 H100, 56.2 GB a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from .capacity_search import MOST_TOKENS
+from .estimate import Estimate, fits, training_step
+from .model_memory import LocalTokens, TrainingStep
+from .pass_memory import PassMemory
+from .training_setting import ELEMENT_BYTES, Setting
+from .zero_memory import FLOAT
+
+GIB = 1 << 30
+CHUNK_TOKENS = 256  # of TRL's chunked_nll
+FINE = 256  # lengths are exact to 1 / FINE
+
+
+class Row(NamedTuple):
+    """Hold what a method needs.
+
+    Attributes:
+        method: its name.
+        ranks: that share a sequence; the other devices are data-parallel replicas.
+        peak_bytes, host_bytes: of a device, and of a node's host.
+        sent_bytes: by a device for all layers' attention, forward and backward.
+        fits: whether the devices and their hosts have that much.
+        longest_tokens: that fit the same devices, to 1 / 256; 0 if none.
+    """
+
+    method: str
+    ranks: int
+    peak_bytes: int
+    host_bytes: int
+    sent_bytes: int
+    fits: bool
+    longest_tokens: int
+
+
+class _Method(NamedTuple):
+    name: str
+    step: Callable[[Setting], TrainingStep]
+    ranks: Callable[[Setting], int]
+    sent: Callable[[Setting], int]
+
+
+def compare(found: Estimate, longest_tokens: int) -> list[Row]:
+    """Return ds_ring's own row and those of the other methods, for the same model, tokens and devices.
+
+    Args:
+        found: ds_ring's plan.
+        longest_tokens: of ds_ring on these devices.
+    """
+    setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
+    ranks = setting.ring_size * setting.ulysses_size
+    own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, longest_tokens)
+    return [Row(*own), *(_row(method, setting) for method in _METHODS)]
+
+
+def _row(method: _Method, setting: Setting) -> Row:
+    step = method.step(setting)
+    moments = step.moments()
+    return Row(
+        method.name,
+        method.ranks(setting),
+        step.peak().total,
+        step.host_bytes * setting.devices_of_node,
+        method.sent(setting),
+        fits(setting, moments),
+        _longest(method, setting),
+    )
+
+
+def _longest(method: _Method, setting: Setting) -> int:
+    def has_room(tokens: int) -> bool:
+        tried = replace(setting, tokens=tokens)
+        return fits(tried, method.step(tried).moments())
+
+    low, high = 0, setting.devices
+    while high <= MOST_TOKENS and has_room(high):
+        low, high = high, 2 * high
+    while high - low > max(low // FINE, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room(middle) else (low, middle)
+    return low
+
+
+def _ulysses_ranks(setting: Setting) -> int:
+    """Return the most ranks that divide both heads and devices."""
+    heads, devices = setting.model.heads, setting.devices
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and devices % n == 0)
+
+
+def _all_ranks(setting: Setting) -> int:
+    return setting.devices
+
+
+def _ulysses_step(setting: Setting) -> TrainingStep:
+    ranks, model = _ulysses_ranks(setting), setting.model
+    inside = setting.batch * setting.tokens
+    tokens = LocalTokens(-(-inside // ranks), inside, model.heads // ranks, max(model.kv_heads // ranks, 1))
+    # FlashAttention adds dq up in float32 (Dao 2023, section 3.2).
+    return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
+
+
+def _alst_step(setting: Setting) -> TrainingStep:
+    zero, model = setting.zero, setting.model
+    tiled = replace(
+        setting,
+        loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
+        mlp_tokens=model.hidden,
+        offload_checkpoints=True,
+        zero=replace(zero, stage=3, offload_optimizer=True, offload_parameters=zero.world == 1),
+    )
+    return _ulysses_step(tiled)
+
+
+def _torch_step(setting: Setting) -> TrainingStep:
+    ranks, model = _all_ranks(setting), setting.model
+    local = -(-setting.batch * setting.tokens // ranks)
+    # K and V of the whole sequence; out, and dq, dk and dv in the backward pass, are added up in float32.
+    gathered = (
+        2 * setting.batch * setting.tokens * model.kv_heads * model.head_dim * ELEMENT_BYTES[setting.dtype]
+    )
+    added = local * (model.heads + 2 * model.kv_heads) * model.head_dim * FLOAT
+    tiled = replace(setting, loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
+    return _step(
+        tiled, LocalTokens(local, local, model.heads, model.kv_heads), PassMemory(gathered, added, 0)
+    )
+
+
+def _step(setting: Setting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:
+    """Return a step with checkpointing and attention computed again, as all of them train long sequences."""
+    again = replace(setting, checkpointing=True, recompute_attention=1.0)
+    return replace(training_step(again, 1, ring), tokens=tokens)
+
+
+def _sent_by_ulysses(setting: Setting) -> int:
+    ranks, model = _ulysses_ranks(setting), setting.model
+    heads = 2 * model.heads + 2 * max(model.kv_heads, ranks)
+    local = setting.batch * setting.tokens // ranks
+    once = local * heads * model.head_dim * ELEMENT_BYTES[setting.dtype] * (ranks - 1) // ranks
+    return 2 * model.layers * once  # and their gradients
+
+
+def _sent_by_torch(setting: Setting) -> int:
+    """K and V once forward and once backward to all others, and their float32 gradients home."""
+    model, ranks = setting.model, _all_ranks(setting)
+    elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
+    return model.layers * elements * (2 * ELEMENT_BYTES[setting.dtype] + FLOAT)
+
+
+_METHODS = (
+    _Method("DeepSpeed Ulysses", _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method("ALST", _alst_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method("torch context parallel, TRL's guide", _torch_step, _all_ranks, _sent_by_torch),
+)

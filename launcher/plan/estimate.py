@@ -1,0 +1,204 @@
+"""Estimate memory, FLOPs, bytes and time of a training step on one device. Pure arithmetic.
+
+Owns the sum of it all. What is planned stands in training_setting.py, attention in layer_passes.py, searches
+in capacity_search.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ds_ring.schedule.head_chunks import chunk_bytes_on, count_heads, head_chunks, heads_on_host
+from ds_ring.schedule.layout import Layout
+
+from .cost import PassCost
+from .head_swaps import head_swaps
+from .layer_passes import LayerPass, LayerPasses, Progress, layer_passes
+from .model_memory import LocalTokens, Moment, TrainingStep
+from .pass_memory import PassMemory
+from .training_setting import ELEMENT_BYTES, Setting
+
+# of heads from the host: one computed, one that is not done with, and the next one on its way
+CHUNKS_HERE = 3
+
+
+class Estimate(NamedTuple):
+    """Hold what a step costs on the device that needs most."""
+
+    setting: Setting  # what was planned
+    layout: Layout  # which one it is
+    moments: list[Moment]  # every moment at which memory can be highest
+    passes: tuple[LayerPass, ...]  # of one layer of each pattern on the slowest rank looked at
+    attention: PassCost  # of all layers' passes
+    # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
+    attention_s: float
+    exposed_s: float
+    # swap_bytes, swap_s: of attention, Ulysses' all-to-alls
+    swap_bytes: int
+    swap_s: float
+    # dense_flops, dense_s: of the other matrices
+    dense_flops: float
+    dense_s: float
+    # zero_bytes, zero_s: gradients and parameters between devices, as if nothing of it were hidden
+    zero_bytes: int
+    zero_s: float
+    # host_bytes, host_s: between one device and its host, the optimizer there included
+    host_bytes: int
+    host_s: float
+    ranks: int  # how many ring ranks were looked at
+
+    @property
+    def peak(self) -> Moment:
+        """Return the moment of the most memory."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def host_peak(self) -> Moment:
+        """Return the moment at which most lies on the host."""
+        return max(self.moments, key=lambda moment: moment.host_total)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Return the most that lies on a node's host, of all its devices."""
+        return self.host_peak.host_total * self.setting.devices_of_node
+
+    @property
+    def fits(self) -> bool:
+        """Return whether device and host can give what the tensors take."""
+        return fits(self.setting, self.moments)
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of one optimizer step of one micro-batch."""
+        return self.attention_s + self.dense_s + self.zero_s + self.host_s
+
+
+def fits(setting: Setting, moments: list[Moment]) -> bool:
+    """Return whether device and host can give what is alive at every moment."""
+    host = setting.usable_host_bytes or 0.0
+    return all(one.total <= setting.usable_bytes and one.host_total <= host for one in moments)
+
+
+def least_step(setting: Setting) -> TrainingStep:
+    """Return a step without what the ring needs: no plan has to be made for it."""
+    slots = -(-setting.tokens // (setting.ring_size * setting.ulysses_size)) * setting.ulysses_size
+    return training_step(setting, slots, PassMemory(0, 0, 0))
+
+
+def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
+    """Return the memory of a step with so many slots of a ring rank, and what its passes need."""
+    ulysses, model = setting.ulysses_size, setting.model
+    inside = setting.batch * slots
+    tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
+    return TrainingStep(
+        model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
+        setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
+        heads_here(setting, slots),
+    )  # fmt: skip
+
+
+def heads_here(setting: Setting, slots: int) -> float | None:
+    """Return the part of attention's heads that are on the device while some are computed; None for all."""
+    kind, model = setting.hardware.kind, setting.model
+    # On the CPU both are one memory: nothing is gained, and what is copied replaces what it was copied from.
+    if setting.host_is_device or not heads_on_host(setting.offload_attention, kind, slots):
+        return None
+    kv_heads = model.kv_heads // setting.ulysses_size
+    head_bytes = setting.batch * slots * model.head_dim * ELEMENT_BYTES[setting.dtype]
+    least = setting.chunk_bytes or chunk_bytes_on(kind, setting.ring_size)
+    chunk = head_chunks(slice(0, kv_heads), head_bytes, least)[0]
+    return min(1.0, CHUNKS_HERE * count_heads(chunk) / kv_heads)
+
+
+def estimate(
+    setting: Setting, progress: Progress | None = None, attention: LayerPasses | None = None
+) -> Estimate:
+    """Estimate everything about a setting.
+
+    Args:
+        setting: what is planned.
+        progress: called with the number of ranks looked at, and of all that will be.
+        attention: of the same model, sequence, ranks and hardware, if it was estimated already.
+
+    Raises:
+        RingError: layout and pattern do not go together, or the hardware has no figure for the dtype.
+    """
+    hardware, model = setting.hardware, setting.model
+    rate = hardware.flops(setting.dtype) * hardware.matmul_efficiency
+    if attention is None:
+        attention = layer_passes(setting, progress)
+    step = training_step(setting, attention.layout.local_tokens, attention.memory)
+    total = attention.total
+    # Checkpointing runs the forward pass, its transfers included, once more only where it is told to. The
+    # first part of the rows takes that part of the time, not its square, on the zigzag rank that has the
+    # middle of the sequence.
+    again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
+    tokens = step.tokens.outside
+    # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
+    # an MLP are repeated, but not twice under checkpointing (runtime/tiled_call.py, "checkpointed regions").
+    dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
+    if setting.mlp_tokens is not None and not setting.checkpointing:
+        dense += 2.0 * model.layers * model.mlp_parameters * tokens
+    # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
+    swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
+    swap_s = times * model.layers * swaps.seconds
+    zero_bytes = _zero_bytes(setting)
+    host_bytes, host_s = host_traffic(setting, step)
+    return Estimate(
+        setting,
+        attention.layout,
+        step.moments(),
+        attention.passes,
+        total,
+        total.seconds + again + swap_s,
+        total.exposed_s,
+        times * model.layers * swaps.sent_bytes,
+        swap_s,
+        dense,
+        dense / rate,
+        zero_bytes,
+        zero_bytes / _widest_link(setting),
+        host_bytes,
+        host_s,
+        attention.ranks,
+    )
+
+
+# [Note: traffic with the host]
+# Checkpoints go there and come back: a layer's input each, and attention's results where they are kept; so
+# do attention's tensors between its passes. An optimizer on the host gets the gradients of the device's
+# partition and returns parameters; it reads and writes its float32 states (28 bytes a parameter: the copy,
+# two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
+# devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
+# if nothing were hidden behind compute.
+def host_traffic(setting: Setting, step: TrainingStep) -> tuple[int, float]:
+    """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
+    zero, model, hardware = setting.zero, setting.model, setting.hardware
+    moved, adam_s = 0, 0.0
+    if setting.checkpointing and setting.offload_checkpoints:
+        moved += 2 * model.layers * step.checkpoint_bytes
+    moved += 2 * model.layers * step.offloaded_bytes
+    share = zero.share(model.parameters)
+    if zero.offload_optimizer:
+        moved += 2 * zero.element_bytes * share
+        if hardware.host_memory_bytes_per_s is not None:
+            adam_s = 28 * share * setting.devices_of_node / hardware.host_memory_bytes_per_s
+    if zero.offload_parameters and zero.stage == 3:
+        moved += 3 * zero.element_bytes * share
+    link = hardware.host_link_bytes_per_s
+    # On the CPU nothing moves; elsewhere a file without the rate is refused where options are read.
+    return (0, adam_s) if setting.host_is_device or link is None else (moved, moved / link + adam_s)
+
+
+def _zero_bytes(setting: Setting) -> int:
+    """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one."""
+    # Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
+    zero = setting.zero
+    times = 3 if zero.stage == 3 else 2
+    return times * zero.element_bytes * setting.model.parameters * (zero.world - 1) // zero.world
+
+
+def _widest_link(setting: Setting) -> float:
+    hardware = setting.hardware
+    inside = setting.devices <= hardware.devices_per_node
+    return hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s

@@ -1,0 +1,155 @@
+"""Describe hardware as a frozen model: what one device computes, holds and sends in a second.
+
+The only file that knows the keys of `configs/hardware/*.yaml`. How a file is found and read is the
+launcher's; what follows for a plan stands in launcher/plan/cost.py. `ds-ring tune` measures a machine and
+writes such a file, `ds-ring plan` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ds_ring.config.messages import Section, Takes, config_error, problems_of, sentence
+from ds_ring.errors import RingConfigError
+from ds_ring.registry import FAST_KERNELS
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Bounds that no device comes near: within them no time that is estimated overflows.
+_RATE = "a number of at least 1 and at most 1e+30"
+_FRACTION = "a number of at least 1e-06 and at most 1"
+_WAIT = "a number of seconds, 0 or more and at most 1e+06"
+
+Name = Annotated[str, Field(min_length=1), Takes("a word", "write the name of the device")]
+Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
+Bytes = Annotated[
+    int, Field(ge=1, le=2**60), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")
+]
+Count = Annotated[int, Field(ge=1, le=2**20), Takes("a whole number of at least 1", "write 8, say")]
+Rate = Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False), Takes(_RATE, "write 3.12e+14, say")]
+RateOrNone = Annotated[
+    Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False)] | None,
+    Takes(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
+]
+BytesOrNone = Annotated[
+    Annotated[int, Field(ge=1, le=2**60)] | None,
+    Takes("a whole number of bytes above 0, or null", "write 2_000_000_000_000, say, or leave it out"),
+]
+Fraction = Annotated[
+    float, Field(ge=1e-6, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
+]
+Wait = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
+Sources = Annotated[
+    dict[str, str], Takes("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
+]
+
+
+class PeakFlops(Section):
+    """List floating-point operations per second by dtype; a dtype that is left out is not offered."""
+
+    float32: RateOrNone = Field(default=None, description="as matrix products of that dtype run")
+    bfloat16: RateOrNone = Field(default=None, description="dense, not sparse")
+    float16: RateOrNone = Field(default=None, description="dense, not sparse")
+
+
+class AttentionEfficiency(Section):
+    """Give the fraction of the peak that the attention kernel reaches on long sequences."""
+
+    forward: Fraction = Field(description="of 4 D FLOPs a pair")
+    backward: Fraction = Field(description="of 10 D FLOPs a pair")
+
+
+KernelOrNone = Annotated[
+    Literal["cpu", "flex", "flash"] | None, Takes("the name of a kernel, or null", "write flash, say")
+]
+ByKernel = Annotated[
+    dict[Literal["cpu", "flex", "flash"], AttentionEfficiency] | None,
+    Takes("a mapping of kernels to efficiencies, or null", "write 'flash: {forward: 0.5, backward: 0.4}'"),
+]
+
+
+class Hardware(Section):
+    """Describe one kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
+
+    name: Name = Field(description="what tables call it")
+    kind: Kind = Field(description="cuda also stands for ROCm, as in torch")
+    memory_bytes: Bytes = Field(description="of one device (for kind cpu: that one process may use)")
+    devices_per_node: Count = Field(description="devices that intra_node_bytes_per_s connects")
+    peak_flops: Annotated[PeakFlops, Takes("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")] = (
+        Field(description="of one device")
+    )
+    attention_efficiency: Annotated[
+        AttentionEfficiency, Takes("a mapping with forward and backward", "write 'forward: 0.5'")
+    ] = Field(description="fractions of peak_flops")
+    kernel: KernelOrNone = Field(
+        default=None, description="whose attention_efficiency it is; without it what auto takes on this kind"
+    )
+    attention_by_kernel: ByKernel = Field(
+        default=None, description="the same of other kernels, for plans with that kernel in the JSON"
+    )
+    matmul_efficiency: Fraction = Field(description="of peak_flops in the model's other matrices")
+    call_overhead_s: Wait = Field(description="fixed cost of a kernel call")
+    intra_node_bytes_per_s: Rate = Field(
+        description="that one device receives from its neighbour in the node"
+    )
+    inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
+    link_latency_s: Wait = Field(description="from a send to the first byte")
+    hop_overhead_s: Wait = Field(description="fixed cost of posting and waiting for a hop's messages")
+    host_memory_bytes: BytesOrNone = Field(
+        default=None, description="of a node's host, for what is offloaded; without it nothing is"
+    )
+    host_link_bytes_per_s: RateOrNone = Field(
+        default=None, description="between one device and pinned memory of its host, each way"
+    )
+    host_memory_bytes_per_s: RateOrNone = Field(
+        default=None, description="that a node's processors read and write, for an optimizer on the host"
+    )
+    source: Sources = Field(description="where each figure is from")
+
+    def flops(self, dtype: str) -> float:
+        """Return peak FLOPs per second in a dtype."""
+        found: float | None = getattr(self.peak_flops, dtype, None)
+        if found is None:
+            known = [name for name in DTYPES if getattr(self.peak_flops, name) is not None]
+            advice = "add it under peak_flops, or take another dtype"
+            what = sentence(f"one of {', '.join(known)}", dtype, advice)
+            raise RingConfigError(f"hardware {self.name}: dtype: {what}")
+        return found
+
+    def runs(self, kernel: str) -> str:
+        """Return the kernel that a name of the JSON stands for: "auto" is the file's own.
+
+        Raises:
+            RingConfigError: the file has no rates of it.
+        """
+        own = self.kernel or FAST_KERNELS[self.kind]
+        found = own if kernel == "auto" else kernel
+        others = self.attention_by_kernel or {}
+        if found != own and found not in others:
+            known = ", ".join((own, *others))
+            advice = "add it under attention_by_kernel, or take another file"
+            raise RingConfigError(
+                f"hardware {self.name}: kernel: {sentence(f'one of {known}', found, advice)}"
+            )
+        return found
+
+    def efficiency(self, kernel: str) -> AttentionEfficiency:
+        """Return the efficiency of a kernel that `runs` has returned."""
+        by_name = {str(name): found for name, found in (self.attention_by_kernel or {}).items()}
+        return by_name.get(kernel, self.attention_efficiency)
+
+
+def hardware_from(values: dict[str, Any], source: str) -> Hardware:
+    """Build a description from the values of a file; one RingConfigError that names `source` lists all
+    faults.
+    """
+    required = [name for name, field in Hardware.model_fields.items() if field.is_required()]
+    # A missing key becomes null, so that its error says what the key takes.
+    filled = {**dict.fromkeys(required), **values}
+    if isinstance(filled["peak_flops"], dict) and not any(filled["peak_flops"].values()):
+        raise config_error(source, "peak_flops: expected a rate for one dtype at least, got none; add one")
+    try:
+        return Hardware.model_validate(filled)
+    except ValidationError as error:
+        raise config_error(source, *problems_of(error, Hardware, "")) from None

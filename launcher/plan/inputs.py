@@ -1,0 +1,256 @@
+"""Turn the options of `ds-ring plan` into a `Setting`: read files, fill in defaults, search what is open.
+
+Options come before the DeepSpeed JSON, which comes before defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY, resolve
+from ds_ring.config.json_text import parse_object
+from ds_ring.config.messages import sentence, shown
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError
+
+from ..commands.parsers import require_sizes
+from .capacity_search import MOST_TOKENS, fewest_devices, longest_sequence, longest_with_options
+from .hardware_file import read_hardware
+from .layer_mix import mix_of
+from .model_file import model_of, said_of_layers
+from .options import OPTIONS, tiled_loss, tiled_mlp, with_cheapest_options
+from .training_setting import ELEMENT_BYTES, Setting
+from .zero_memory import Zero
+
+_Raw = dict[str, Any]
+_ZERO = "zero_optimization"
+_MOST_DEVICES = 2**16
+DEFAULT_TILE = MOST_TOKENS  # of --tiled-loss and --tiled-mlp without a number
+_MOST = {
+    "tokens": MOST_TOKENS,
+    "devices": _MOST_DEVICES,
+    "ring_size": _MOST_DEVICES,
+    "ulysses_size": _MOST_DEVICES,
+    "batch": 2**20,
+    "tiled_loss": MOST_TOKENS,
+    "tiled_mlp": MOST_TOKENS,
+}
+
+
+def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
+    """Return what the options ask for; with --tokens or --devices left out, what a search found."""
+    if options.tiled_loss is None:
+        options.tiled_loss = options.loss_chunk
+    require_sizes(options, _MOST)
+    config, whole = _ring_config(options)
+    ulysses = config.ulysses_size
+    given = options.ring_size or (config.ring_size if options.config else None)
+    devices, ring = _sizes(options.devices, given, ulysses)
+    # Checked before any search, which may take seconds.
+    setting = _setting(options, config, whole, devices, ring)
+    if options.tokens is None and devices is None:
+        raise RingConfigError(
+            "expected --tokens, --devices or both, got neither; give one, and the other is searched for"
+        )
+    if devices is None:
+        say("the fewest devices that fit")
+        setting = _fewest(setting)
+    elif options.tokens is None:
+        say("the longest sequence that fits")
+        return _longest(setting)
+    if not options.fit:
+        return setting
+    say("the cheapest options that fit")
+    return with_cheapest_options(setting)
+
+
+def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
+    """Return the section with the options in it, checked as any section is, and the whole JSON."""
+    whole: _Raw = resolve(options.config, RingConfig)[1] if options.config else {SECTION: {}}
+    section: _Raw = dict(whole[SECTION])
+    given = {"ring_size": options.ring_size, "ulysses_size": options.ulysses_size, "layout": options.layout}
+    section |= {key: value for key, value in given.items() if value is not None}
+    if options.pattern is not None:
+        section["pattern"] = parse_object(options.pattern, "--pattern")
+    if options.ring_size:  # says what the JSON's whole would
+        whole = {key: value for key, value in whole.items() if key != SP_KEY}
+    if SP_KEY not in whole and not isinstance(section.get("ring_size"), int):
+        section["ring_size"] = max((options.devices or 1) // (options.ulysses_size or 1), 1)
+    return resolve(whole | {SECTION: section}, RingConfig)
+
+
+def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | None, int]:
+    """Return devices (None: to be searched) and the ring size."""
+    if devices is None:
+        return (None, 1) if ring is None else (ring * ulysses, ring)
+    if ring is None:
+        ring = max(devices // ulysses, 1)
+    if devices % (ring * ulysses):
+        raise RingConfigError(
+            f"--devices {devices}: expected a multiple of ring size {ring} x Ulysses size {ulysses}, got"
+            f" {devices}; change one of them"
+        )
+    return devices, ring
+
+
+def _setting(
+    options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
+) -> Setting:
+    model, ulysses = model_of(options), config.ulysses_size
+    if ring * ulysses > _MOST_DEVICES:
+        expected = f"at most {_MOST_DEVICES:,} ranks"
+        raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
+    if model.kv_heads % ulysses:
+        raise RingConfigError(
+            f"Ulysses size {ulysses}: expected a divisor of the model's {model.kv_heads} K/V heads;"
+            " use a larger ring instead"
+        )
+    from_json = _dtype(whole, bool(options.config))
+    dtype = options.dtype or from_json
+    hardware = read_hardware(options.hardware)
+    hardware.flops(dtype)  # or an error that names what it has
+    hardware.runs(config.kernel)  # likewise
+    said = said_of_layers(options.hf_config, model.layers)
+    batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
+    setting = Setting(
+        tokens=options.tokens or 1,
+        ring_size=ring,
+        ulysses_size=ulysses,
+        model=model,
+        pattern=mix_of(config, said, options.tokens or MOST_TOKENS),
+        layout=config.layout,
+        zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
+        dtype=dtype,
+        hardware=hardware,
+        batch=1 if batch is None else int(batch),
+        recompute_attention=float(config.recompute_attention),
+        may_add_options=options.fit,
+        overlap=config.overlap,
+        prune=config.prune,
+        chunk_bytes=config.chunk_bytes,
+        gradient_payload=config.gradient_payload,
+        kernel=config.kernel,
+        block_size=config.block_size,
+    )
+    return _with_options(setting, options, config)
+
+
+def _with_options(setting: Setting, options: argparse.Namespace, config: RingConfig) -> Setting:
+    """Turn on what the command line or the JSON asks for of `launcher/plan/options.py`."""
+    long, gpu = config.long_sequence, not setting.host_is_device
+    for key, turn_on in (("tiled_loss", tiled_loss), ("tiled_mlp", tiled_mlp)):
+        asked = getattr(options, key)
+        tile = getattr(long, key) if asked is None else (True if asked == DEFAULT_TILE else asked)
+        if tile is not False:
+            setting = turn_on(setting, None if tile in (True, "auto") else tile)
+    offloads = long.offload_checkpoints is True or (long.offload_checkpoints == "auto" and gpu)
+    setting = replace(setting, offload_attention=long.offload_attention)
+    for option in OPTIONS:
+        name = option.flag.removeprefix("--").replace("-", "_")
+        wanted = (offloads and name == "offload_checkpoints") or (
+            name not in _MOST and getattr(options, name)
+        )
+        if not wanted or option.is_on(setting):
+            continue
+        if not option.is_possible(setting):
+            raise RingConfigError(f"{option.flag}: {sentence(option.needs, 'another one', 'leave it out')}")
+        setting = option.apply(setting)
+    return setting
+
+
+def _dtype(whole: _Raw, from_json: bool) -> str:
+    """Return what the JSON enables; DeepSpeed's default is float32, ours without a JSON bfloat16."""
+    for key, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if _flag(_mapping(whole, key), key, "enabled"):
+            return name
+    return "float32" if from_json else "bfloat16"
+
+
+def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, kind: str) -> Zero:
+    section = _mapping(whole, _ZERO)
+    stage = options.zero_stage
+    if stage is None:
+        given_stage = _number(section, f"{_ZERO}.", "stage", least=0, most=3)
+        # Without a JSON nothing is said of ZeRO: stage 3 is what long sequences need.
+        stage = int(given_stage or 0) if options.config else 3
+    numbers = {
+        "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),
+        "live_elements": _number(section, f"{_ZERO}.", "stage3_max_live_parameters", least=0, most=2**53),
+    }
+    more = {name: int(value) for name, value in numbers.items() if value is not None}
+    overlap = _flag(section, _ZERO, "overlap_comm")
+    return Zero(
+        stage,
+        devices,
+        ELEMENT_BYTES[dtype],
+        overlap_comm=stage == 3 if overlap is None else overlap,
+        fused_adam=kind == "cuda",
+        offload_optimizer=_on_host(section, "offload_optimizer"),
+        offload_parameters=_on_host(section, "offload_param"),
+        **more,
+    )
+
+
+def _on_host(section: _Raw, key: str) -> bool:
+    """Return whether ZeRO offloads to the host's memory."""
+    return bool(_mapping(section, key, f"{_ZERO}.").get("device") == "cpu")
+
+
+def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:
+    """Return a sub-section of DeepSpeed's; nothing where it is left out."""
+    value = whole.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise RingConfigError(
+            f"--config: {prefix}{key}: {sentence('an object {...}', shown(value), 'correct it')}"
+        )
+    return value or {}
+
+
+def _number(section: _Raw, prefix: str, key: str, *, least: int, most: int) -> float | None:
+    """Return a number of DeepSpeed's, None where it is left out or "auto"."""
+    value = section.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        what = sentence(f"a number from {least} to {most:,}", shown(value), "correct it")
+        raise RingConfigError(f"--config: {prefix}{key}: {what}")
+    return value
+
+
+def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
+    """Return a switch of DeepSpeed's, None where it is left out or "auto"."""
+    value = section.get(key)
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, bool):
+        what = sentence("true or false", shown(value), "write it without quotes")
+        raise RingConfigError(f"--config: {prefix}.{key}: {what}")
+    return value
+
+
+def _fewest(setting: Setting) -> Setting:
+    found = fewest_devices(setting)
+    if found is None:
+        raise RingConfigError(
+            f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
+            " got none up to 16384; try --fit, which turns on what saves memory, or --ulysses-size"
+        )
+    return found
+
+
+def _longest(setting: Setting) -> Setting:
+    if setting.may_add_options:
+        found = longest_with_options(setting)
+    else:
+        tokens = longest_sequence(setting)
+        found = replace(setting, tokens=tokens) if tokens else None
+    if found is None:
+        raise RingConfigError(
+            f"--tokens: expected some sequence to fit {setting.devices} x {setting.hardware.name} at ZeRO"
+            f" {setting.zero.stage}, got none; take more devices, another stage or a smaller"
+            " reduce_bucket_size"
+        )
+    return found

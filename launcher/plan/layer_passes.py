@@ -1,0 +1,219 @@
+"""Estimate the attention of all layers on one layout: cost of their passes, and memory of the largest one.
+
+Owns the choice of ranks and head classes that stand for all, and how layers with different patterns add up:
+costs are summed over the layers, since ranks wait for each other in every layer; of memory the most counts.
+What one pass costs is `cost.py`'s, its memory `pass_memory.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import Tiles
+from ds_ring.registry import KERNELS
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.executed import executed_of_fullest, is_dilated
+from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
+
+from .cost import Part, PassCost, pass_cost
+from .hardware import Hardware
+from .pass_memory import PassMemory, PassShape, pass_memory
+from .training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
+
+FEW_CLASSES, MANY_RANKS = 4, 64
+
+Progress = Callable[[int, int], None]
+
+
+class LayerPass(NamedTuple):
+    """Hold what the layers of one pattern cost.
+
+    Attributes:
+        pattern: theirs.
+        layers: how many have it.
+        cost: of the passes of one of them, on the slowest rank that was looked at.
+    """
+
+    pattern: Pattern
+    layers: int
+    cost: PassCost
+
+
+class LayerPasses(NamedTuple):
+    """Hold the attention of all layers.
+
+    Attributes:
+        layout: of all of them.
+        passes: by pattern.
+        memory: of the rank and the layer that need most.
+        ranks: how many ring ranks were looked at.
+    """
+
+    layout: Layout
+    passes: tuple[LayerPass, ...]
+    memory: PassMemory
+    ranks: int
+
+    @property
+    def total(self) -> PassCost:
+        """Return the cost of all layers' passes together."""
+        return total_cost(self.passes)
+
+
+def total_cost(passes: Iterable[LayerPass]) -> PassCost:
+    """Return the sum of the passes of all layers."""
+    weighted = [[one.layers * value for value in vars(one.cost).values()] for one in passes]
+    return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
+
+
+def blocks_of(setting: Setting) -> int:
+    """Return the side of the blocks in which the kernel computes; 1 for one that does not."""
+    return setting.block_size if KERNELS[setting.kernel_that_runs].takes_blocks else 1
+
+
+def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
+    """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
+    mix = setting.mix
+    layout = make_layout(
+        setting.layout, tokens=setting.tokens, ring_size=setting.ring_size, pattern=dict(mix),
+        multiple_of=setting.ulysses_size, block_size=blocks_of(setting),
+    )  # fmt: skip
+    heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
+    return [
+        (
+            build_plan(
+                one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
+                gradient_payload=setting.gradient_payload, ranks_per_node=setting.node_ranks or None,
+            ),
+            layers,
+        )
+        for one, layers in mix
+    ]  # fmt: skip
+
+
+def executed_of(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
+    """Return how a kernel of such blocks counts a table of a dilated pattern; None where edges alone matter.
+
+    Every tile counts as the fullest rank's do on average (`schedule/executed.py`). Searches go without: they
+    underestimate arithmetic, so that what they say hides does.
+    """
+    if block == 1 or not is_dilated(plan.pattern):
+        return None
+    waste = _waste(plan.pattern, plan.layout, block)
+    return lambda tiles: round(waste * int(tiles.pairs.sum()))
+
+
+@lru_cache(maxsize=16)
+def _waste(pattern: Pattern, layout: Layout, block: int) -> float:
+    """Return the pairs that the fullest rank executes over the most that a rank attends, of head 0."""
+    bound = bound_to_one_head(pattern)
+    return executed_of_fullest(bound, layout, block) / max(int(work_of_ranks(bound, layout).max()), 1)
+
+
+def pass_shape(setting: Setting, layout: Layout) -> PassShape:
+    """Return the tensors of a pass on one rank."""
+    model, element = setting.model, ELEMENT_BYTES[setting.dtype]
+    return PassShape(
+        batch=setting.batch,
+        group=model.heads // model.kv_heads,
+        local_tokens=layout.local_tokens,
+        head_dim=model.head_dim,
+        element_bytes=element,
+        chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
+        kernel=setting.kernel_that_runs,
+        contiguous=setting.ulysses_size > 1,
+    )
+
+
+# [Note: sampled ranks]
+# Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
+# (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which stand for the
+# others.
+def sampled_ranks(ring_size: int) -> list[int]:
+    """Return the ring ranks that stand for all; [Note: sampled ranks]."""
+    if ring_size <= FEW_RANKS:
+        return list(range(ring_size))
+    ranks = sampled_origins(ring_size)
+    return [ranks[0], ranks[-1]] if ring_size > MANY_RANKS else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
+
+
+def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
+    """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
+    if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
+        return [Part(head_class.rank(ring_rank), 1) for head_class in plan.classes]
+    if plan.ring_size > MANY_RANKS:
+        return [Part(plan.classes[0].rank(ring_rank), len(plan.classes))]
+    half = len(plan.classes) // 2
+    chosen = ((plan.classes[0], half), (plan.classes[-1], len(plan.classes) - half))
+    return [Part(head_class.rank(ring_rank), times) for head_class, times in chosen]
+
+
+def slowest_pass(
+    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True
+) -> PassCost:
+    """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
+    ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
+    costs = (pass_cost(parts, shape, hardware, dtype, bytes_per_s, overlap) for parts in ranks)
+    return max(costs, key=lambda cost: cost.seconds)
+
+
+def slowest_passes(setting: Setting, bytes_per_s: float) -> tuple[LayerPass, ...]:
+    """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
+    plans = plans_of(setting)
+    shape = pass_shape(setting, plans[0][0].layout)
+    rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap)
+    return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
+
+
+def layer_passes(setting: Setting, progress: Progress | None = None) -> LayerPasses:
+    """Estimate the attention of all layers.
+
+    Raises:
+        RingError: layout and pattern do not go together.
+    """
+    plans, ranks = plans_of(setting), sampled_ranks(setting.ring_size)
+    layout = plans[0][0].layout
+    shape, needs, costs = pass_shape(setting, layout), [], []
+    rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
+    executed = [executed_of(plan, blocks_of(setting)) for plan, _ in plans]
+    for done, rank in enumerate(ranks):
+        if progress is not None:
+            progress(done, len(ranks))
+        parts = [parts_of(plan, rank) for plan, _ in plans]
+        needs.append(_most([_memory(mine, shape) for mine in parts]))
+        costs.append([pass_cost(mine, shape, *rates, one) for mine, one in zip(parts, executed, strict=True)])
+    slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
+    passes = zip(plans, slowest, strict=True)
+    return LayerPasses(
+        layout,
+        tuple(LayerPass(plan.pattern, layers, cost) for (plan, layers), cost in passes),
+        max(needs, key=lambda memory: memory.total),
+        len(ranks),
+    )
+
+
+def rough_pass_memory(setting: Setting) -> tuple[Layout, PassMemory]:
+    """Return the layout, and what passes need by two ranks and one class of heads: enough for a search."""
+    plans = plans_of(setting)
+    layout = plans[0][0].layout
+    shape, needs = pass_shape(setting, layout), []
+    for rank in sorted({0, setting.ring_size // 2}):
+        parts = [[Part(plan.classes[0].rank(rank), len(plan.classes))] for plan, _ in plans]
+        needs.append(_most([_memory(mine, shape) for mine in parts]))
+    return layout, max(needs, key=lambda memory: memory.total)
+
+
+def _memory(parts: list[Part], shape: PassShape) -> PassMemory:
+    return pass_memory(tuple(part.head_class for part in parts for _ in range(part.times)), shape)
+
+
+def _most(of_layers: list[PassMemory]) -> PassMemory:
+    """Return what a rank needs for the layer that needs most; message buffers stay from layer to layer."""
+    largest = max(of_layers, key=lambda memory: memory.accumulators + memory.workspace)
+    return largest._replace(buffers=max(memory.buffers for memory in of_layers))

@@ -1,0 +1,296 @@
+"""Estimate peak memory of a training step on one device, by component and by moment.
+
+Owns the moments of a step at which memory can be highest, and what lives at each. The blocks are those of an
+eager Llama in transformers 5 (what autograd saves was counted in the profiler's events and is exact there;
+fused norms, fused losses and compilation save less), loss and MLP in tiles those of
+`integrations/transformers`. Attention's own part comes from `pass_memory.py`, states from `zero_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .model_shape import ModelShape
+from .pass_memory import PassMemory
+from .zero_memory import FLOAT, Zero
+
+Components = dict[str, int]
+
+
+class Moment(NamedTuple):
+    """Hold bytes by component at one moment of a step, on the device and on its host."""
+
+    name: str
+    components: Components
+    host: Components
+
+    @property
+    def total(self) -> int:
+        """Return bytes alive on the device."""
+        return sum(self.components.values())
+
+    @property
+    def host_total(self) -> int:
+        """Return bytes alive on the host."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """Hold what one device has of a batch."""
+
+    outside: int  # tokens outside attention: batch x T / (ring x Ulysses)
+    inside: int  # token slots inside attention: batch x T / ring
+    # heads, kv_heads: there: those of the model over the Ulysses size
+    heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """Describe a training step on one device."""
+
+    # model, zero: what is trained and how its states are kept
+    model: ModelShape
+    zero: Zero
+    tokens: LocalTokens  # how many here
+    ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
+    checkpointing: bool = False  # a layer keeps its input and is computed again
+    keeps_attention: float = 0.0  # but for this part of attention's output and lse, which is kept then
+    # loss_tokens, mlp_tokens: that are there at once (a loss and MLPs in tiles); None for all
+    loss_tokens: int | None = None
+    mlp_tokens: int | None = None
+    offload_checkpoints: bool = False  # what layers keep for the backward pass lies on the host
+    host_is_device: bool = False  # as on the CPU: what is offloaded stays where it is
+    # heads_here: of attention on the host, the part that is on the device while heads are computed; None
+    # where all of it stays on the device
+    heads_here: float | None = None
+
+    @property
+    def norm_bytes(self) -> int:
+        """Return what a norm saves: its input in float32 (itself, where that is its dtype), x / rms, its
+        output; in tiles, beside an MLP in tiles, its input and output.
+        """
+        if self._mlp_tile is not None:
+            return 2 * self.layer_input_bytes
+        return self.tokens.outside * self.model.hidden * (FLOAT + 2 * self.zero.element_bytes)
+
+    @property
+    def attention_bytes(self) -> int:
+        """Return bytes of q, k, v, out, the output in the order of tokens, and the float32 lse."""
+        here, element = self.tokens, self.zero.element_bytes
+        inside = here.inside * (here.heads + 2 * here.kv_heads) * self.model.head_dim * element
+        return inside + self._results_bytes + self._query_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return what of a layer's attention lies on the host: q, k, v, out and lse."""
+        return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
+
+    @property
+    def _attention_here(self) -> int:
+        """Return what a layer's attention keeps on the device between its passes."""
+        return self.attention_bytes - self.offloaded_bytes
+
+    @property
+    def _results_bytes(self) -> int:
+        here = self.tokens
+        return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return int(self._results_bytes * self.keeps_attention)
+
+    @property
+    def _query_bytes(self) -> int:
+        model = self.model
+        return self.tokens.outside * model.heads * model.head_dim * self.zero.element_bytes
+
+    @property
+    def mlp_bytes(self) -> int:
+        """Return bytes of gate, silu(gate), up, and their product; in tiles, none but the input is kept."""
+        if self._mlp_tile is not None:
+            return 0
+        return 4 * self.tokens.outside * self.model.intermediate * self.zero.element_bytes
+
+    @property
+    def _mlp_tile(self) -> int | None:
+        """Return the tokens of an MLP's tile; None where all tokens are one."""
+        tile = self.mlp_tokens
+        return tile if tile is not None and tile < self.tokens.outside else None
+
+    @property
+    def layer_input_bytes(self) -> int:
+        """Return bytes of the residual stream at one layer."""
+        return self.tokens.outside * self.model.hidden * self.zero.element_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return what a layer keeps for the backward pass under checkpointing."""
+        return self.layer_input_bytes + self._kept_bytes
+
+    @property
+    def logits(self) -> int:
+        """Return the elements of the local logits that are there at once."""
+        tokens = self.tokens.outside
+        return min(tokens, self.loss_tokens or tokens) * self.model.vocab
+
+    def saved(self, layers: int, attention: bool) -> int:
+        """Return what whole layers keep for the backward pass, of attention or of the rest."""
+        if self.checkpointing:
+            kept = self._kept_bytes
+            inputs = layers * self.layer_input_bytes
+            if self.offload_checkpoints:
+                # A layer's come back when they are asked for, the next layer's meanwhile (host_memory.py).
+                here = 0 if self.host_is_device else min(layers, 2)
+                return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
+            return layers * kept if attention else inputs
+        return layers * (self._attention_here if attention else 2 * self.norm_bytes + self.mlp_bytes)
+
+    def moments(self) -> list[Moment]:
+        """Return every moment that can be the highest, in the order of a step."""
+        return [
+            self._start(),
+            *self._loss(),
+            *self._layers(),
+            self._end_of_backward(),
+            self._optimizer_step(),
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the most that lies on the host at once."""
+        return max(moment.host_total for moment in self.moments())
+
+    def _moment(self, name: str, components: Components, layers: int = 0) -> Moment:
+        """Return a moment at which so many layers wait for their backward pass."""
+        offloaded = self.checkpointing and self.offload_checkpoints
+        waiting = min(layers, 1) if self.checkpointing else layers  # checkpointed layers do so one by one
+        host = {
+            "states on the host": self.zero.host(self.model),
+            "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
+            "attention on the host": waiting * self.offloaded_bytes,
+        }
+        if self.host_is_device:
+            return Moment(name, components | host, {})
+        return Moment(name, components, host)
+
+    def peak(self) -> Moment:
+        """Return the moment of the most memory."""
+        return max(self.moments(), key=lambda moment: moment.total)
+
+    def _states(self, made: int, passing: bool = True) -> Components:
+        zero, model = self.zero, self.model
+        return {
+            "parameters": zero.parameters(model),
+            "gathered parameters": zero.gathered(model) if passing else 0,
+            "optimizer states": zero.optimizer(model),
+            "gradients": zero.standing_gradients(model) + zero.gradients(model, made),
+            "ring buffers": self.ring.buffers,
+        }
+
+    def _start(self) -> Moment:
+        zero, model = self.zero, self.model
+        return self._moment("start of the engine", {"parameters": zero.start(model)})
+
+    def _loss(self) -> Iterator[Moment]:
+        """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more.
+
+        In tiles, a tile's gradients follow its loss at once: the hidden states' are kept, and the output
+        matrix's are added up in float32.
+        """
+        element, layers = self.zero.element_bytes, self.model.layers
+        before = self._states(0) | {
+            "activations": self.saved(layers, False) + self.norm_bytes,
+            "attention": self.saved(layers, True),
+        }
+        weight = self.zero.element_bytes * self.model.head_parameters
+        made = before | {"gradients": before["gradients"] + weight}
+        if self.loss_tokens is not None:
+            sums = self.layer_input_bytes + FLOAT * self.model.head_parameters
+            tile = max((element + 3 * FLOAT) * self.logits, 2 * element * self.logits + weight)
+            yield self._moment("loss, in tiles", before | {"logits and loss": sums + tile}, layers)
+            backward = 2 * self.layer_input_bytes
+        else:
+            forward = element + FLOAT + (FLOAT if self.zero.low else 0)
+            yield self._moment("loss, forward", before | {"logits and loss": forward * self.logits}, layers)
+            wide = 3 * FLOAT * self.logits
+            yield self._moment("loss, backward", before | {"logits and loss": wide}, layers)
+            backward = element * self.logits + 2 * self.layer_input_bytes
+        yield self._moment("output matrix, backward", made | {"logits and loss": backward}, layers)
+
+    def _layers(self) -> Iterator[Moment]:
+        """Yield the last layer, while all others are saved, and the first, when all gradients exist."""
+        layers, per_layer = self.model.layers, self.model.layer_parameters
+        head = self.model.head_parameters
+        for name, left in (("last", layers), ("first", 1)):
+            made = head + (layers - left) * per_layer
+            saved, attention = self.saved(left, False), self.saved(left, True)
+            if self.checkpointing:  # computed again
+                saved += 2 * self.norm_bytes + self.mlp_bytes
+                # What is kept is the tensor itself where it is all, and a copy where it is a part.
+                same = self.keeps_attention == 1 and self.heads_here is None
+                attention += self._attention_here - (self._kept_bytes if same else 0)
+            mlp = self._mlp(made, saved, attention)
+            yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
+            inside = self._attention(made + self.model.mlp_parameters, saved, attention)
+            yield self._moment(f"attention of the {name} layer, backward", inside, left)
+
+    def _mlp(self, made: int, saved: int, attention: int) -> Components:
+        """Return an MLP's backward.
+
+        In tiles, its inside exists for one tile of tokens, and its matrices' gradients are added up in
+        float32, beside those of the tile.
+        """
+        element, tokens, model = self.zero.element_bytes, self.tokens.outside, self.model
+        passing = tokens * element * 2 * (model.intermediate + model.hidden)
+        if (tile := self._mlp_tile) is not None:
+            inside = tile * element * (6 * model.intermediate + 2 * model.hidden)
+            passing = 2 * self.layer_input_bytes + inside + (FLOAT + element) * model.mlp_parameters
+        return self._states(made) | {"activations": saved + passing, "attention": attention}
+
+    def _attention(self, made: int, saved: int, attention: int) -> Components:
+        """Return attention's backward: four gradients beside q, k, v, out; the MLP's part is freed."""
+        here, element = self.tokens, self.zero.element_bytes
+        saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
+        gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
+        heads = int(self.offloaded_bytes * (self.heads_here or 0.0))
+        return (
+            self._states(made)
+            | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
+            | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
+        )
+
+    def _end_of_backward(self) -> Moment:
+        states = self._states(self.model.parameters)
+        states["gradients"] += self.zero.reduction(self.model)
+        return self._moment("end of the backward pass", states)
+
+    def _optimizer_step(self) -> Moment:
+        states = self._states(0, passing=False)
+        gradients, temporary = self.zero.step(self.model)
+        states["gradients"] += gradients
+        return self._moment("optimizer step", states | {"optimizer temporaries": temporary})
+
+
+def attention_alone(
+    rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory,
+    v_head_dim: int | None = None,
+) -> Moment:  # fmt: skip
+    """Return the memory of a forward and backward pass with no model around it.
+
+    Args:
+        rows, kv_rows: batch x query heads, batch x K/V heads.
+        local_tokens: slots S.
+        head_dim: D.
+        element: bytes of one element of q, k, v.
+        ring: what the pass needs beside them.
+        v_head_dim: E of values and outputs; None is D.
+    """
+    both = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+    tensors = 2 * (rows + kv_rows) * local_tokens * both * element  # q, k, v, out and their gradients
+    parts = {"attention": tensors + rows * local_tokens * FLOAT, "ring buffers": ring.buffers}
+    parts |= {"accumulators": ring.accumulators, "kernel workspace": ring.workspace}
+    return Moment("attention, backward", parts, {})

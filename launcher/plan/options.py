@@ -1,0 +1,225 @@
+"""List what makes a step need less memory on the same devices: one row for each option of a long sequence.
+
+Owns the rows, which of them go together, and the choice of the cheapest set that fits. What an option saves
+is `model_memory.py`'s and `zero_memory.py`'s, what it costs `estimate.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from ds_ring.config.long_sequence_section import tile_tokens
+from ds_ring.registry import FAST_KERNELS
+
+from .estimate import Estimate, estimate, fits, training_step
+from .layer_passes import LayerPasses, layer_passes
+from .pass_memory import PassMemory
+from .training_setting import Setting
+
+_HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
+
+
+class MemoryOption(NamedTuple):
+    """Describe an option.
+
+    Attributes:
+        flag: of `ds-ring plan`.
+        section: where it stands in the DeepSpeed JSON, as a path of keys and the value.
+        is_on: whether a setting has it.
+        needs: what it needs, for the complaint where it is not possible.
+        is_possible: whether it can be turned on.
+        apply: turns it on.
+    """
+
+    flag: str
+    section: tuple[tuple[str, ...], object] | None
+    is_on: Callable[[Setting], bool]
+    needs: str
+    is_possible: Callable[[Setting], bool]
+    apply: Callable[[Setting], Setting]
+
+
+def tiled_loss(setting: Setting, tokens: int | None = None) -> Setting:
+    """Turn on a loss in tiles of so many tokens; None is the default size."""
+    size = tile_tokens(True if tokens is None else tokens, setting.model.vocab, setting.hardware.kind)
+    return replace(setting, loss_tokens=size)
+
+
+def tiled_mlp(setting: Setting, tokens: int | None = None) -> Setting:
+    """Turn on MLPs in tiles of so many tokens; None is the default size."""
+    width = setting.model.intermediate
+    return replace(
+        setting, mlp_tokens=tile_tokens(True if tokens is None else tokens, width, setting.hardware.kind)
+    )
+
+
+def _has_host(setting: Setting) -> bool:
+    hardware = setting.hardware
+    known = hardware.host_memory_bytes is not None and hardware.host_link_bytes_per_s is not None
+    return known or setting.host_is_device
+
+
+OPTIONS = (
+    MemoryOption(
+        "--tiled-loss",
+        (("ring_attention", "long_sequence", "tiled_loss"), True),
+        lambda s: s.loss_tokens is not None,
+        "any model",
+        lambda s: True,
+        tiled_loss,
+    ),
+    MemoryOption(
+        "--tiled-mlp",
+        (("ring_attention", "long_sequence", "tiled_mlp"), True),
+        lambda s: s.mlp_tokens is not None,
+        "any model",
+        lambda s: True,
+        tiled_mlp,
+    ),
+    MemoryOption(
+        "--activation-checkpointing",
+        None,  # the model's, or the trainer's
+        lambda s: s.checkpointing,
+        "any model",
+        lambda s: True,
+        lambda s: replace(s, checkpointing=True),
+    ),
+    MemoryOption(
+        "--offload-checkpoints",
+        (("ring_attention", "long_sequence", "offload_checkpoints"), True),
+        lambda s: s.offload_checkpoints,
+        _HOST,
+        _has_host,
+        lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
+    ),
+    MemoryOption(
+        "--offload-attention",
+        (("ring_attention", "long_sequence", "offload_attention"), True),
+        lambda s: s.offload_attention is True,
+        f"a GPU, and {_HOST}",
+        lambda s: not s.host_is_device and _has_host(s),  # on the CPU it saves nothing
+        lambda s: replace(s, offload_attention=True),
+    ),
+    MemoryOption(
+        "--recompute-half-of-attention",
+        (("ring_attention", "recompute_attention"), 0.5),
+        lambda s: s.recompute_attention == 0.5,
+        "activation checkpointing, and no --recompute-attention",
+        lambda s: s.checkpointing and s.recompute_attention == 0,
+        lambda s: replace(s, recompute_attention=0.5),
+    ),
+    MemoryOption(
+        "--recompute-attention",
+        (("ring_attention", "recompute_attention"), True),
+        lambda s: s.recompute_attention == 1,
+        "activation checkpointing, and no --recompute-half-of-attention",
+        lambda s: s.checkpointing and s.recompute_attention == 0,
+        lambda s: replace(s, recompute_attention=1.0),
+    ),
+    MemoryOption(
+        "--offload-optimizer",
+        (("zero_optimization", "offload_optimizer"), {"device": "cpu", "pin_memory": True}),
+        lambda s: s.zero.offload_optimizer,
+        f"ZeRO 1, 2 or 3 and {_HOST}",
+        lambda s: s.zero.stage > 0 and _has_host(s),
+        lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
+    ),
+    MemoryOption(
+        "--offload-param",
+        (("zero_optimization", "offload_param"), {"device": "cpu", "pin_memory": True}),
+        lambda s: s.zero.offload_parameters,
+        f"ZeRO 3 and {_HOST}",
+        lambda s: s.zero.stage == 3 and _has_host(s),
+        lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
+    ),
+)
+
+OptionSet = tuple[MemoryOption, ...]
+
+
+def option_sets(setting: Setting) -> Iterator[tuple[OptionSet, Setting]]:
+    """Yield every set of options that can be turned on, the empty one first, with the setting that has it."""
+    checkpointed = replace(setting, checkpointing=True)  # what some of them need
+    off = [
+        option
+        for option in OPTIONS
+        if not option.is_on(setting)
+        and (option.is_possible(setting) or option.is_possible(checkpointed))
+        and not (setting.host_is_device and option.flag.startswith("--offload"))  # saves nothing there
+    ]
+    for count in range(len(off) + 1):
+        for chosen in combinations(off, count):
+            changed = with_options(setting, chosen)
+            if changed is not None:
+                yield chosen, changed
+
+
+def with_options(setting: Setting, options: OptionSet) -> Setting | None:
+    """Turn on options, in the order of the rows; None where one of them is not possible."""
+    for option in options:
+        if not option.is_possible(setting):
+            return None
+        setting = option.apply(setting)
+    return setting
+
+
+def fits_somehow(setting: Setting, slots: int, ring: PassMemory) -> bool:
+    """Return whether a setting fits, or may with options if it says that they may be added.
+
+    Args:
+        setting: what is planned.
+        slots: of a ring rank.
+        ring: what its passes need.
+    """
+    tried = (changed for _, changed in option_sets(setting)) if setting.may_add_options else iter((setting,))
+    return any(fits(one, training_step(one, slots, ring).moments()) for one in tried)
+
+
+class Found(NamedTuple):
+    """Hold a set of options and what a step with them costs."""
+
+    options: OptionSet
+    estimate: Estimate
+
+
+def sets_that_fit(setting: Setting, attention: LayerPasses | None = None) -> list[Found]:
+    """Return the sets of options that make a setting fit, none with a needless one, cheapest first."""
+    attention = layer_passes(setting) if attention is None else attention
+    found: list[Found] = []
+    for options, changed in option_sets(setting):  # small sets come first
+        flags = {option.flag for option in options}
+        if any(flags.issuperset(option.flag for option in smaller.options) for smaller in found):
+            continue
+        tried = estimate(changed, attention=attention)
+        if tried.fits:
+            found.append(Found(options, tried))
+    return sorted(found, key=lambda one: (one.estimate.step_s, len(one.options)))
+
+
+def with_cheapest_options(setting: Setting) -> Setting:
+    """Turn on the cheapest set of options that makes a setting fit; as it was where none does."""
+    found = sets_that_fit(setting)
+    return found[0].estimate.setting if found else setting
+
+
+def json_of(setting: Setting) -> dict[str, Any]:
+    """Return the part of the DeepSpeed JSON that turns on a setting's options."""
+    whole: dict[str, Any] = {}
+    kernel = setting.kernel_that_runs
+    if kernel != FAST_KERNELS[setting.hardware.kind]:  # what "auto" takes where no rates were measured
+        whole["ring_attention"] = {"kernel": kernel}
+    tiles = {"--tiled-loss": setting.loss_tokens, "--tiled-mlp": setting.mlp_tokens}
+    for option in OPTIONS:
+        if option.section is None or not option.is_on(setting):
+            continue
+        *path, key = option.section[0]
+        inner = whole
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[key] = option.section[1]
+        if option.flag in tiles and option.apply(setting) != setting:  # not the default size
+            inner[key] = tiles[option.flag]
+    return whole

@@ -1,0 +1,257 @@
+"""Print what `ds-ring plan` found, as tables for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ds_ring.schedule.choose import in_words
+
+from ..tables import console as make_console
+from ..tables import print_table
+from .advice import Advice
+from .compare import Row
+from .estimate import Estimate
+from .layer_passes import LayerPass
+from .node_orders import NodeOrder, NodeOrders
+from .options import json_of
+from .remedies import Remedy
+
+GIB = 2**30
+
+
+def as_json(
+    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+) -> str:
+    """Return one object; sizes in bytes, times in seconds."""
+    more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
+    if orders is not None:
+        more |= {"node_orders": [_order(row, orders) for row in orders.rows], "node_advice": orders.advice}
+        more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
+    return json.dumps(as_dict(found, advice) | more, indent=2)
+
+
+def _order(row: NodeOrder, orders: NodeOrders) -> dict[str, Any]:
+    values = row._asdict()
+    setting = values.pop("setting")
+    sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
+    return sizes | values | {"best": row is orders.best}
+
+
+def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
+    """Return everything that the tables have, in full precision."""
+    setting = found.setting
+    return {
+        "hardware": setting.hardware.name,
+        "devices": setting.devices,
+        "ring_size": setting.ring_size,
+        "ulysses_size": setting.ulysses_size,
+        "tokens": setting.tokens,
+        "local_tokens": found.layout.local_tokens,
+        "batch": setting.batch,
+        "layout": found.layout.name,
+        "kernel": setting.kernel_that_runs,
+        "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
+        "pattern": in_words(setting.mix) if len(setting.mix) > 1 else str(setting.mix[0][0]),
+        "dtype": setting.dtype,
+        "zero_stage": setting.zero.stage,
+        "activation_checkpointing": setting.checkpointing,
+        "recompute_attention": float(setting.recompute_attention),
+        "tiled_loss_tokens": setting.loss_tokens,
+        "tiled_mlp_tokens": setting.mlp_tokens,
+        "offload_checkpoints": setting.offload_checkpoints,
+        "offload_attention": setting.offload_attention,
+        "offload_optimizer": setting.zero.offload_optimizer,
+        "offload_param": setting.zero.offload_parameters,
+        "deepspeed_json": json_of(setting),
+        "parameters": setting.model.parameters,
+        "memory": {
+            "peak_bytes": found.peak.total,
+            "usable_bytes": int(setting.usable_bytes),
+            "fits": found.fits,
+            "moment": found.peak.name,
+            "components": {name: size for name, size in found.peak.components.items() if size},
+            "moments": {moment.name: moment.total for moment in found.moments},
+        },
+        "host": {
+            "node_bytes": found.node_host_bytes,
+            "usable_node_bytes": _usable_of_node(found),
+            "components": {name: size for name, size in found.host_peak.host.items() if size},
+        },
+        "attention": _pass(max(found.passes, key=lambda one: one.cost.seconds)),
+        "attention_by_pattern": [
+            {"pattern": str(one.pattern), "layers": one.layers} | _pass(one) for one in found.passes
+        ],
+        "step": {
+            "attention_s": found.attention_s,
+            "exposed_s": found.exposed_s,
+            "swap_bytes_sent": found.swap_bytes,
+            "swap_s": found.swap_s,
+            "dense_flops": found.dense_flops,
+            "dense_s": found.dense_s,
+            "zero_bytes_sent": found.zero_bytes,
+            "zero_s": found.zero_s,
+            "host_bytes": found.host_bytes,
+            "host_s": found.host_s,
+            "total_s": found.step_s,
+        },
+        "ranks_looked_at": found.ranks,
+        "longest_tokens": advice.longest_tokens,
+        "fewest_devices": advice.fewest_devices,
+        "hiding_tokens_per_rank": advice.hiding.tokens,
+        "never_hides": advice.hiding.never,
+        "remedies": [_remedy(one) for one in advice.remedies],
+        "warnings": list(advice.warnings),
+    }
+
+
+def _pass(one: LayerPass) -> dict[str, Any]:
+    """Return what a layer's passes cost; the costliest layer's where patterns differ."""
+    cost = one.cost
+    return {
+        "pairs": cost.pairs,
+        "executed_pairs": cost.executed,
+        "forward_bytes_sent": cost.forward_bytes,
+        "backward_bytes_sent": cost.backward_bytes,
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "exposed_s": cost.exposed_s,
+        "hops": cost.hops,
+        "exposed_hops": cost.exposed_hops,
+    }
+
+
+def _usable_of_node(found: Estimate) -> int | None:
+    usable = found.setting.usable_host_bytes
+    return None if usable is None else int(usable * found.setting.devices_of_node)
+
+
+def _remedy(one: Remedy) -> dict[str, Any]:
+    setting = one.setting
+    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
+    row |= {"host_bytes_of_node": one.host_bytes}
+    return row | {"devices": setting.devices, "tokens": setting.tokens}
+
+
+def print_report(
+    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+) -> None:
+    """Print the tables, then the warnings, on stdout."""
+    console = make_console()
+    setting = found.setting
+    ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
+    data = setting.devices // (setting.ring_size * setting.ulysses_size)
+    console.print(
+        f"{setting.model.parameters / 1e9:.2f} billion parameters, {setting.tokens:,} tokens on"
+        f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
+        f" kernel {setting.kernel_that_runs},"
+        f" ZeRO {setting.zero.stage}, {setting.dtype};"
+        f" {setting.tokens // (setting.ring_size * setting.ulysses_size):,} tokens a device"
+    )
+    if len(setting.mix) > 1:
+        console.print(f"attention: {in_words(setting.mix)}", markup=False)
+    options = json_of(setting)
+    if options or setting.checkpointing:
+        how = "activation checkpointing; " if setting.checkpointing else ""
+        console.print(f"with {how}in the JSON {json.dumps(options)}", markup=False)
+    print_table(_memory_table(found))
+    print_table(_cost_table(found))
+    if rows:
+        print_table(_compared_table(rows))
+    if orders is not None:
+        print_table(_orders_table(orders))
+        console.print(orders.advice, markup=False)
+    console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
+    fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
+    console.print(f"fewest devices for these tokens (one ring): {fewest}")
+    tokens, never = advice.hiding
+    hides = f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {found.layout.local_tokens:,})"
+    console.print(f"transfers hide behind compute: {hides}")
+    for warning in advice.warnings:
+        console.print(f"[yellow]warning:[/] {warning}")
+    for remedy in advice.remedies:
+        needs = f"{remedy.peak_bytes / GIB:.1f} GiB, a step of {remedy.step_s:.3g} s"
+        if remedy.host_bytes:
+            needs += f", {remedy.host_bytes / GIB:.0f} GiB of a node's host"
+        console.print(f"would fit with {remedy.change}: {needs}", markup=False)
+    if not (found.fits or advice.remedies):
+        console.print("no change that ds-ring knows makes it fit")
+
+
+def _memory_table(found: Estimate) -> Table:
+    table = Table("memory of a device", "GiB", title=f"highest at: {found.peak.name}", title_justify="left")
+    table.columns[1].justify = "right"
+    for name, size in sorted(found.peak.components.items(), key=lambda item: -item[1]):
+        if size:
+            table.add_row(name, f"{size / GIB:.3f}")
+    table.add_section()
+    usable = found.setting.usable_bytes / GIB
+    table.add_row(f"peak, of {usable:.1f} that tensors can have", f"{found.peak.total / GIB:.3f}")
+    if found.node_host_bytes:
+        table.add_section()
+        devices = found.setting.devices_of_node
+        for name, size in found.host_peak.host.items():
+            table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / GIB:.3f}")
+        whole = _usable_of_node(found)
+        limit = "" if whole is None else f", of {whole / GIB:.1f} that tensors can have"
+        table.add_row(f"host of a node{limit}", f"{found.node_host_bytes / GIB:.3f}")
+    return table
+
+
+def _cost_table(found: Estimate) -> Table:
+    """Build the table of costs per device and step."""
+    cost = found.attention
+    table = Table("cost of a step, slowest device", "amount", "seconds")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    share = cost.exposed_s / cost.seconds if cost.seconds else 0.0
+    attended = cost.pairs / max(cost.executed, 1)
+    table.add_row("attention", f"{cost.pairs:.3g} pairs", f"{found.attention_s:.3g}")
+    for one in found.passes if len(found.passes) > 1 else ():
+        pairs, seconds = one.layers * one.cost.pairs, one.layers * one.cost.seconds
+        table.add_row(f"  {one.layers} x {one.pattern}", f"{pairs:.3g} pairs", f"{seconds:.3g}")
+    table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{found.exposed_s:.3g}")
+    table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
+    if found.swap_bytes:
+        table.add_row("  Ulysses' all-to-alls", f"{found.swap_bytes / GIB:.3g} GiB", f"{found.swap_s:.3g}")
+    sent = (cost.forward_bytes + cost.backward_bytes) / GIB
+    table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
+    table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
+    table.add_row("ZeRO, not overlapped", f"{found.zero_bytes / GIB:.3g} GiB", f"{found.zero_s:.3g}")
+    if found.host_bytes or found.host_s:
+        table.add_row("host, not overlapped", f"{found.host_bytes / GIB:.3g} GiB", f"{found.host_s:.3g}")
+    table.add_section()
+    table.add_row("step", "", f"{found.step_s:.3g}")
+    return table
+
+
+def _orders_table(orders: NodeOrders) -> Table:
+    """Build the table of ways to span the nodes."""
+    table = Table("across nodes", "attention s", "of it waiting", "step s", "GiB")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in orders.rows:
+        marks = "" if row.runs else " (not run)"
+        marks += "" if row.fits else " (too large)"
+        times = (row.attention_s, row.waiting_s, row.step_s)
+        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / GIB:.1f}"]
+        table.add_row(row.name + marks, *figures)
+    return table
+
+
+def _compared_table(rows: Sequence[Row]) -> Table:
+    """Build the table of other methods; `launcher/plan/compare.py` says where their formulas are from."""
+    table = Table(
+        "method", "ranks", "GiB", "host GiB", "sent GiB", "longest tokens", title="by published formulas"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        sizes = (row.peak_bytes, row.host_bytes, row.sent_bytes)
+        figures = [f"{size / GIB:,.1f}" for size in sizes]
+        mark = "" if row.fits else " (does not fit)"
+        table.add_row(row.method + mark, str(row.ranks), *figures, f"{row.longest_tokens:,}")
+    return table

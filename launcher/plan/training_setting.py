@@ -1,0 +1,136 @@
+"""Describe what `ds-ring plan` plans: a model, a sequence and a pattern on some devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.schedule.layout import Mix
+
+from .hardware import Hardware
+from .model_shape import ModelShape
+from .zero_memory import Zero
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
+USABLE_HOST = 0.95  # the rest: the system and the scripts (assumed)
+FEW_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Describe a training setting."""
+
+    tokens: int  # T of one sequence
+    # ring_size, ulysses_size: ranks that share one; their product divides the devices
+    ring_size: int
+    ulysses_size: int
+    # model, pattern: what is trained; where layers differ, each pattern with its number of layers
+    model: ModelShape
+    pattern: Pattern | Mix
+    layout: str  # a name of `make_layout`
+    zero: Zero  # how states are kept; its world is the number of devices
+    dtype: str  # "float32", "bfloat16" or "float16"
+    hardware: Hardware  # of all devices
+    batch: int = 1  # sequences of one ring
+    checkpointing: bool = False  # layers are computed again in the backward pass
+    recompute_attention: float = 0.0  # as in the JSON: this part of attention as well
+    # loss_tokens, mlp_tokens: that are there at once, of logits and inside an MLP; None for all
+    loss_tokens: int | None = None
+    mlp_tokens: int | None = None
+    offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
+    offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer lie on the host
+    may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
+    # overlap, prune, chunk_bytes, gradient_payload: as in the JSON
+    overlap: bool = True
+    prune: bool = True
+    chunk_bytes: int | None = None
+    gradient_payload: str = "float32"
+    # kernel, block_size: as in the JSON
+    kernel: str = "auto"
+    block_size: int = 128
+    # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
+    # known, which makes one ring of all ranks
+    ring_ranks_per_node: int | None = None
+
+    @property
+    def mix(self) -> Mix:
+        """Return the patterns with their numbers of layers."""
+        if isinstance(self.pattern, Pattern):
+            return ((self.pattern, self.model.layers),)
+        return self.pattern
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.zero.world
+
+    @property
+    def kernel_that_runs(self) -> str:
+        """Return the kernel that a name stands for on this hardware; RingConfigError if it has no rates."""
+        return self.hardware.runs(self.kernel)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Return the memory of a device that tensors can have."""
+        return self.hardware.memory_bytes * USABLE[self.hardware.kind]
+
+    @property
+    def host_is_device(self) -> bool:
+        """Return whether what is offloaded lies where everything else does: ranks on the CPU."""
+        return self.hardware.kind == "cpu"
+
+    @property
+    def devices_of_node(self) -> int:
+        """Return how many devices of the setting share a host."""
+        return min(self.devices, self.hardware.devices_per_node)
+
+    @property
+    def usable_host_bytes(self) -> float | None:
+        """Return the host's memory for one device; None if the hardware's file does not say."""
+        whole = self.hardware.host_memory_bytes
+        return None if whole is None else whole * USABLE_HOST / self.devices_of_node
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate of the slowest link of a ring: hops keep step with each other."""
+        spans = self.ring_size * self.ulysses_size > self.hardware.devices_per_node
+        return self.hardware.inter_node_bytes_per_s if spans else self.hardware.intra_node_bytes_per_s
+
+    @cached_property
+    def node_ranks(self) -> int:
+        """Return how many neighbours on a ring share a node; 0 where nodes make no difference to the plan."""
+        found = self.ring_ranks_per_node
+        if found is None:
+            grid = Grid(self.devices, self.ring_size, self.ulysses_size)
+            found = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
+        return found if 1 < found < self.ring_size else 0
+
+
+def like_in_memory(setting: Setting, local_tokens: int) -> Setting:
+    """Return a setting of at most four ring ranks with as many tokens each, which needs the same memory.
+
+    (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.) On two levels
+    four nodes of two: their rank 0 has 2 % more bytes of messages than any of eight nodes of eight.
+    """
+    nodes = setting.node_ranks and min(setting.ring_size // setting.node_ranks, 4)
+    return _smaller_ring(setting, local_tokens, 4, nodes, 2)
+
+
+def like_in_hops(setting: Setting, local_tokens: int) -> Setting:
+    """Return a setting of at most eight ring ranks, or two nodes, with as many tokens each: the same hops."""
+    return _smaller_ring(setting, local_tokens, FEW_RANKS, 2, setting.node_ranks)
+
+
+def _smaller_ring(setting: Setting, local_tokens: int, most: int, nodes: int, node: int) -> Setting:
+    """Return a setting of so many nodes of so many ranks if it has nodes, else of at most `most` ranks."""
+    node = min(setting.node_ranks, node)
+    ring = nodes * node or min(setting.ring_size, most)
+    chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
+    return replace(
+        setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes, ring_ranks_per_node=node
+    )

@@ -1,0 +1,1 @@
+"""Draw memory and timelines of ring passes."""

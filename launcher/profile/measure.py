@@ -1,0 +1,135 @@
+"""Measure memory and times of one real rank, or of all virtual ranks of a ring.
+
+Owns which passes are run for what: memory is counted under the profiler in a pass of its own, times are taken
+in another one without it. Starts no process: who starts ranks calls `measure_rank` on each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
+from ds_ring.schedule.layout import Layout
+from ds_ring.simulation.profile import RankMemory, TensorBytes, profile_of
+from ds_ring.simulation.simulate import simulate
+from ds_ring.simulation.source import shard_of
+
+from .job import Job
+
+REAL, SIMULATED = "real", "simulated"
+HEARTBEAT_S = 60.0  # of silence after which a rank counts as lost: many ranks may share few cores
+
+
+class RankRun(NamedTuple):
+    """Hold what one rank found; `trace` is None where no times were wanted. Pickles."""
+
+    memory: RankMemory
+    trace: Trace | None
+
+
+@dataclass(frozen=True)
+class RingRun:
+    """Hold what all ranks of one ring found."""
+
+    kind: str  # "real" or "simulated"
+    layout_name: str  # of the layout that was taken
+    ranks: tuple[RankRun, ...]  # by ring rank
+
+    @property
+    def ring_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def busiest(self) -> int:
+        """Return the ring rank that needs most memory; the first of them."""
+        return max(range(self.ring_size), key=lambda rank: self.ranks[rank].memory.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak of that rank."""
+        return self.ranks[self.busiest].memory.peak_bytes
+
+    @property
+    def traces(self) -> dict[int, Trace]:
+        """Return traces by ring rank; empty where no times were taken."""
+        return {rank: run.trace for rank, run in enumerate(self.ranks) if run.trace is not None}
+
+
+def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True) -> RingRun:
+    """Measure all ranks of a ring in this process, one after the other.
+
+    Args:
+        job: what to run.
+        ring_size: P.
+        times: take times as well, in a second run.
+        progress: a bar on stderr once two seconds have passed.
+
+    Raises:
+        RingError: as `ds_ring.simulate`.
+    """
+    layout, options = job.layout(ring_size), job.options
+
+    def run(memory: bool, trace: bool) -> tuple[dict[int, RankMemory], dict[int, Trace]]:
+        result = simulate(
+            job.source, pattern=job.pattern, layout=layout, grad_out=job.backward or None,
+            scale=options.scale, kernel=options.kernel, kernel_options=dict(options.kernel_options),
+            chunk_bytes=options.chunk_bytes, prune=options.prune,
+            measure_memory=memory, trace=trace, threads=job.threads, progress=progress,
+        )  # fmt: skip
+        return result.memory, result.traces
+
+    # Two runs: the memory profiler slows small calls, so no time is taken under it.
+    memory, _ = run(memory=True, trace=False)
+    traces = run(memory=False, trace=True)[1] if times else {}
+    ranks = tuple(RankRun(memory[rank], traces.get(rank)) for rank in range(ring_size))
+    return RingRun(SIMULATED, layout.name, ranks)
+
+
+def measure_ring(job: Job, times: bool) -> RankRun:
+    """Call `measure_rank` in a ring of all ranks of the process group. Collective.
+
+    Raises:
+        RingError: as `ds_ring.ring_attention`.
+    """
+    mesh = RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=HEARTBEAT_S)
+    try:
+        return measure_rank(mesh, job, times)
+    finally:
+        mesh.close()
+
+
+def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
+    """Measure this rank's part of a real ring. Collective over the mesh.
+
+    Raises:
+        RingError: as `ds_ring.ring_attention`.
+    """
+    layout = job.layout(mesh.ring_size)
+    context = context_for(job.pattern, layout, mesh, job.options)
+    with tracing(mesh) as trace, measure_cpu_memory() as peak:
+        sizes = _one_pass(mesh, job, layout, context)
+    memory = profile_of(peak, trace, sizes)
+    if not times:
+        return RankRun(memory, None)
+    with tracing(mesh) as trace:  # the first pass has warmed everything up
+        _one_pass(mesh, job, layout, context)
+    return RankRun(memory, trace)
+
+
+def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) -> TensorBytes:
+    """Run a pass over generated shards, in the order in which virtual ranks do it."""
+    q, k, v = (
+        shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)
+        for name in ("q", "k", "v")
+    )
+    out, lse = ring_attention_op(q, k, v, context.handle)
+    if job.backward:
+        out.backward(shard_of(job.source, layout, "grad_out", mesh.ring_rank))
+    return TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)

@@ -1,0 +1,177 @@
+"""Find out which hosts of a cluster can take part now: they answer, and they reach the host of rank 0.
+
+Asks all hosts at once, through ssh or Slurm's srun (probe.py answers there). The first host that answers is
+the master's; one that answers and does not reach it, because a cable is cut or an interface is wrong, takes
+no part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster.checks import require_program
+from ..cluster.cluster import Cluster, Host
+from ..engines.slurm import SRUN_ADVICE, srun_command
+from .remote import SSH_ADVICE, ssh_command
+
+_PROBE = "ds_ring_launcher.run.probe"
+_LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Presence:
+    """List the hosts that take part, in the YAML's order, and why the others do not.
+
+    Attributes:
+        hosts: the first one is the master's.
+        missing: host name -> one line.
+        interfaces: host name -> the address by which it reaches the master, and that address's interface.
+    """
+
+    hosts: tuple[Host, ...]
+    missing: dict[str, str] = field(default_factory=dict)
+    interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def find_hosts(cluster: Cluster, seconds: float) -> Presence:
+    """Return which hosts can take part now; nobody is asked where this machine runs all of it, or Slurm does.
+
+    Args:
+        cluster: whose hosts one call reaches.
+        seconds: for all answers together.
+    """
+    # In an allocation all hosts are there: Slurm ends a job that loses one.
+    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else Presence(cluster.hosts)
+
+
+def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
+    """Return which hosts answer, and reach the first one that does.
+
+    Args:
+        cluster: whose hosts one call reaches.
+        seconds: for all answers together.
+
+    Raises:
+        RingConfigError: there is no ssh here, or no srun.
+    """
+    deadline = time.monotonic() + seconds
+    asked = {host.name: AskedHost(cluster, host.name, _PROBE) for host in cluster.hosts}
+    try:
+        greetings = {name: one.answer(deadline) for name, one in asked.items()}
+        missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
+        present = [host for host in cluster.hosts if host.name not in missing]
+        if not present:
+            return Presence((), missing)
+        master, interfaces = present[0].name, dict[str, tuple[str, str]]()
+        address, port = address_of_master(cluster, master), (greetings[master] or {})["port"]
+        most = max(min(5.0, seconds), 1.0)
+        for host in present:
+            asked[host.name].ask({"address": address, "port": port, "seconds": most})
+        deadline = time.monotonic() + most + 2.0
+        for host in present:
+            said = asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
+            if said["reached"]:
+                interfaces[host.name] = (said["address"], said["interface"])
+            elif host.name != master:  # its own name may mean nothing to itself
+                missing[host.name] = f"does not reach {master} at {address}: {said['why']}"
+        return Presence(tuple(host for host in present if host.name not in missing), missing, interfaces)
+    finally:
+        for one in asked.values():
+            one.end()
+
+
+def address_of_master(cluster: Cluster, name: str) -> str:
+    """Return where rank 0 listens if the host `name` runs it; master_address is that of the first host."""
+    first = cluster.hosts[0].name
+    return cluster.master_address or first if name == first else name
+
+
+class AskedHost:
+    """Talk to a module on one host, which answers a line of JSON by another one.
+
+    Args:
+        cluster: says what reaches its hosts.
+        host: of its list.
+        module: what runs there.
+
+    Raises:
+        RingConfigError: what reaches hosts is not on PATH.
+    """
+
+    def __init__(self, cluster: Cluster, host: str, module: str) -> None:
+        if cluster.engine == "slurm":
+            command, advice = srun_command(host, module), SRUN_ADVICE
+        else:
+            command, advice = ssh_command(host, cluster.ssh_port, module), SSH_ADVICE
+        self._by = command[0]
+        require_program(self._by, os.environ.get("PATH", os.defpath), advice)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._said: list[str] = []
+        self._readers = [
+            threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def ask(self, question: dict[str, Any]) -> None:
+        """Send a question; a host that is gone says so by not answering."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+        except OSError:
+            pass
+
+    def answer(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next line; None at the end of the output, at the deadline, or for what is no answer."""
+        try:
+            found = json.loads(self._lines.get(timeout=max(deadline - time.monotonic(), 0.01)))
+        except (queue.Empty, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def silence(self, seconds: float) -> str:
+        """Return why there was no answer."""
+        if not self._readers[0].is_alive():  # the end of its output comes a moment before its own
+            self._readers[1].join(_LAST_WORDS_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_SECONDS)
+        status = self._process.poll()
+        if status is None:
+            return f"no answer within {seconds:g} s"
+        said = self._said[-1].strip() if self._said else "it said nothing"
+        return f"{self._by} ended with status {status}: {said}"
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End it: by the end of its input, and after so many seconds by a signal."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:  # what was asked last could not be sent
+            pass
+        try:
+            self._process.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._said.extend(self._process.stderr)

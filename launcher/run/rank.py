@@ -1,0 +1,157 @@
+"""Run a script as one rank of a run: its log, and what ended it, go into the folder of the attempt.
+
+What every engine starts where the cluster YAML names a `run_folder`. In the process of the script, so that
+signals, exit status and stacks are the script's own. What the files are stands in run_folder.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from .open_files import raise_file_limit
+from .probe import interface_to
+from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
+
+_FRAMES = 5  # the innermost ones that are kept: enough to tell one bug from another
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_ENDS_A_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: list[str]) -> None:
+    """Run the script in `argv`, where DeepSpeed's launcher puts its `--local_rank=N` first."""
+    before = [word for word in argv[:1] if word.startswith("--local_rank")]
+    script, *arguments = argv[len(before) :]
+    rank, folder = int(os.environ.get("RANK", "0")), Path(os.environ[FOLDER_VARIABLE])
+    raise_file_limit()
+    _copy_output(folder / f"rank-{rank}.log")
+    _choose_interface()
+    faulthandler.enable()
+    _record_sigterm(folder, rank)
+    sys.argv = [script, *before, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        write_exit(folder, rank, _status(leaving.code))
+        raise
+    except BaseException as error:
+        write_fault(folder, fault_of(error, rank, _step()))
+        _forget_our_frames(error)
+        raise  # Python prints it, by the hook that names the culprit
+    write_exit(folder, rank, 0)
+
+
+def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
+    """Describe an exception, and say whose fault it is."""
+    own = _own_frames(error.__traceback__)
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(own)]
+    printed = "".join(traceback.format_exception(type(error), error, own))
+    kind, blames = _kind(error)
+    name = type(error).__name__
+    return RankFault(
+        rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames
+    )
+
+
+def _kind(error: BaseException) -> tuple[str, int | None]:
+    """Return the kind of a fault, and the rank that the error names."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if "RingPeerError" in names:
+        named = re.search(r"\brank (\d+) of the world", str(error))
+        return "lost", int(named[1]) if named else getattr(error, "peer", None)
+    said = str(error)
+    if "RingCheckpointError" in names or (isinstance(error, OSError) and error.errno in _FULL):
+        return "storage", None
+    if "No space left on device" in said or "PytorchStreamWriter failed" in said:
+        return "storage", None
+    if "DistError" in names or (
+        isinstance(error, RuntimeError) and re.search(r"gloo|nccl|c10d|Connection (closed|reset)", said)
+    ):
+        return "lost", None
+    return "error", None
+
+
+def _step() -> int | None:
+    """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
+    report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
+    return None if report is None else report.step_under_way()
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the script's first line on: without this file's frames and runpy's."""
+    here = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in here:
+        trace = trace.tb_next
+    return trace
+
+
+def _forget_our_frames(error: BaseException) -> None:
+    error.__traceback__ = _own_frames(error.__traceback__)
+
+
+def _choose_interface() -> None:
+    """Name the interface that reaches rank 0 to gloo and NCCL, where nobody has named one."""
+    # gloo asks the name service for this host's own name, and on many systems that is loopback's.
+    wanted = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+    found = interface_to(os.environ["MASTER_ADDR"]) if wanted and "MASTER_ADDR" in os.environ else None
+    if found is not None:
+        os.environ.update(dict.fromkeys(wanted, found))
+
+
+def _record_sigterm(folder: Path, rank: int) -> None:
+    """Write down that the rank was told to end, where the script does not handle that itself.
+
+    Slurm's word for it is SIGUSR1 (engines/slurm.py): a script that knows SIGTERM alone hears it as SIGTERM.
+    """
+    own = os.getpid()  # forked workers inherit the handlers, and Slurm signals them, too
+
+    # An engine tells the others to end as soon as one rank is gone: who is gone is the one that says nothing.
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            write_exit(folder, rank, TOLD_TO_END)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            os.kill(own, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGUSR1, pass_on)
+
+
+def _status(code: object) -> int:
+    return 0 if code is None else code if isinstance(code, int) else 1
+
+
+def _copy_output(log: Path) -> None:
+    """Let everything that this process and its children print go into `log` as well."""
+    # Processes and not threads: what a rank printed before SIGKILL or a crash arrives, too. They never hear
+    # what ends the rank, so that its last words arrive, and end with their writers.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
+    together = os.path.sameopenfile(1, 2)  # one terminal, say: one process, which keeps the order of lines
+    for descriptors in [(1, 2)] if together else [(1,), (2,)]:
+        tee = subprocess.Popen(
+            ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=descriptors[0], stderr=subprocess.DEVNULL
+        )
+        assert tee.stdin is not None
+        for descriptor in descriptors:
+            os.dup2(tee.stdin.fileno(), descriptor)
+        tee.stdin.close()
+        tee.returncode = 0  # nobody waits for it: it ends after this process
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

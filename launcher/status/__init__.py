@@ -1,0 +1,1 @@
+"""Show what is known of a run, as a table and as a page."""

@@ -1,0 +1,215 @@
+"""FLOPs, bytes and time of a plan; memory of states. Figures by hand, from the plan and from papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
+from ds_ring.errors import RingConfigError
+from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring_launcher.plan.capacity_search import fewest_devices, longest_sequence, peak_bytes
+from ds_ring_launcher.plan.cost import Part, bytes_sent, executed_pairs, pass_cost
+from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.hardware import hardware_from
+from ds_ring_launcher.plan.hiding import FEWEST, hides, hiding_shard
+from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.pass_memory import PassShape
+from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.zero_memory import Zero
+
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
+SMALL = ModelShape(2, 64, 4, 2, 16, 128, 256)
+RATES = {
+    "name": "one",
+    "kind": "cpu",
+    "memory_bytes": 1 << 30,
+    "devices_per_node": 2,
+    "peak_flops": {"float32": 1.0e12},
+    "attention_efficiency": {"forward": 0.5, "backward": 0.25},
+    "matmul_efficiency": 1.0,
+    "call_overhead_s": 0.0,
+    "intra_node_bytes_per_s": 1.0e9,
+    "inter_node_bytes_per_s": 1.0e8,
+    "link_latency_s": 0.0,
+    "hop_overhead_s": 0.0,
+    "source": {},
+}
+MACHINE = hardware_from(RATES, "test")
+
+
+def parts(pattern, layout, heads, kv_heads, rank):
+    plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads)
+    return plan, [Part(head_class, 1) for head_class in plan.rank(rank).classes]
+
+
+def shape(layout, group=1, element=4, chunk=1 << 40):
+    return PassShape(1, group, layout.local_tokens, 64, element, chunk, "cpu")
+
+
+def setting(tokens=4096, ring=2, stage=3, hardware=MACHINE, **changes):
+    zero = Zero(stage, ring, 4, bucket_elements=1000, fused_adam=False)
+    return replace(Setting(tokens, ring, 1, SMALL, Causal(), "zigzag", zero, "float32", hardware), **changes)
+
+
+def test_parameters_of_llama_3_8b():
+    assert LLAMA_8B.parameters == 8_030_261_248  # as transformers counts them
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(RingConfigError, match="heads: expected a multiple of kv_heads 3, got 4"):
+        replace(SMALL, kv_heads=3)
+    with pytest.raises(RingConfigError, match="layers: expected a whole number of at least 1, got 0"):
+        replace(SMALL, layers=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_are_at_least_those_of_the_zero_paper(stage):
+    """Rajbhandari et al. 2020, figure 1: 2 + 2 + 12 bytes per parameter, divided by stage over N devices."""
+    devices, zero = 64, Zero(stage, 64, 2, bucket_elements=0)
+    count = LLAMA_8B.parameters
+    expected = {
+        0: 16 * count,
+        1: 4 * count + 12 * count / devices,
+        2: 2 * count + 14 * count / devices,
+        3: 16 * count / devices,
+    }[stage]
+    found = zero.parameters(LLAMA_8B) + zero.optimizer(LLAMA_8B)
+    found += zero.standing_gradients(LLAMA_8B) + zero.gradients(LLAMA_8B, count)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_pairs_and_bytes_are_the_plans():
+    layout = make_layout("zigzag", tokens=1024, ring_size=4)
+    plan, mine = parts(Causal(), layout, 8, 2, 1)
+    found = pass_cost(mine, shape(layout, group=4), MACHINE, "float32", 1e9)
+    own = plan.rank(1)
+    assert found.pairs == own.pairs
+    assert found.forward_bytes == 2 * 64 * 4 * own.tokens_sent
+    assert found.backward_bytes == 2 * 64 * 4 * (own.tokens_sent + own.tokens_received)
+    assert bytes_sent(mine, shape(layout, group=4, element=2))[0] == found.forward_bytes // 2
+
+
+def test_all_ranks_together_attend_the_triangle():
+    layout, total = make_layout("zigzag", tokens=1024, ring_size=4), 0
+    for rank in range(4):
+        _, mine = parts(Causal(), layout, 2, 2, rank)
+        total += pass_cost(mine, shape(layout), MACHINE, "float32", 1e9).pairs
+    assert total == 2 * 1024 * 1025 // 2
+
+
+def test_time_without_messages_is_flops_over_rate():
+    layout = make_layout("contiguous", tokens=256, ring_size=1)
+    _, mine = parts(Full(), layout, 3, 3, 0)
+    found = pass_cost(mine, shape(layout), MACHINE, "float32", 1e9)
+    pairs = 3 * 256 * 256
+    assert found.forward_s == pytest.approx(pairs * 4 * 64 / 0.5e12)
+    assert found.backward_s == pytest.approx(pairs * 10 * 64 / 0.25e12)
+    assert found.exposed_s == pytest.approx(0, abs=1e-12)
+
+
+def test_overlap_takes_the_larger_and_without_it_the_sum():
+    layout = make_layout("zigzag", tokens=4096, ring_size=2)
+    _, mine = parts(Causal(), layout, 1, 1, 0)
+    slow, fast = 1e6, 1e15
+    arithmetic = pass_cost(mine, shape(layout), MACHINE, "float32", fast).seconds
+    both = pass_cost(mine, shape(layout), MACHINE, "float32", slow, overlap=False)
+    hidden = pass_cost(mine, shape(layout), MACHINE, "float32", slow)
+    plan, _ = parts(Causal(), layout, 1, 1, 0)
+    keys, home = plan.rank(0).tokens_received, plan.rank(0).tokens_sent  # K/V twice, own dK/dV once
+    received = 2 * 64 * 4 * (2 * keys + home)
+    assert both.seconds == pytest.approx(arithmetic + received / slow, rel=1e-6)
+    assert arithmetic < hidden.seconds < both.seconds and hidden.exposed_hops > 0
+
+
+@pytest.mark.parametrize(
+    "pattern", [Causal(), SlidingWindow(512), Full()], ids=lambda pattern: type(pattern).__name__
+)
+def test_executed_pairs_are_near_the_kernels(pattern):
+    layout = make_layout("zigzag", tokens=8192, ring_size=2)
+    plan, _ = parts(pattern, layout, 1, 1, 0)
+    for hop_plan in plan.rank(0).classes[0].hops:
+        counted = CpuKernel().executed_pairs(hop_plan.tiles)
+        assert executed_pairs(hop_plan.tiles) == pytest.approx(counted, rel=0.15)
+
+
+def test_peak_grows_with_tokens_and_falls_with_the_ring():
+    at = {
+        (tokens, ring): estimate(setting(tokens, ring)).peak.total
+        for tokens in (4096, 8192)
+        for ring in (1, 2, 4)
+    }
+    assert at[8192, 1] > at[4096, 1] and at[8192, 4] < at[8192, 2] < at[8192, 1]
+
+
+def test_checkpointing_needs_less_memory_and_more_time():
+    deep = replace(SMALL, layers=16)
+    plain, again = (estimate(setting(model=deep, checkpointing=c)) for c in (False, True))
+    assert again.peak.total < plain.peak.total and again.step_s > plain.step_s
+
+
+def test_the_longest_sequence_fits_and_little_more_does_not():
+    sized = setting(ring=4)
+    tokens = longest_sequence(sized)
+    assert peak_bytes(sized, tokens // 4) <= sized.usable_bytes < peak_bytes(sized, int(tokens / 4 * 1.05))
+    assert estimate(replace(sized, tokens=tokens)).peak.total == pytest.approx(sized.usable_bytes, rel=0.05)
+
+
+def test_the_fewest_devices_fit_and_half_of_them_do_not():
+    found = fewest_devices(setting(tokens=1 << 20))
+    assert found is not None and found.devices == found.ring_size > 1
+    assert estimate(found).fits
+    half = replace(found, ring_size=found.ring_size // 2, zero=replace(found.zero, world=found.devices // 2))
+    assert not estimate(half).fits
+    assert (
+        fewest_devices(setting(tokens=1 << 20, hardware=MACHINE.model_copy(update={"memory_bytes": 1})))
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "ring"),
+    [
+        (Causal(), "zigzag", 4),
+        (Causal(), "contiguous", 3),
+        (Full(), "contiguous", 5),
+        (SlidingWindow(512), "auto", 4),
+        (Dilated((1024, 8192), (1, 8), causal=True), "auto", 2),
+    ],
+    ids=str,
+)
+def test_transfers_hide_above_the_threshold_and_not_just_below_it(pattern, layout, ring):
+    def planned(shard):
+        return estimate(replace(sized, tokens=shard * ring)).attention
+
+    sized = setting(tokens=512 * ring, ring=ring, pattern=pattern, layout=layout)
+    found = hiding_shard(sized)
+    assert found.tokens is not None and found.tokens > FEWEST and found.never is None
+    assert not hides(planned(found.tokens * 31 // 32))
+    assert all(hides(planned(shard)) for shard in (found.tokens, found.tokens * 33 // 32, 4 * found.tokens))
+    longer = replace(sized, tokens=4 * found.tokens * ring)  # a shard that hides has the same threshold
+    assert hiding_shard(longer) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pattern": SlidingWindow(512), "layout": "striped"}, "grow alike"),
+        ({"ring": 1}, "a ring of one sends nothing"),
+        ({"overlap": False}, "every hop waits"),
+        ({"hardware": MACHINE.model_copy(update={"inter_node_bytes_per_s": 1.0})}, "these links"),
+    ],
+    ids=["striped window", "ring of one", "no overlap", "slow links"],
+)
+def test_where_transfers_never_hide_the_reason_is_said(changes, why):
+    found = hiding_shard(setting(**{"tokens": 4096, "ring": 4} | changes))
+    assert found.tokens is None and why in (found.never or "")
+
+
+@pytest.mark.parametrize(
+    "pattern", [Causal(), Dilated((1024, 8192), (1, 8), causal=True)], ids=["causal", "longnet"]
+)
+def test_a_large_ring_is_sampled(pattern):
+    found = estimate(setting(tokens=128 * 1024, ring=128, pattern=pattern, layout="auto"))
+    assert found.ranks == 2 and found.peak.total > 0

@@ -1,0 +1,95 @@
+"""Layers that differ: what a config.json says, and plans that add up over the layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_ring import Causal, Chunked, SlidingWindow
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring_launcher.plan.estimate import Estimate, estimate
+from ds_ring_launcher.plan.hiding import hiding_shard
+from ds_ring_launcher.plan.layer_mix import mix_of, said_by
+from ds_ring_launcher.plan.layer_passes import layer_passes
+from ds_ring_launcher.plan.model_file import with_layer_types
+from tests.unit.launcher.plan.test_cost import SMALL, setting
+
+GEMMA = {"num_hidden_layers": 6, "sliding_window": 512, "hidden_size": 64}
+LOCAL = "sliding_attention"
+
+
+def section(**pattern: object) -> RingConfig:
+    return RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {"pattern": pattern}})
+
+
+def test_layer_types_say_what_each_layer_sees() -> None:
+    types = [LOCAL] * 5 + ["full_attention"]
+    said = said_by(GEMMA | {"layer_types": types})
+    assert said == (*[SlidingWindow(512)] * 5, Causal())
+    assert said_by({"text_config": GEMMA | {"layer_types": types}}) == said
+    assert said_by(GEMMA) == (SlidingWindow(512),) * 6
+    assert said_by(GEMMA | {"use_sliding_window": False}) == (Causal(),) * 6
+    chunks = GEMMA | {"layer_types": ["chunked_attention"] * 6, "attention_chunk_size": 64}
+    assert said_by(chunks) == (Chunked(64),) * 6
+
+
+def test_what_a_file_leaves_open_is_transformers_word() -> None:
+    found = with_layer_types('{"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512}')
+    assert found["layer_types"] == ([LOCAL] * 5 + ["full_attention"]) * 2
+    with pytest.raises(RingConfigError, match="layer_types: expected the type of each layer"):
+        with_layer_types('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "a list of 6 words"),
+        ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, '"linear_attention"'),
+        ({"sliding_window": 0}, "sliding_window: expected a whole number"),
+        ({"num_hidden_layers": "six"}, "num_hidden_layers: expected a whole number"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RingConfigError, match=message):
+        said_by(GEMMA | values)
+
+
+def test_the_section_and_the_model_are_put_together_as_the_runtime_does() -> None:
+    said = (*[SlidingWindow(512)] * 5, Causal())
+    assert dict(mix_of(section(), said, 4096)) == {SlidingWindow(512): 5, Causal(): 1}
+    assert dict(mix_of(section(), said, 512)) == {Causal(): 6}  # windows that hide nothing
+    named = section(layers={"0-1": {"window": 128}})
+    assert dict(mix_of(named, (None,) * 4, 4096)) == {SlidingWindow(128): 2, Causal(): 2}
+    with pytest.raises(RingConfigError, match="layers from 0 to 1"):
+        mix_of(section(layers={"7": {"window": 8}}), (None, None), 4096)
+    with pytest.raises(RingPatternError, match="see otherwise"):
+        mix_of(section(window=64), said, 4096)
+
+
+def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest() -> None:
+    deep = replace(SMALL, layers=6)
+    local, whole = SlidingWindow(512), Causal()
+
+    def of(pattern: object) -> Estimate:
+        return estimate(setting(8192, 4, model=deep, pattern=pattern, layout="zigzag"))
+
+    mixed, narrow, plain = of(((local, 5), (whole, 1))), of(local), of(whole)
+    for name in ("attention_s", "exposed_s"):
+        expected = 5 / 6 * getattr(narrow, name) + getattr(plain, name) / 6
+        assert getattr(mixed, name) == pytest.approx(expected)
+    for name in ("pairs", "forward_bytes", "backward_bytes", "hops"):
+        of_layers = [getattr(one.cost, name) for one in mixed.passes]
+        assert getattr(mixed.attention, name) == 5 * of_layers[0] + of_layers[1]
+    assert mixed.peak.total == max(narrow.peak.total, plain.peak.total)
+    buffers = [layer_passes(one.setting).memory.buffers for one in (mixed, narrow, plain)]
+    assert buffers[0] == max(buffers[1:])
+
+
+def test_searches_know_the_mix() -> None:
+    mixed = setting(
+        1 << 16, 4, model=replace(SMALL, layers=6), pattern=((SlidingWindow(512), 5), (Causal(), 1))
+    )
+    narrow = replace(mixed, pattern=SlidingWindow(512))
+    assert (hiding_shard(mixed).tokens or 0) < (hiding_shard(narrow).tokens or 1 << 30)

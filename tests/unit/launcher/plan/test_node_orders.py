@@ -1,0 +1,136 @@
+"""Sequences over several nodes: what the estimator plans is what runs, its seconds by hand, its advice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_ring import Causal, Full, SlidingWindow, make_layout, simulate
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.plan import build_plan
+from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.hardware import hardware_from
+from ds_ring_launcher.plan.head_swaps import head_swaps
+from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
+from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.node_orders import node_orders
+from ds_ring_launcher.plan.training_setting import Setting, like_in_hops, like_in_memory
+from ds_ring_launcher.plan.zero_memory import Zero
+from tests.unit.launcher.plan.test_cost import RATES
+
+MODEL = ModelShape(2, 64, 8, 4, 16, 128, 256)
+NODE = 4  # devices of one
+FAST, SLOW = 1e9, 1e8  # bytes a second inside a node and between nodes
+MACHINE = hardware_from(
+    {**RATES, "devices_per_node": NODE, "intra_node_bytes_per_s": FAST, "inter_node_bytes_per_s": SLOW},
+    "test",
+)
+
+
+def setting(devices=16, ulysses=1, pattern=None, tokens=4096, layout="zigzag", **changes) -> Setting:
+    ring, zero = devices // ulysses, Zero(1, devices, 4, bucket_elements=1000, fused_adam=False)
+    made = Setting(tokens, ring, ulysses, MODEL, pattern or Causal(), layout, zero, "float32", MACHINE)
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize(("devices", "ulysses"), [(16, 1), (16, 2), (16, 4), (8, 1), (4, 1), (6, 1)])
+def test_the_plan_is_the_one_that_runs(devices: int, ulysses: int) -> None:
+    one = setting(devices, ulysses, tokens=devices * 8)
+    mesh = RingMesh(Grid(devices, devices // ulysses, ulysses), 0, ranks_per_node=NODE)
+    plan = plans_of(one)[0][0]
+    runs = build_plan(
+        Causal(), plan.layout, query_heads=8 // ulysses, kv_heads=4 // ulysses,
+        ranks_per_node=mesh.grid.ring_ranks_per_node(0, mesh.ranks_per_node),
+    )  # fmt: skip
+    assert plan.classes == runs.classes
+    levels = {way.ranks_per_node for way in plan.classes[0].directions}
+    assert levels == {NODE // ulysses if devices in (8, 16) and NODE // ulysses > 1 else 0}
+
+
+def test_transfers_of_two_levels_by_hand() -> None:
+    """Full attention, contiguous shards, no arithmetic to speak of: all is links."""
+    quick = hardware_from({**MACHINE.model_dump(), "peak_flops": {"float32": 1e30}}, "test")
+    two = setting(pattern=Full(), layout="contiguous", hardware=quick, chunk_bytes=1)
+    # a shard's K and V between nodes, in all layers
+    unit = MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim * 4 * (4096 // 16) / SLOW
+    inside, across = SLOW / FAST, 1 / NODE  # of a batch: a shard from the neighbour, a part from another node
+    assert layer_passes(replace(two, ring_ranks_per_node=0)).total.forward_s == pytest.approx(
+        15 * unit, rel=1e-6
+    )
+    # Four nodes: in each of the first 3 x 4 batches a part of a shard crosses, in the last 3 none.
+    expected = (12 * max(inside, across) + 3 * inside) * unit
+    assert layer_passes(two).total.forward_s == pytest.approx(expected, rel=0.02)
+
+
+def test_all_to_alls_by_hand() -> None:
+    inside, over = setting(16, 4), setting(32, 8, model=replace(MODEL, kv_heads=8))
+    assert head_swaps(setting(), 256) == (0, 0.0)
+    own = 256 * 2 * (8 + 4) * 16 * 4  # q, k, v and out of a rank's tokens
+    assert head_swaps(inside, 4 * 256) == (own * 3 // 4, pytest.approx(own * 3 / 4 / FAST))
+    # half of eight ranks are on another node
+    assert head_swaps(over, 8 * 256).seconds == pytest.approx(256 * 2 * 16 * 16 * 4 * 4 / 8 / SLOW)
+    found = estimate(inside)
+    plain = found.attention.seconds
+    assert found.attention_s == pytest.approx(plain + 2 * 2 * head_swaps(inside, 1024).seconds)
+    assert found.swap_bytes == 2 * 2 * head_swaps(inside, 1024).sent_bytes
+
+
+def test_short_shards_take_what_uses_all_adapters() -> None:
+    found = node_orders(estimate(setting()))
+    assert found is not None
+    names = [row.name for row in found.rows]
+    assert names == ["two levels, 16", "one ring, 16", "Ulysses 4 x ring 4"]
+    assert [row.runs for row in found.rows] == [True, False, True]
+    two, one, _ = found.rows
+    assert one.attention_s > 1.5 * two.attention_s and one.waiting_s > two.waiting_s
+    assert found.best is min((row for row in found.rows if row.runs), key=lambda row: row.step_s)
+    assert found.one_ring_hides.tokens is not None and found.one_ring_hides.tokens > 256
+    # What is advised is what its sizes run, without a word about nodes.
+    for row in (row for row in found.rows if row.runs):
+        assert row.setting.ring_ranks_per_node is None
+        assert estimate(row.setting).attention_s == row.attention_s
+    assert found.best.name in found.advice
+    if found.best is not two:
+        assert '"ulysses_size": 4' in found.advice
+
+
+def test_beyond_the_break_even_length_nothing_is_changed() -> None:
+    short = node_orders(estimate(setting()))
+    assert short is not None and short.one_ring_hides.tokens is not None
+    found = node_orders(estimate(setting(tokens=16 * 8 * short.one_ring_hides.tokens)))
+    assert found is not None and found.best is found.rows[0]
+    two, one, _ = found.rows
+    assert one.attention_s == pytest.approx(two.attention_s, rel=0.05)
+
+
+def test_a_window_runs_in_one_ring() -> None:
+    found = node_orders(estimate(setting(pattern=SlidingWindow(64), layout="contiguous")))
+    assert found is not None
+    assert found.rows[0].name == "one ring, 16" and found.rows[0].runs
+    assert not any("two levels" in row.name for row in found.rows)
+
+
+def test_one_node_has_nothing_to_compare() -> None:
+    assert node_orders(estimate(setting(4))) is None
+
+
+def test_searches_keep_the_levels() -> None:
+    whole = setting(64, tokens=64 * 256)
+    assert (like_in_hops(whole, 256).ring_size, like_in_hops(whole, 256).node_ranks) == (8, 4)
+    assert (like_in_memory(whole, 256).ring_size, like_in_memory(whole, 256).node_ranks) == (8, 2)
+    buffers = [layer_passes(one).memory.buffers for one in (like_in_memory(whole, 256), whole)]
+    assert buffers[0] == pytest.approx(buffers[1], rel=0.1)
+
+
+def test_virtual_ranks_on_two_levels_find_the_same() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(1, heads, 67, 8, generator=generator) for heads in (4, 2, 2, 4))
+    layout = make_layout("zigzag", tokens=67, ring_size=8)
+    given = {"pattern": Causal(), "layout": layout, "grad_out": grad, "measure_memory": False}
+    one, two = simulate(q, k, v, **given), simulate(q, k, v, **given, ranks_per_node=4)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(two, name), getattr(one, name), rtol=1e-5, atol=1e-5)
+    assert one.bytes_sent != two.bytes_sent  # another way, indeed

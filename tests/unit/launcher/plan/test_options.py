@@ -1,0 +1,136 @@
+"""Options of long sequences: each saves what it says, and the cheapest set that fits is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from ds_ring import Causal
+from ds_ring_launcher.plan.capacity_search import fewest_devices, longest_sequence, longest_with_options
+from ds_ring_launcher.plan.compare import compare
+from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.layer_passes import LayerPasses, layer_passes
+from ds_ring_launcher.plan.options import (
+    OPTIONS,
+    json_of,
+    option_sets,
+    sets_that_fit,
+    with_cheapest_options,
+    with_options,
+)
+from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.zero_memory import Zero
+from tests.unit.launcher.plan.test_cost import LLAMA_8B
+
+BY_FLAG = {option.flag: option for option in OPTIONS}
+
+
+def llama(devices: int = 8, tokens: int = 1 << 20) -> Setting:
+    zero = Zero(3, devices, 2, overlap_comm=True)
+    hardware = read_hardware("h100")
+    return Setting(tokens, devices, 1, LLAMA_8B, Causal(), "auto", zero, "bfloat16", hardware)
+
+
+@cache
+def _attention() -> LayerPasses:
+    return layer_passes(llama())
+
+
+def with_flags(setting: Setting, *flags: str) -> Setting:
+    found = with_options(setting, tuple(BY_FLAG[flag] for flag in flags))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("flag", BY_FLAG)
+def test_every_option_saves_device_memory_and_takes_no_less_time(flag: str) -> None:
+    base = with_flags(llama(), *(["--activation-checkpointing"] if flag.startswith("--recompute") else []))
+    option = BY_FLAG[flag]
+    assert option.is_possible(base) and not option.is_on(base)
+    changed = option.apply(base)
+    assert option.is_on(changed)
+    attention = _attention()
+    before, after = (estimate(one, attention=attention) for one in (base, changed))
+    assert after.peak.total <= before.peak.total and after.step_s >= before.step_s
+    assert sum(m.total for m in after.moments) < sum(m.total for m in before.moments)
+    if flag.startswith("--offload"):
+        assert after.node_host_bytes > before.node_host_bytes and after.host_s > before.host_s
+
+
+def test_nothing_of_the_vocabulary_or_the_intermediate_size_is_left_in_tiles() -> None:
+    tiled = with_flags(
+        llama(), "--tiled-loss", "--tiled-mlp", "--offload-checkpoints", "--recompute-attention"
+    )
+    twice = replace(tiled, tokens=2 * tiled.tokens)
+    found = [estimate(one) for one in (tiled, twice)]
+    per_token = (found[1].peak.total - found[0].peak.total) / (tiled.tokens / 8)
+    # of a bf16 layer: two norms, q, k, v, out and the lse, gradients; no 14336 x 2 x 4, no 128256 x 12
+    assert per_token < 32 * LLAMA_8B.hidden
+
+
+def test_checkpoints_on_the_host_are_the_layers_inputs() -> None:
+    inputs = 32 * (1 << 20) * 4096 * 2
+    results = 32 * (1 << 20) * 32 * (128 * 2 + 4)  # out and its lse
+    for flags, bytes_ in (((), inputs + results), (("--recompute-attention",), inputs)):
+        found = estimate(with_flags(llama(), "--offload-checkpoints", *flags))
+        assert found.node_host_bytes == bytes_ and found.host_bytes == 2 * bytes_ // 8
+
+
+def test_sets_that_fit_are_minimal_and_the_cheapest_comes_first() -> None:
+    base = llama(tokens=1 << 21)
+    attention = layer_passes(base)
+    found = sets_that_fit(base, attention)
+    assert found and all(one.estimate.fits for one in found)
+    seconds = [one.estimate.step_s for one in found]
+    assert seconds == sorted(seconds)
+    for one in found:
+        for left_out in one.options:
+            fewer = with_options(base, tuple(option for option in one.options if option is not left_out))
+            assert fewer is None or not estimate(fewer, attention=attention).fits
+    # none of all the others is both enough and cheaper
+    for _, changed in option_sets(base):
+        tried = estimate(changed, attention=attention)
+        assert not tried.fits or tried.step_s >= seconds[0]
+
+
+def test_searches_add_options_where_they_may() -> None:
+    base = llama()
+    free = replace(base, may_add_options=True)
+    chosen = longest_with_options(free)
+    assert chosen is not None and estimate(chosen).fits
+    assert chosen.tokens > 10 * longest_sequence(base)
+    fewest, with_them = fewest_devices(base), fewest_devices(free)
+    assert fewest is not None and with_them is not None and with_them.devices < fewest.devices
+
+
+def test_the_json_turns_them_on() -> None:
+    tiled = with_flags(llama(), "--tiled-loss", "--offload-checkpoints", "--offload-optimizer")
+    assert json_of(tiled) == {
+        "ring_attention": {"long_sequence": {"tiled_loss": True, "offload_checkpoints": True}},
+        "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    assert json_of(replace(tiled, loss_tokens=7))["ring_attention"]["long_sequence"]["tiled_loss"] == 7
+
+
+def test_a_file_without_a_host_has_nothing_offloaded() -> None:
+    bare = replace(llama(), hardware=read_hardware("h100").model_copy(update={"host_memory_bytes": None}))
+    assert not BY_FLAG["--offload-checkpoints"].is_possible(bare)
+    assert all("offload" not in option.flag for options, _ in option_sets(bare) for option in options)
+
+
+def test_other_methods_beside_it() -> None:
+    found = estimate(with_cheapest_options(llama()))
+    rows = {row.method: row for row in compare(found, 12345)}
+    own, ulysses, alst, torch_cp = rows.values()
+    assert own.longest_tokens == 12345 and own.peak_bytes == found.peak.total
+    assert ulysses.ranks == alst.ranks == torch_cp.ranks == 8
+    # Jacobs et al. 2023, section 3.2: q, k, v and out of N / P tokens, both ways
+    shard = (1 << 20) // 8 * (32 + 8 + 8 + 32) * 128 * 2
+    assert ulysses.sent_bytes == pytest.approx(2 * 32 * shard * 7 / 8)
+    # Bekman et al. 2025: 3.7 million tokens of this model on 8 H100
+    assert 3.0e6 < alst.longest_tokens < 5.5e6 and ulysses.longest_tokens < alst.longest_tokens
+    many = {row.method: row for row in compare(estimate(replace(llama(64), tokens=1 << 20)), 0)}
+    assert many["ALST"].ranks == 32  # no more than heads

@@ -1,0 +1,65 @@
+"""Predictions: what more work, slower links and idle neighbours do to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
+from ds_ring_launcher.tune.links import Links
+from ds_ring_launcher.tune.model import Model
+from tests.unit.launcher.tune.cases import machine, request
+
+ASKED = request(4)
+DEFAULT = candidates(ASKED)[0]
+
+
+def seconds(candidate: TuningCandidate, **more: object) -> float:
+    return Model(ASKED, machine(ASKED, **more))(candidate, ASKED.tokens)
+
+
+def test_compute_is_the_pairs_over_the_rate() -> None:
+    asked = request(1)
+    predicted = Model(asked, machine(asked)).predict(candidates(asked)[0], 8192)
+    ideal = (4 + 10) * 64 * 4 * (8192 * 8193 / 2) / 50e9
+    assert predicted.compute_s == pytest.approx(ideal, rel=0.03)
+    assert predicted.compute_s > ideal  # triangles are computed whole
+    assert predicted.transfer_s == 0
+
+
+def test_transfer_is_the_bytes_over_the_rate() -> None:
+    predicted = Model(ASKED, machine(ASKED)).predict(replace(DEFAULT, layout="striped"), 8192)
+    assert predicted.transfer_s == pytest.approx(3 * 2048 * 4 * 2 * 64 * 12 / 1e9, rel=0.01)
+
+
+def test_overlap_hides_the_shorter_of_the_two() -> None:
+    without = replace(DEFAULT, overlap=False)
+    assert seconds(DEFAULT) < seconds(without)
+    predicted = Model(ASKED, machine(ASKED)).predict(without, 8192)
+    whole = predicted.compute_s + predicted.transfer_s + predicted.overhead_s
+    assert predicted.seconds == pytest.approx(whole)
+
+
+def test_the_slowest_rank_counts_unless_it_shares_with_the_others() -> None:
+    uneven = replace(DEFAULT, layout="contiguous")
+    assert seconds(uneven) > 1.4 * seconds(DEFAULT)
+    shared = {"alone_speedup": 2.0}
+    assert seconds(uneven, **shared) < 1.1 * seconds(DEFAULT, **shared)
+
+
+def test_slow_links_and_costly_hops() -> None:
+    slow = Links(1e7, 1e7, 1e-4, 1e9)
+    heads = next(c for c in candidates(ASKED) if (c.ring_size, c.ulysses_size) == (1, 4))
+    assert seconds(heads, links=slow) < seconds(DEFAULT, links=slow)
+    one = replace(DEFAULT, heads_per_message=1)
+    assert seconds(one, hop_overhead_s=0.1) > 2 * seconds(
+        replace(one, heads_per_message=4), hop_overhead_s=0.1
+    )
+
+
+def test_every_candidate_of_a_dilated_pattern_has_a_prediction() -> None:
+    pattern = {"segment_lengths": [1024, 2048], "dilation_rates": [1, 2]}
+    asked = request(4, tokens=4096, kv_heads=2, section={"pattern": pattern})
+    model = Model(asked, machine(asked))
+    assert all(model(one, 4096) > 0 for one in candidates(asked))
