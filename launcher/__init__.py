@@ -3,31 +3,20 @@
 Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It sits beside
 ds_ring, not below it: nothing in ds_ring imports it, and it is the only place that reads the environment.
 
-    cli.py           the command and its options
-    yaml_file.py     reads YAML strictly; knows no key
-    cluster.py       the YAML's keys, as a frozen model
-    cluster_file.py  YAML -> model, every problem in one error
-    hostfile.py      DeepSpeed's hostfile -> the hosts of a YAML
-    checks.py        what must hold on this machine before anything is started
-    ports.py         free ports
-    job.py           what goes into an engine; invocation.py: what comes out
-    engines.py       job -> command line; the table of engines (engines/deepspeed.py, engines/slurm.py)
-    open_files.py    the limit of open files
-    secret.py        one secret for all ranks of a launch
-    start.py         one attempt of a job, here or on all hosts
-    relaunch.py      attempts of a job until it is done: attempts.py decides, presence.py (probe.py) finds the
-                     hosts, ring_sizes.py the ring, convert_checkpoint.py fits the checkpoint to it
-    run_folder.py    the folder of a run: logs, faults and figures by rank and attempt (layout: its docstring)
-    run_status.py    what is known of a run from that folder (saved_checkpoints.py: its checkpoints), for
-                     status/table.py and status/page.py (status/chart.py: its curves), which status/keeper.py
-                     renews while the launcher lives
-    rank.py          runs inside a rank: its log, and what ended it, go into that folder
-    process.py       runs a command line, ends every process it led to (marked.py finds them)
-    guardian.py      ends them where the launcher itself was killed
-    remote.py        other hosts: agent.py on each, by ssh
-    mpi_rank.py      runs inside a rank that mpirun started (slurm_rank.py: that srun started)
-    local_ranks.py   runs a function on ranks of this machine (rank_process.py: their first lines)
-    model_check.py   one model on a ring against one process (small_*.py: model, batch)
-    plan/inputs.py   options of `plan` -> a setting (model_file.py: its model, hardware_file.py: its devices)
-    plan/report.py   what `plan` found, as tables and JSON
+    cli.py       the command and its subcommands (commands/): options, and who does the work
+    tables.py    tables that fit the terminal
+    cluster/     YAML -> a frozen model (cluster_file.py, cluster.py; hostfile.py: DeepSpeed's hosts), and
+                 what must hold on this machine before anything is started (checks.py)
+    engines/     job -> command line, one file an engine; what runs in a rank that mpirun or srun started
+    run/         job.py goes into an engine, invocation.py comes out; start.py is one attempt of a job,
+                 here or on all hosts (remote.py, agent.py); process.py runs a command line and ends every
+                 process it led to (marked.py, guardian.py); rank.py runs inside a rank; relaunch.py
+                 starts a job until it is done; run_folder.py has the layout of a run's folder;
+                 local_ranks.py runs a function on ranks of this machine
+    doctor/      what is wrong with hosts, network and ring (findings.py)
+    status/      what is known of a run (run_status.py), as a table and as a page
+    plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
+    tune/        a search on real ranks; `python -m ds_ring_launcher.tune` inside any launch
+    profile/     pictures and timelines of real and virtual rings
+    check/       a model on a ring against one process (model_check.py; small_*.py: model, batch)
 """

@@ -93,7 +93,10 @@ EVALUATES_MASK_FUNCTIONS = {
     "masks.mask_trace",
     "masks.score_mod",
 }  # as FlexAttention does, with torch
-NEVER_IN_DS_RING = {"launcher", "ds_ring_launcher", "tools", "tests"}
+NEVER_IN_DS_RING = {
+    "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
+}  # fmt: skip
+APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, profile and tune
 
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.
@@ -267,6 +270,11 @@ def distributed_names(tree: ast.Module) -> set[str]:
             origins = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
             names |= {one for one, origin in origins.items() if origin.startswith("torch.distributed")}
     return names
+
+
+def test_applications_are_no_part_of_the_library() -> None:
+    inside = [name for name in MODULES if set(name.split(".")) & APPLICATIONS]
+    assert not inside, f"{inside}: ds_ring does not need them; launcher/ and tools/ have applications"
 
 
 def test_public_names_stand_where_their_rows_say() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ..cluster.cluster import Cluster
 from ..run.job import Job
 from ..run.presence import AskedHost, ask_hosts
-from . import probe as doctor_probe
+from . import probe
 
 MEETING_SECONDS = 20.0  # in which all hosts must have answered, by default
 _LOOK_SECONDS = 0.1
@@ -76,7 +76,7 @@ def _described(cluster: Cluster) -> dict[str, str]:
         for name, value in cluster.model_dump(mode="json").items()
         if name not in _OF_ONE_HOST
     }
-    for name in cluster.environment.keys() - set(doctor_probe.INTERFACE_VARIABLES):
+    for name in cluster.environment.keys() - set(probe.INTERFACE_VARIABLES):
         value = cluster.environment[name]
         found[f"environment.{name}"] = hashlib.sha256(value.encode()).hexdigest()[:12]
     return found
@@ -91,8 +91,8 @@ def ask(job: Job, seconds: float = MEETING_SECONDS) -> HostAnswers:
 
 def _here(job: Job) -> HostAnswers:
     request = request_for(job, 0, uuid.uuid4().hex)
-    found = HostAnswers({request["host"]: doctor_probe.examine(request)})
-    doctor_probe.remove_marks(request)
+    found = HostAnswers({request["host"]: probe.examine(request)})
+    probe.remove_marks(request)
     return found
 
 
@@ -109,19 +109,19 @@ def _from_here(job: Job, seconds: float) -> HostAnswers:
         for index, host in enumerate(cluster.hosts):
             if host.name in asked:
                 asked[host.name].ask(request_for(job, index, token))
-        for name, probe in asked.items():
-            answer = probe.answer(deadline)
+        for name, asking in asked.items():
+            answer = asking.answer(deadline)
             if answer is None:
-                found.missing[name] = f"its examination did not end: {probe.silence(seconds / 2)}"
+                found.missing[name] = f"its examination did not end: {asking.silence(seconds / 2)}"
             else:
                 found.answers[name] = answer
-        for probe in asked.values():
-            probe.ask({"look": True})
-        for name, probe in asked.items():
-            found.seen[name] = (probe.answer(deadline) or {"seen": {}})["seen"]
+        for asking in asked.values():
+            asking.ask({"look": True})
+        for name, asking in asked.items():
+            found.seen[name] = (asking.answer(deadline) or {"seen": {}})["seen"]
     finally:
-        for probe in asked.values():
-            probe.end(_END_SECONDS)  # it removes its mark first
+        for asking in asked.values():
+            asking.end(_END_SECONDS)  # it removes its mark first
     return found
 
 
@@ -131,7 +131,7 @@ def _from_here(job: Job, seconds: float) -> HostAnswers:
 # machine and a host that never came are found by what they would break.
 def _meet(job: Job, seconds: float) -> HostAnswers:
     names, own = [host.name for host in job.cluster.hosts], job.node_rank
-    answer = doctor_probe.examine(request_for(job, own, f"port{job.port}"))
+    answer = probe.examine(request_for(job, own, f"port{job.port}"))
     found = HostAnswers({names[own]: answer})
     if answer.get("port_holder"):
         return found  # nobody can meet here
@@ -141,7 +141,7 @@ def _meet(job: Job, seconds: float) -> HostAnswers:
         why = str(error).splitlines()[0].split(" Exception raised")[0][:200]
         where = f"{job.master_address}, port {job.port}"
         found.missing[names[0]] = f"the meeting with it at {where} failed: {why}"
-    doctor_probe.remove_marks(request_for(job, own, f"port{job.port}"))
+    probe.remove_marks(request_for(job, own, f"port{job.port}"))
     return found
 
 
@@ -157,7 +157,7 @@ def _exchange(job: Job, answer: dict[str, Any], found: HostAnswers, seconds: flo
         if name not in found.answers:
             found.missing[name] = f"did not come to {job.master_address}, port {job.port}"
     request = request_for(job, own, f"port{job.port}")
-    store.set(f"seen{own}", json.dumps(doctor_probe.look(request)))
+    store.set(f"seen{own}", json.dumps(probe.look(request)))
     present = [index for index, name in enumerate(names) if name in found.answers]
     for index in _wait(store, "seen", present, deadline + 3):
         found.seen[names[index]] = json.loads(store.get(f"seen{index}"))["seen"]

@@ -32,7 +32,7 @@ Answer = dict[str, Any]
 
 
 def examine(request: Answer) -> Answer:
-    """Return what this host is. `request` is what `doctor_hosts.request_for` makes."""
+    """Return what this host is. `request` is what `hosts.request_for` makes."""
     environment = {**os.environ, **request["environment"]}
     found: Answer = {
         "host": request["host"],

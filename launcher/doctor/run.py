@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from ..run.job import Job
-from . import ring as doctor_ring
+from . import ring
 from .findings import NOT_LOOKED_AT, WRONG, Finding, judge_ring
 
 _JSON = {"train_batch_size": 2, "sequence_parallel_size": 2, "ring_attention": {"pattern": {"causal": True}}}
@@ -24,7 +24,7 @@ def own_machine(folder: Path) -> Path:
     path = folder / "cluster.yaml"
     told = {
         "engine": "torchrun", "device": "cpu", "hosts": "local", "slots": 2,
-        "script": str(Path(doctor_ring.__file__)), "deepspeed_config": "ds_config.json",
+        "script": str(Path(ring.__file__)), "deepspeed_config": "ds_config.json",
     }  # fmt: skip
     path.write_text(yaml.safe_dump(told))
     return path
@@ -42,9 +42,9 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
     status, said, complaints = _run(command, dict(job.caller_environment), seconds)
-    line = next((one for one in said if doctor_ring.MARK in one), None)
+    line = next((one for one in said if ring.MARK in one), None)
     if status == 0 and line is not None:
-        return judge_ring(json.loads(line.split(doctor_ring.MARK, 1)[1]))
+        return judge_ring(json.loads(line.split(ring.MARK, 1)[1]))
     if status == 0 and job.node_rank:
         return [Finding("ring", NOT_LOOKED_AT, "rank 0's host has the findings")]
     if status is None:
@@ -62,7 +62,7 @@ def _cluster_of_self_test(job: Job) -> dict[str, object]:
         "device": cluster.device,
         "environment": {"KINETO_LOG_LEVEL": "99", **cluster.environment},  # no lines of the profiler
         "engine_args": list(cluster.engine_args),
-        "script": str(Path(doctor_ring.__file__)),
+        "script": str(Path(ring.__file__)),
         "deepspeed_config": str(cluster.deepspeed_config),
     }
     if cluster.is_local:
