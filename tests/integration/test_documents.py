@@ -511,12 +511,12 @@ def test_link_leads_somewhere(document: str, target: str) -> None:
 
 @pytest.mark.parametrize("document", OF_THE_CODE)
 def test_files_and_names_in_them_are_there(document: str) -> None:
-    """Files of ds_ring/ are named from there, others from the top or from beside the document.
+    """Files of ds_ring/ and launcher/ are named from there, others from the top or from beside the document.
 
     "`NAME` in `file.py`" is looked up, and in the table of the integrations "`file.py`: `NAME`".
     """
     text = (ROOT / document).read_text()
-    folders = (ROOT, ROOT / "ds_ring", (ROOT / document).parent)
+    folders = (ROOT, ROOT / "ds_ring", ROOT / "launcher", (ROOT / document).parent)
     for name, path in re.findall(r"(?:`(\w+)` in )?`([\w/]+/\w+\.py)`", text):
         files = [folder / path for folder in folders if (folder / path).is_file()]
         assert files, f"{document} names {path}"
