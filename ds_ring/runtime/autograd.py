@@ -41,11 +41,11 @@ def _pass_of(
     q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False,
 ) -> RingPass | GatherPass:  # fmt: skip
-    """Return the pass of a context (back, if there is a gradient), after every rank has agreed to it."""
+    """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
     context = context_of(handle)
     plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse)
     ring_rank, options = context.mesh.ring_rank, context.options
-    # The yardstick sends all heads at once: no chunks, no overlap, no buffers kept between calls.
+    # The all-gather reference sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     chunk_bytes = options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
@@ -66,7 +66,7 @@ def _pass_of(
 
 
 def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
-    """Tell the other ranks of whatever else is raised in a pass: they would wait for this one."""
+    """Tell the other ranks if a pass raises; they would otherwise wait for this rank."""
     return nullcontext() if made.exchange is None else made.exchange.guarded()
 
 
@@ -76,12 +76,12 @@ def ring_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of local q [B, H, S, D] over the ring's k [B, G, S, D] and v [B, G, S, E].
 
-    See `RingPass.forward`; but the sinks are those of all Ulysses ranks' heads.
+    See `RingPass.forward`. The sinks are those of the heads of all Ulysses ranks.
     """
     context = context_of(handle)
 
     def run(handle: int = handle) -> tuple[Tensor, Tensor]:
-        # Outside the guard: a refused call sends nothing, and the mesh can still be used after it.
+        # Outside the guard: a refused call sends nothing, so the mesh can still be used after it.
         made = _pass_of(q, k, v, handle, sinks=sinks)
         with _guarded(made):
             return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
@@ -97,19 +97,19 @@ def ring_attention_op(
         return kept_or_run(call, run, memory if memory.enabled else None, rows)
 
 
-# Contiguous, whatever the strides of q: a fake result must be laid out as the real one is.
+# Contiguous, whatever the strides of q: a fake result must have the strides of the real one.
 @ring_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return fake_results(q, v)
 
 
 def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what stands for (out, lse) while a graph is made."""
+    """Return fake (out, lse), used while a graph is traced."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
-# An operator as well, so that the backward graph has one opaque node for the pass, too.
+# The backward pass is an operator, too, so that the backward graph also has one opaque node for the pass.
 @torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
@@ -137,9 +137,9 @@ def _setup(
 ) -> None:
     q, k, v, handle, sinks = inputs
     out, lse = output
-    # No hop's K/V: they go round again in the backward pass, which keeps memory at O(T / P).
+    # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
     ctx.handle = handle
-    ctx.context = context = context_of(handle)  # alive until the backward pass
+    ctx.context = context = context_of(handle)  # keep it alive until the backward pass
     saved = (q, k, v, out, lse)
     if context.options.offload_on(q.device.type, q.shape[2]):
         saved = saved_on_host(saved, context.mesh.host_memory)
@@ -149,7 +149,7 @@ def _setup(
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
-    if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
+    if grad_out is None:  # run the pass nevertheless: another rank may need this rank's part of a gradient
         device = out.device if grad_lse is None else grad_lse.device
         grad_out = torch.zeros_like(out, device=device)
     grads = ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle, grad_lse)
@@ -159,9 +159,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 def _sinks_gradient(
     sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor | None:
-    """Return the gradient of the sinks by the queries that are here; `heads` are theirs, the others get 0.
+    """Return the gradient of the sinks from this rank's queries, whose heads are `heads`; 0 for other heads.
 
-    A sink is a key whose value is 0: -sum over the rows of exp(sink - lse) (sum(out grad_out) - grad_lse).
+    A sink is a key whose value is 0, so this is -sum over the rows of
+    exp(sink - lse) (sum(out grad_out) - grad_lse).
     """
     if sinks_H is None:
         return None
@@ -169,7 +170,7 @@ def _sinks_gradient(
     lse = lse.to(delta.device)
     if grad_lse is not None:
         delta = delta - grad_lse
-    # A row that sees nothing, not even a sink, has lse -inf: clamped, no NaN is formed.
+    # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
     weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
     grad = torch.zeros_like(sinks_H)
     grad[heads] = -(weights * delta).sum((0, 2)).to(grad.dtype)
@@ -177,7 +178,7 @@ def _sinks_gradient(
 
 
 def _row_sums(out: Tensor, grad_out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sums of out x grad_out over head_dim, [B, H, S]; by the head where out is on the host."""
+    """Return the sums of out x grad_out over head_dim, [B, H, S]; head by head if out is on the host."""
     if out.device == grad_out.device:
         return (out.to(dtype) * grad_out).sum(-1)
     heads = zip(out.unbind(1), grad_out.unbind(1), strict=True)
@@ -188,7 +189,7 @@ ring_attention_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep nothing: there is no second derivative."""
+    """Save nothing: there is no second derivative."""
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -205,7 +206,7 @@ def _replicated(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False,
 ) -> ReplicatedPass:  # fmt: skip
-    """Return the pass of a context for replicated queries, after every rank has agreed to it."""
+    """Return the pass of a context for replicated queries, after all ranks have agreed to it."""
     context = context_of(handle)
     tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks, has_grad_lse)
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
@@ -217,7 +218,7 @@ def replicated_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of q [B, H, Q, D], equal on all ranks, over the ring's k, v; see `ReplicatedPass`.
 
-    The positions are a tensor, so that the step of a decoding loop is an input of a compiled graph.
+    The positions are a tensor, so that a compiled graph of a decoding loop takes the step as an input.
     """
     with context_of(handle).mesh.in_call():
         made = _replicated(q, k, v, positions, handle, sinks=sinks)
@@ -277,7 +278,7 @@ def _setup_replicated(
     out, lse = output
     ctx.save_for_backward(q, k, v, positions, out, lse, sinks)
     ctx.handle = handle
-    ctx.context = context_of(handle)  # alive until the backward pass
+    ctx.context = context_of(handle)  # keep it alive until the backward pass
     ctx.set_materialize_grads(False)
 
 

@@ -1,8 +1,8 @@
-"""Run `transport="all_gather"`: the yardstick to measure the ring against. Never a fallback.
+"""Run `transport="all_gather"`: the reference against which the ring is measured. It is never a fallback.
 
 Every rank gathers all keys and values (O(T) memory), computes the same tiles with the same kernel, and
-reduces dK/dV back to their owners. It has its own gradient, since torch's differentiable all-gather returns
-silently wrong gradients on gloo for a non-contiguous incoming gradient.
+reduces dK/dV back to their owners. It has its own backward, because torch's differentiable all-gather on gloo
+silently returns wrong gradients if the incoming gradient is not contiguous.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_ring.schedule.plan import Plan
 
 @dataclass(frozen=True)
 class GatherPass:
-    """Hold what both directions need; see `RingPass` for the shapes."""
+    """The inputs of both passes; see `RingPass` for the shapes."""
 
     plan: Plan
     ring_rank: int
@@ -32,7 +32,7 @@ class GatherPass:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend forward; same contract as `RingPass.forward`."""
+        """Run the forward pass; same contract as `RingPass.forward`."""
         out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks)
         all_k, all_v = self._gather(k), self._gather(v)
         for origin, heads, kv, tiles in self._tiles():
@@ -51,7 +51,7 @@ class GatherPass:
         dtype = accumulator_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         all_k, all_v = self._gather(k), self._gather(v)
-        # Gradients of all ranks' keys: O(T), in the accumulators' dtype.
+        # Gradients of the keys of all ranks: O(T) memory, in the accumulators' dtype.
         all_dk, all_dv = ([torch.zeros_like(x, dtype=dtype) for x in parts] for parts in (all_k, all_v))
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
@@ -67,13 +67,13 @@ class GatherPass:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _tiles(self) -> Iterator[tuple[int, slice, slice, Tiles]]:
-        """Yield origin, query heads, K/V heads and tiles: all that this rank computes."""
+        """Yield origin, query heads, K/V heads and tiles of everything that this rank computes."""
         layout = self.plan.layout
         mine = layout.runs(self.ring_rank)
         for one in self.plan.classes:
             heads = query_heads_of(one.kv_heads, self.plan.group)
             for origin in range(self.plan.ring_size):
-                # For whole shards, not for payloads as in the plan: every rank has all keys here.
+                # Tiles of whole shards, not of the plan's payloads: here every rank has all keys.
                 yield origin, heads, one.kv_heads, one.pattern.tiles(mine, layout.runs(origin))
 
     def _gather(self, x: Tensor) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Say which hops look alike to FlexAttention, and make the tokens of their tables.
+"""Decide which hops can share FlexAttention's tables, and make the tokens of these tables.
 
 Owns the comparison of hops by geometry, and positions and labels on the device. A causal zigzag ring has
 three geometries, whatever its size: the own shard, half of the keys and half of the queries.
 
 [Note: hops that share a table]
-Hops whose pairs are all attended share one table, whatever their positions are. Where only distances matter,
-two hops share a table if one is the other, shifted.
+Hops in which all pairs are attended share one table, whatever their positions. If a mask depends on distances
+only, two hops share a table if one equals the other after a shift of positions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ds_ring.masks.slot_ranges import IntArray
 from ds_ring.masks.tiles import Axis, Kind, Tiles
 from ds_ring.runtime.to_device import to_device
 
-FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and a distance has to fit as well
-FEW_RUNS = 32  # of a side: up to here positions are written on the device, run by run
+FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and so are distances
+FEW_RUNS = 32  # for a side of at most this many runs, positions are computed on the device, run by run
 
 
 @dataclass(frozen=True)
 class Side:
-    """Hold the runs of one side of a hop.
+    """The runs (arithmetic progressions of tokens) of one side of a hop.
 
     Attributes:
         first: first slot, a multiple of the block.
-        length: slots from there on.
-        runs: each once; int64 [n, 5] of (slot, slot step, position, position step, length).
+        length: number of slots from there on.
+        runs: the distinct runs, int64 [n, 5] of (slot, slot step, position, position step, length).
     """
 
     first: int
@@ -44,11 +44,11 @@ class Side:
 
     @property
     def covered(self) -> int:
-        """Return the tokens of the runs."""
+        """Return the number of tokens in the runs."""
         return int(self.runs[:, 4].sum())
 
     def slots(self) -> IntArray:
-        """Return (slot, step, length) of what is covered; runs that lie side by side are one."""
+        """Return (slot, step, length) of the covered slots; adjacent runs are joined."""
         slots = self.runs[:, [0, 1, 4]]
         if not (slots[:, 1] == 1).all():
             return slots
@@ -56,7 +56,7 @@ class Side:
         return np.stack([slots[begins, 0], np.add.reduceat(slots[:, 2], np.flatnonzero(begins))], axis=1)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the position of each slot, int32 [length]; -1 where no run covers it."""
+        """Return the position of each slot, int32 [length]; -1 for slots that no run covers."""
         if len(self.runs) > FEW_RUNS:
             return to_device(torch.from_numpy(self.host_positions().astype(np.int32)), device)
         found = torch.full((self.length,), -1, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ class Side:
         return found
 
     def host_positions(self) -> IntArray:
-        """Return the same in numpy, int64."""
+        """Return the same as `positions`, in numpy, int64."""
         found = np.full(self.length, -1, dtype=np.int64)
         slot, slot_step, position, step, length = self.runs.T
         row = np.repeat(np.arange(len(length)), length)
@@ -78,13 +78,13 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Hold what the tables of a hop are made from.
+    """The data from which the tables of a hop are made.
 
     Attributes:
-        key: equal for hops whose tables are equal; hashable.
-        q, k: the sides.
+        key: hashable; equal for hops whose tables are equal.
+        q, k: the two sides.
         rule: the pattern.
-        all_full: every pair of a query and a key that are covered is attended, once: positions say nothing.
+        all_full: True if every covered query attends to every covered key once; then positions do not matter.
     """
 
     key: tuple[Any, ...]
@@ -95,11 +95,11 @@ class Geometry:
 
     @property
     def heads(self) -> int:
-        """Return the query heads of a group that have tables of their own."""
+        """Return the number of query heads of a group that need tables of their own."""
         return len(self.rule.branches_by_head)
 
     def tokens(self, device: torch.device) -> tuple[tuple[Tensor, tuple[Tensor, ...]], ...]:
-        """Return positions and labels of queries and keys, as `block_mask.Tokens` holds them."""
+        """Return positions and labels of queries and keys, in the form of `block_mask.Tokens`."""
         rule = self.rule
         positions = [side.positions(device) for side in (self.q, self.k)]
         labels: list[tuple[Tensor, ...]]
@@ -113,23 +113,23 @@ class Geometry:
         return tuple(zip([x.clamp_(min=0) for x in positions], labels, strict=True))
 
     def _labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
-        """Return the labels that primitives give, both sides labelled together."""
+        """Return the labels that primitives give, for both sides in one numbering."""
         hosts = [side.host_positions() for side in (self.q, self.k)]
-        # Slots that no tile covers (-1) are labelled as position 0 would be, then lose the label.
+        # Slots that no tile covers (-1) are labelled as position 0 first; their labels are removed below.
         found = self.rule.labels(*(np.maximum(x, 0) for x in hosts))
         labels = []
         for host, part in zip(hosts, found, strict=True):
             table = np.where(host < 0, NO_LABEL, part).astype(np.int32)
-            # A tensor each: views of one would differ in their offset, and with it flex would compile anew.
+            # One tensor each: views of one tensor differ in storage offset, for which flex would recompile.
             by_branch = (np.ascontiguousarray(one) for one in table.transpose(1, 0, 2))
-            # The stride of one row is anything in numpy, and flex would compile anew for each.
+            # In numpy a dimension of size one may have any stride, and flex would recompile for each.
             rows = (torch.from_numpy(one).flatten().view(one.shape) for one in by_branch)
             labels.append(tuple(to_device(one, device) for one in rows))
         return labels
 
 
 def _one_label(positions: Tensor, rule: BoundPattern) -> tuple[Tensor, ...]:
-    """Return one label for all tokens that are covered, in the first branch; none in the others."""
+    """Return one label for all covered tokens in the first branch, and no label in the other branches."""
     label = torch.where(positions >= 0, 0, NO_LABEL).to(torch.int32)
     shape = (len(rule.branches_by_head), len(positions))
     others = (label.new_full(shape, NO_LABEL) for _ in rule.branches_by_head[0][1:])
@@ -137,7 +137,7 @@ def _one_label(positions: Tensor, rule: BoundPattern) -> tuple[Tensor, ...]:
 
 
 def _ranges(positions: Tensor, rule: BoundPattern, side: str) -> tuple[Tensor, ...]:
-    """Return the labels of branches that know ranges of positions only, int32 [heads, n] each."""
+    """Return the labels of branches that have only ranges of positions, int32 [heads, n] each."""
 
     def one(branch: Branch) -> Tensor:
         partition: Partition = getattr(branch, side)
@@ -149,7 +149,7 @@ def _ranges(positions: Tensor, rule: BoundPattern, side: str) -> tuple[Tensor, .
 
 
 def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> Geometry:
-    """Return what the tables of a hop are made from; arguments as of `block_mask.hop_mask`."""
+    """Return the geometry of a hop; arguments as in `block_mask.hop_mask`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
@@ -164,7 +164,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
         what: tuple[Any, ...] = ("full", shape, *(x.slots().tobytes() for x in (q, k)))
     else:
         kept = masks or positions_matter or any(not _anywhere(branch) for branch in all_branches)
-        # Where only distances count, hops that are shifted look alike.
+        # If only distances matter, subtract the first position, so that shifted hops are equal.
         start = 0 if kept else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
         runs = (x.runs - np.array([0, 0, start, 0, 0]) for x in (q, k))
         what = ("rule", rule, positions_matter, *(x.tobytes() for x in runs))
@@ -172,7 +172,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
 
 
 def _anywhere(branch: Branch) -> bool:
-    """Return whether a branch knows distances only."""
+    """Return whether a branch depends on distances only."""
     return branch.queries.is_everywhere and branch.keys.is_everywhere and not branch.labels_of
 
 
@@ -183,13 +183,13 @@ def _is_all_full(tiles: Tiles, q: Side, k: Side) -> bool:
 
 
 def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> Side:
-    """Return the runs of a side of a hop, and from which slot to which they lie."""
+    """Return the distinct runs of one side of a hop, and the range of slots that they cover."""
     columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
-    # Tiles share runs: each distinct one is taken once.
+    # Several tiles have the same run, so keep each distinct run once.
     runs = np.unique(np.stack(columns, axis=1), axis=0)
     slot, slot_step, _, _, length = runs.T
     first = int(slot.min()) // block * block
-    # Too few slots would make Inductor compile anew: the part begins earlier, or ends later.
+    # A smaller number of slots would make Inductor recompile, so begin earlier or end later.
     if slots:
         first = min(first, (slots - shortest) // block * block)
     end = max(int((slot + (length - 1) * slot_step).max()) + 1, first + shortest)

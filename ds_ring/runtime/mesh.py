@@ -1,7 +1,7 @@
-"""Map the grid to process groups: who is my neighbour, and through which group do I speak to it.
+"""Map the grid of ranks to process groups: this rank's neighbours, and the groups that connect them.
 
-Owns process groups; the numbering is `schedule/grid.py`'s. A mesh is passed around explicitly: several can
-live in one process. A mesh of one rank needs no process group at all.
+Owns process groups; `schedule/grid.py` owns the numbering. A mesh is passed explicitly, so several can exist
+in one process. A mesh of one rank needs no process group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _serial = itertools.count()
 
 
 class MeshOptions(TypedDict, total=False):
-    """Name what every way to make a mesh takes beside its ranks; see `RingMesh.from_world`."""
+    """The arguments that every constructor of a mesh takes beside its ranks; see `RingMesh.from_world`."""
 
     timeout_s: float
     heartbeat_timeout_s: float
@@ -45,24 +45,24 @@ class MeshOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class RingMesh:
-    """Hold this process's place in the data x ring x ulysses grid, and its groups.
+    """This process's place in the data x ring x ulysses grid, and its process groups.
 
     Attributes:
         grid: the numbering of the world.
-        global_rank: this process.
+        global_rank: rank of this process.
         ring_group: ranks that pass K/V around, in ring order; None for a ring of one.
         ulysses_group: ranks that split heads; None for size one.
         sequence_group: all ranks that share a sequence; None for size one.
-        data_group: ranks that hold the same place of other sequences; None for size one.
-        cpu_group: the sequence group through gloo, for headers; that group itself where it is gloo.
-        serial, calls: number of the mesh in this process; counts its headers, alike on all ranks.
-        watch: hears who failed; None where the sequence has one rank, or the process group is fake.
-        buffers: memory for what travels, kept between calls; `buffers.release()` frees what is not in use.
-        host_memory: where what checkpointed regions keep goes, if it is enabled.
-        contexts: what `runtime/context.py` keeps for as long as this mesh lives.
-        traces: those that `runtime/trace.py` is making, innermost last; autograd's thread sees them, too.
-        use: refuses calls on a closed mesh, in a forked child, and of two threads at once.
-        ranks_per_node: consecutive ranks of the world that share a node; None if that is not known.
+        data_group: ranks at the same place of other sequences; None for size one.
+        cpu_group: the sequence group over gloo, for headers; the same group if it is gloo already.
+        serial, calls: number of the mesh in this process, and a counter of its headers; equal on all ranks.
+        watch: reports which rank failed; None if the sequence has one rank, or the process group is fake.
+        buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
+        host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
+        contexts: the contexts of `runtime/context.py`, which live as long as this mesh.
+        traces: active traces of `runtime/trace.py`, innermost last; also seen by autograd's thread.
+        use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
+        ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
     """
 
     grid: Grid
@@ -104,7 +104,7 @@ class RingMesh:
         watch: Watch | None = None,
         ranks_per_node: int | None = None,
     ) -> RingMesh:
-        """Cut the initialised world into data x ring x ulysses, ranks that are neighbours into one sequence.
+        """Divide the initialised world into data x ring x ulysses; neighbouring ranks share a sequence.
 
         Collective: every rank of the world calls it, in the same order, with the same arguments.
 

@@ -1,6 +1,6 @@
 """Describe the messages of a hop, check them against the plan, and count them.
 
-Owns what ranks and virtual ranks have in common; `exchange.py` sends, `simulation/exchange.py` looks up.
+Owns what real and virtual ranks have in common; `exchange.py` sends, `simulation/exchange.py` looks up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_ring.runtime.streams import Streams
 
 
 class TokenRange(NamedTuple):
-    """Say which tokens a message of a pass is about. Nothing here reads it; it is what virtual ranks go by.
+    """The tokens of a message. Real ranks do not read this; virtual ranks find the message's data by it.
 
     Attributes:
         origin: ring rank in whose shard they lie.
@@ -33,14 +33,14 @@ class TokenRange(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Say of a message the ring rank it goes to or comes from, and what the plan says of it.
+    """The ring rank at the other end of a message, and what the plan says about the message.
 
     Attributes:
-        peer: ring rank.
+        peer: ring rank that receives or sends it.
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
-        slots: as planned; None outside a pass.
-        dtype: as agreed; None outside a pass.
-        tokens: of which tokens; None outside a pass.
+        slots: planned number of slots; None outside a pass.
+        dtype: dtype that the ranks agreed on; None outside a pass.
+        tokens: which tokens; None outside a pass.
     """
 
     peer: int
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Hold a contiguous tensor and its label.
+    """A contiguous tensor and its label.
 
     Attributes:
         tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
@@ -70,23 +70,23 @@ SECOND_OF = {"K": "V", "dK": "dV"}
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse what bare point-to-point would send, and the receiver would not notice (or abort).
+    """Refuse messages that bare point-to-point would send and the receiver would not notice (or abort on).
 
     Raises:
-        RingMismatchError: another size, dtype or order than planned, or a tensor with gaps.
+        RingMismatchError: size, dtype or order differ from the plan, or a tensor is not contiguous.
     """
-    due = None  # what must follow now, and to whom
+    due = None  # the message that must come next, and its peer
     for tensor, peer, what, slots, dtype, _ in messages:
-        # NCCL would send memory from the first element on, gaps included.
+        # NCCL sends contiguous memory from the first element on, whatever the strides.
         if not tensor.is_contiguous():
             _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
-        # A smaller message fills part of the receiver's buffer, silently; a larger one aborts its process.
+        # A smaller message silently fills a part of the receiver's buffer; a larger one aborts its process.
         if slots is not None and tensor.shape[2] != slots:
             _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
-        # Another dtype with as many bytes arrives as other numbers, silently.
+        # A message of another dtype with the same number of bytes silently arrives as other numbers.
         if dtype is not None and tensor.dtype != dtype:
             _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
-        # Two messages of one size that come in the other order are swapped, silently.
+        # Two messages of one size in the wrong order are silently swapped.
         if due != ((what, peer) if what in SECOND_OF.values() else None):
             _refuse(what, peer, "K before V and dK before dV to each peer", f"{what or 'tensor'} instead")
         due = (SECOND_OF[what], peer) if what in SECOND_OF else None
@@ -103,7 +103,7 @@ def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
 
 @dataclass
 class Counters:
-    """Count what left this rank through an exchange, payloads only."""
+    """Count what this rank sends through an exchange, payloads only."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -117,7 +117,10 @@ class Counters:
 
 
 class BatchSizes(NamedTuple):
-    """Say what a batch adds to the counters: one batch unless it is empty, messages and bytes that leave."""
+    """What a batch adds to the counters.
+
+    One batch unless it is empty, and the messages and bytes it sends.
+    """
 
     is_one: bool
     sends: int
@@ -130,24 +133,23 @@ def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSize
 
 
 class InFlight(Protocol):
-    """Wait for a batch under way."""
+    """A batch of messages in flight."""
 
     def wait(self) -> None:
         """Return when every message of the batch has arrived."""
         ...
 
 
-# [Note: routes]
-# What a batch is, but for its tensors, is the same at every pass of a shape: peers, sizes and order. So it is
-# checked and looked up at the first one and kept as a route. Later passes hand over tensors alone: buffers of
-# the same kinds, and slices of them or of the own shard that were found to be contiguous there and then.
+# [Note: routes] Apart from the tensors, a batch is the same at every pass of a shape: peers, sizes and order.
+# So it is checked and looked up once, and kept as a route. Later passes provide tensors only: buffers of the
+# same kinds, and slices of them or of the own shard that were contiguous when the route was made.
 class Transport(Protocol):
-    """Do what a ring pass needs of an exchange: between ranks, or between virtual ones in one process."""
+    """What a ring pass needs of an exchange: between real ranks, or between virtual ranks in one process."""
 
     counters: Counters
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Return what `start` needs to know of all batches like this one; see [Note: routes].
+        """Return what `start` needs to know about all batches with these messages; see [Note: routes].
 
         Raises:
             RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
@@ -157,13 +159,13 @@ class Transport(Protocol):
     def start(
         self, route: Any, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> InFlight:
-        """Start all messages of a hop at once; returns at once."""
+        """Start all messages of a hop, without waiting for them."""
         ...
 
     def streams(self, tensor: Tensor) -> Streams:
-        """Return how the streams of a tensor's device are ordered."""
+        """Return the object that orders the streams of a tensor's device."""
         ...
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Surround a pass."""
+        """Return the context in which a pass runs."""
         ...

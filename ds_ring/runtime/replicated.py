@@ -1,7 +1,7 @@
-"""Run `queries="replicated"`: few queries on every rank against keys and values that stay where they are.
+"""Run `queries="replicated"`: every rank has the same few queries; keys and values stay on their ranks.
 
-A rank attends all queries to its own shard, and the partial results become one on all ranks.
-For decoding with a long cache and for cross attention; many queries belong on the ring (`RingPass`).
+A rank attends from all queries to its own shard; the partial results are merged on all ranks. This is for
+decoding with a long cache and for cross attention. Many queries belong on the ring (`RingPass`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ds_ring.schedule.replicated_queries import HeadTiles
 
 @dataclass(frozen=True)
 class ReplicatedPass:
-    """Hold what both directions need. Q is the number of queries, S of this rank's key slots.
+    """The inputs of both passes. Q is the number of queries, S the number of this rank's key slots.
 
     Attributes:
-        classes: the tiles of every class of heads.
-        kernel: computes them.
-        exchange: for the all-reduce; None for a ring of one.
-        scale: of the scores.
+        classes: the tiles of every class of heads (heads whose patterns are equal).
+        kernel: computes the tiles.
+        exchange: for the all-reduce; None for a ring of one rank.
+        scale: factor of the scores.
     """
 
     classes: tuple[HeadTiles, ...]
@@ -36,7 +36,7 @@ class ReplicatedPass:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return attention of all queries over all ranks' keys.
+        """Return the attention of all queries over the keys of all ranks.
 
         Args:
             q: [B, H, Q, D], the same on all ranks.
@@ -47,7 +47,7 @@ class ReplicatedPass:
             out [B, H, Q, E] in q's dtype, contiguous; lse [B, H, Q], float32 (float64 for float64 inputs).
             The same bits on all ranks.
         """
-        # Parts of all ranks are merged, and the sinks are one of them: the first rank's.
+        # Only the first rank adds the sinks, because the partial results of all ranks are merged.
         first = self.exchange is None or self.exchange.mesh.ring_rank == 0
         out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks if first else None)
         for heads, kv_heads, tiles in self.classes:
@@ -57,19 +57,19 @@ class ReplicatedPass:
                 rows, own = part.q_rows, part.heads
                 merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
         if self.exchange is not None:
-            # [B * H * Q, E + 1]: the lse goes as one more column, in the same message.
+            # [B * H * Q, E + 1]: the lse is one more column, in the same message.
             rows_ND = torch.cat([out, lse.unsqueeze(-1)], dim=-1).flatten(0, 2)
             whole = _all_reduce(self.exchange, rows_ND, _merge_rows).view(*q.shape[:3], -1)
             out, lse = whole[..., :-1], whole[..., -1].contiguous()
         return out.to(q.dtype).contiguous(), lse
 
-    # [Note: gradients of replicated queries]
-    # The result is the same on all ranks and so is, by convention, the loss that each of them computes from
-    # it: grad_out is equal on all ranks and counts once. Then dq is the whole gradient, equal on all ranks
-    # (the sum of what their shards contribute), and dk, dv are the gradients of this rank's shard. Nothing is
-    # multiplied by P. Where an engine sums parameter gradients over the ring, what is upstream of k and v
-    # comes out right, and what is upstream of q P times too large: scale dq by 1 / P there. Ranks with losses
-    # of their own (each of some rows, say) must sum grad_out over the ring before it gets here.
+    # [Note: gradients of replicated queries] The result is the same on all ranks, so by convention each rank
+    # computes the same loss from it: grad_out is equal on all ranks and counts once. Then dq is the whole
+    # gradient, equal on all ranks (the sum of the contributions of their shards), and dk, dv are the
+    # gradients of this rank's shard. Nothing is multiplied by P. If an engine sums parameter gradients over
+    # the ring, the gradients upstream of k and v are right, but those upstream of q are P times too large:
+    # scale dq by 1 / P there. If ranks compute different losses (each of some rows, say), they must sum
+    # grad_out over the ring before this pass.
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         grad_lse: Tensor | None = None,
@@ -96,22 +96,21 @@ class ReplicatedPass:
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)
         if self.exchange is not None:
-            # dk and dv need no message: the keys are on this rank only.
+            # dk and dv need no message, since the keys are on this rank only.
             dq = _all_reduce(self.exchange, dq.flatten(0, 2), _sum_rows).view(q.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-# [Note: one all-reduce]
-# Queries are cut into P parts; every rank sends part r of its partial result to rank r, which adds the P
-# partial results up in rank order, and an all-gather hands the parts around. So 2 (P - 1) / P of the result's
-# size leaves each rank however many keys there are, no rank holds P results, and since one rank computes each
-# row all ranks get the same bits. Forward the rows are (out, lse) and are merged, backward they are dq and
-# summed.
+# [Note: one all-reduce] Queries are split into P parts. Every rank sends part r of its partial result to rank
+# r. Rank r combines the P partial results in rank order, and an all-gather distributes the combined parts. So
+# each rank sends 2 (P - 1) / P of the result's size, however many keys there are, and no rank holds P
+# results. All ranks get the same bits, because one rank computes each row. In the forward pass the rows are
+# (out, lse) and are merged; in the backward pass they are dq and are summed.
 def _all_reduce(exchange: Exchange, rows: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Combine all ranks' [N, width] rows in rank order, the same bits everywhere; [Note: one all-reduce]."""
     group, size = exchange.mesh.ring_group, exchange.mesh.ring_size
     missing = -len(rows) % size
-    # Rows of zeros make the parts equally long, and are cut off at the end.
+    # Pad with rows of zeros to make the parts equally long; they are removed at the end.
     parts = pad(rows, (0, 0, 0, missing)).chunk(size)
     mine = combine(exchange.all_to_all(parts, group))
     return torch.cat(exchange.all_gather(mine, group, size))[: len(rows)]

@@ -1,6 +1,6 @@
-"""Make smaller rings of the ranks of a ring, for samples that do not need all of them.
+"""Make smaller rings from the ranks of a ring, for samples that do not need all of its ranks.
 
-Owns their process groups. Which ranks form which ring for a batch is `schedule/sub_rings.py`'s.
+Owns their process groups. `schedule/sub_rings.py` decides which ranks form which ring for a batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_ag
 def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingMesh]:
     """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
 
-    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, the buffers,
-    the host memory and the traces of `mesh`, and are closed with it; each has plans and a count of calls of
-    its own. One is used at a time.
+    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, buffers, host
+    memory and traces of `mesh`, and are closed with it. Each has its own plans and its own counter of calls.
+    Only one is used at a time.
 
     Raises:
         RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
