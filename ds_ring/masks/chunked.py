@@ -15,11 +15,11 @@ from ds_ring.registry import JsonKey
 
 @dataclass(frozen=True)
 class Chunked(Pattern):
-    """Attend to what came before in the query's own chunk of `chunk` tokens, itself included.
+    """Attend to the query itself and to earlier keys in the query's own chunk of `chunk` tokens.
 
     Attributes:
         chunk: tokens of a chunk; the first begins at position 0.
-        causal: False sees the whole chunk.
+        causal: False also attends to later keys of the chunk.
 
     Raises:
         RingPatternError: the chunk is not a positive integer.

@@ -1,4 +1,4 @@
-"""The first queries of a sequence alone: what a recomputation runs whose later results were kept."""
+"""The first queries of a sequence only: the mask of a recomputation that reuses the results of later ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ds_ring.masks.pattern import Head, Pattern
 
 @dataclass(frozen=True)
 class FirstQueries(Pattern):
-    """Let queries at positions below `count` see all keys, and later queries none.
+    """Let queries at positions below `count` attend to all keys, and later queries to none.
 
     Attributes:
-        count: of queries, at least 1.
+        count: number of queries, at least 1.
     """
 
     count: int

@@ -1,11 +1,12 @@
-"""Tiles of branches: the one derivation of rectangles for all patterns. Owns no pattern.
+"""Tiles of branches: the one function that makes the tiles of all patterns. Owns no pattern.
 
 [Note: joins]
-The tiles of a branch are what is left of rectangles (query run x key run) once both sides are cut into runs
-of one label, runs of the same label are joined, and the band of distances cuts the result. Several branches
-with the same band are done together: where they are a product of alternatives (documents x dilations), one
-factor refines the rectangles after the other, and factors of dilations alone have a faster way
-(`nested_dilations.py`). Both are rewrites: the plain derivation gives the same pairs, as tests show.
+A run is an arithmetic progression of tokens; a rectangle is a query run x a key run. The tiles of a branch
+are computed in three steps: cut both sides of each rectangle into runs of one label, join the runs with equal
+labels, and cut the result by the band of distances. Several branches with the same band are handled together.
+If they are a product of alternatives (documents x dilations), the rectangles are refined by one factor after
+the other; factors that are all dilations have a faster algorithm (`nested_dilations.py`). Both are
+optimisations: the plain derivation gives the same pairs, as tests show.
 """
 
 from __future__ import annotations
@@ -25,37 +26,37 @@ from ds_ring.masks.triangulation import cut_by_distance
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
-Band = tuple[int, int, tuple[PairMask, ...]]  # least, most, predicates
-Joined = tuple[Primitive, Primitive]  # of queries and of keys, by whose labels these are joined
+Band = tuple[int, int, tuple[PairMask, ...]]  # least and most distance, mask functions
+Joined = tuple[Primitive, Primitive]  # the primitives of queries and of keys whose labels are compared
 
 
 def tiles_by_head(
     branches_by_head: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
 ) -> Tiles:
-    """Return the non-empty tiles of rectangles that are FULL; see [Note: joins].
+    """Return the non-empty tiles of FULL rectangles; see [Note: joins].
 
     Args:
-        branches_by_head: of every query head of a group; one entry if all see the same.
-        rectangles: not cut yet.
-        plain: without rewrites, branch by branch.
+        branches_by_head: the branches of every query head of a group; one entry if all heads are equal.
+        rectangles: FULL rectangles.
+        plain: skip the optimisations and handle each branch by itself.
     """
-    # put first wherever tables are concatenated, so that there is always one
+    # An empty table, put first wherever tables are concatenated, so that there is at least one.
     nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
-    # by band, so that the rectangles of all heads in the group are cut by a band together
+    # Group by band, so that the rectangles of all heads are cut by a band in one call.
     bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
     for number, whole in enumerate(branches_by_head):
         for band, alike in _by_band(whole).items():
             bands.setdefault(band, []).append((number if len(branches_by_head) > 1 else -1, alike))
     parts = []
     for (least, most, masks), jobs in bands.items():
-        # before the joins: what the band drops as a whole need not be refined
+        # Before the joins: rectangles outside the band need no refinement.
         near = may_touch(rectangles, least, most)
         refined = [nothing]
         for head_in_group, branches in jobs:
             refined += _refine(near.for_head(head_in_group), branches, least >= 0, plain)
         found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
-            # the mask includes the band, so blocks are only kept or dropped, not cut by it
+            # The mask function includes the band, so blocks are kept or dropped, but not cut.
             blocks = found.in_blocks(MASK_BLOCK).masked(MaskInside(masks, least, most))
             parts.append(may_touch(blocks, least, most))
         else:
@@ -64,7 +65,7 @@ def tiles_by_head(
 
 
 def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
-    """Drop rectangles that lie outside the band as a whole."""
+    """Drop rectangles that are entirely outside the band."""
     # greatest and least q - k inside each rectangle
     farthest = tiles.q.last_position - tiles.k.position
     nearest = tiles.q.position - tiles.k.last_position
@@ -80,7 +81,7 @@ def _by_band(branches: Iterable[Branch]) -> dict[Band, list[Branch]]:
 
 
 def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> list[Tiles]:
-    """Return the rectangles of branches with one band, which is not yet cut."""
+    """Return the rectangles of branches with one band, before they are cut by the band."""
     alternatives: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
     for branch in branches:
         ranges = tuple(Partition(side.first, side.end) for side in (branch.queries, branch.keys))
@@ -98,7 +99,7 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
 
 
 def _within(tiles: Tiles, queries: Partition, keys: Partition) -> Tiles:
-    """Return the part of every rectangle in a range of positions on either side."""
+    """Return the part of every rectangle inside a range of query positions and one of key positions."""
     if queries == ALL and keys == ALL:
         return tiles
     q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
@@ -106,10 +107,10 @@ def _within(tiles: Tiles, queries: Partition, keys: Partition) -> Tiles:
 
 
 def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
-    """Write alternatives, each a conjunction, as few products of sums: one, if they are all combinations."""
+    """Write alternatives, each a conjunction, as products of sums: one product if all combinations occur."""
     columns = [list(dict.fromkeys(column)) for column in zip(*joined, strict=False)]
     lengths = {len(one) for one in joined}
-    # as many distinct conjunctions as combinations: then they are all of them
+    # If there are as many distinct conjunctions as combinations, they are all combinations.
     whole = math.prod(len(column) for column in columns)
     if len(lengths) == 1 and len(joined) == len(set(joined)) == whole:
         return [columns]
@@ -117,8 +118,8 @@ def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
 
 
 def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
-    """Return the rectangles of a sum of alternatives."""
-    # only dilations that label both sides alike have the faster way
+    """Return the rectangles refined by a sum of alternatives."""
+    # The faster algorithm is for dilations that label both sides in the same way.
     residues = [queries for queries, keys in factor if isinstance(queries, Residue) and queries == keys]
     if len(residues) == len(factor) and not plain:
         return Tiles.concat(
@@ -129,17 +130,17 @@ def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) ->
 
 
 def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
-    """Cut every rectangle into those whose sides have one label, the same on both."""
+    """Cut every rectangle into rectangles whose two sides have one and the same label."""
     (q_least, q_greatest), (k_least, k_greatest) = queries.bounds(tiles.q), keys.bounds(tiles.k)
-    # only labels that both sides may have can meet
+    # only labels that may occur on both sides can be equal
     least, greatest = np.maximum(q_least, k_least), np.minimum(q_greatest, k_greatest)
     q_row, q, q_label = queries.split(tiles.q, least, greatest)
     k_row, k, k_label = keys.split(tiles.k, least, greatest)
-    # One number for each (rectangle, label), small enough that two of them never meet.
+    # One number for each (rectangle, label), small enough that different ones never get the same number.
     q_number, k_number = q_label - least[q_row], k_label - least[k_row]
     width = 1 + max(q_number.max(initial=0), k_number.max(initial=0))
     ours, theirs = q_row * width + q_number, k_row * width + k_number
-    # each number once and in the same order: pieces pair up without a search
+    # If each number occurs once and in the same order on both sides, pieces pair up without a search.
     if np.array_equal(ours, theirs) and (np.diff(ours) > 0).all():
         return tiles.rows(q_row).sides(q, k)
     q_index, k_index = _matches(ours, theirs)

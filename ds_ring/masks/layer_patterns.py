@@ -1,9 +1,9 @@
-"""Decide who attends to whom in one layer: what the model says of it, and what the JSON says.
+"""Decide which pattern one layer has, from what the model says and what the JSON says.
 
-Owns the rule by which the two are put together, and its error, and what the words of a transformers
-configuration's `layer_types` stand for. How a model says it is read where the model is known: transformers'
-masks in integrations/transformers/layer_masks.py, those of a graph in graph_masks.py, a config.json that no
-model was built from in launcher/plan/layer_mix.py.
+Owns the rule that combines the two, its error, and the meaning of the words in a transformers configuration's
+`layer_types`. Other files read what a model says: integrations/transformers/layer_masks.py from transformers'
+masks, graph_masks.py from a compiled graph, and launcher/plan/layer_mix.py from a config.json without a
+model.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.windows import SlidingWindow, applies_window
 
-# words of `layer_types`, and where the configuration has their width
+# words of `layer_types`, each with the key of the configuration that has its width
 NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True)
 class LayerPatterns:
-    """Hold what the JSON says of layers.
+    """The patterns of layers in the JSON.
 
     Attributes:
-        pattern: of all layers that are not named.
-        named: of those that are, by their numbers from 0.
+        pattern: pattern of all layers that the JSON does not name.
+        named: patterns of the layers that it names, by layer number from 0.
     """
 
     pattern: Pattern
     named: Mapping[int, Pattern]
 
     def of(self, tokens: int, said: Pattern | None, layer: int | None, mixed: bool) -> Pattern:
-        """Return who attends to whom in a layer, documents apart.
+        """Return the pattern of a layer, without documents.
 
         Args:
-            tokens: of the sequence.
-            said: the model's own word: [Note: the pattern of a layer]. None: none.
-            layer: its number from 0 on.
+            tokens: length of the sequence.
+            said: the pattern that the model gives for the layer, [Note: the pattern of a layer]; None: none.
+            layer: the layer's number, from 0.
             mixed: whether layers of the model differ.
 
         Raises:
-            RingPatternError: the model and the JSON contradict each other, or the JSON names layers and
-                nobody knows the number of this one.
+            RingPatternError: the model and the JSON contradict each other, or the JSON names layers and the
+                number of this layer is unknown.
         """
         if self.named and layer is None:
             raise RingPatternError(
@@ -64,8 +64,8 @@ class LayerPatterns:
         """Count the layers of each pattern, in the order of the layers.
 
         Args:
-            tokens: of the sequence.
-            said: what the model says of its layers; empty if nobody knows.
+            tokens: length of the sequence.
+            said: the patterns that the model gives for its layers; empty if unknown.
         """
         found: Counter[Pattern] = Counter()
         count = max([len(said), 1, *(layer + 1 for layer in self.named)])
@@ -77,14 +77,12 @@ class LayerPatterns:
         return found
 
 
-# [Note: the pattern of a layer]
-# A model's layer is causal or not, and may have a window or a chunk ("said"). The JSON's pattern stands for
-# what the model leaves open:
-# - both are causal, or neither is;
-# - a layer with a window (or chunk) keeps it where the JSON has none, and where the JSON has the same one;
-# - a layer that sees everything gets the JSON's pattern: a narrower one (LongNet, a window) is wanted
-#   knowingly. In a model whose other layers have windows that is not known, so the JSON must name the layer.
-# Everything else is refused: no layer is changed without a word. Windows as long as the sequence are none.
+# [Note: the pattern of a layer] A layer of a model is causal or not, and may have a window or a chunk
+# ("said"). The JSON's pattern may add only what the model leaves open: - Both must be causal, or neither. - A
+# layer with a window (or chunk) keeps it if the JSON has none, or has the same one. - A layer that attends to
+# everything gets the JSON's pattern: we assume that a narrower one (LongNet, a window) is intended. In a
+# model whose other layers have windows this is not clear, so the JSON must name the layer. Everything else
+# raises an error, so that no layer is changed silently. A window as long as the sequence counts as no window.
 @lru_cache(maxsize=1024)
 def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool) -> Pattern:
     """Return the pattern of a layer: [Note: the pattern of a layer].
@@ -127,13 +125,13 @@ def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mi
 
 
 def _hides(part: Pattern, tokens: int) -> bool:
-    """Return whether a part of what a model says hides anything in a sequence of this length."""
+    """Return whether a part of the model's pattern masks anything in a sequence of this length."""
     width = getattr(part, "window", None) or getattr(part, "chunk", None)
     return width is not None and width < tokens
 
 
 def covers(given: Pattern, part: Pattern) -> bool:
-    """Return whether the JSON's pattern has the model's window or chunk."""
+    """Return whether the JSON's pattern includes the model's window or chunk."""
     if isinstance(part, SlidingWindow):
         return applies_window(given, *part.distance)
     return part in given.conjuncts

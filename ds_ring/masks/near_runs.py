@@ -1,8 +1,8 @@
-"""Find the pairs of runs that may attend to each other, where runs are many: before rectangles are made.
+"""Find the pairs of runs that may attend to each other, before rectangles are made of all pairs.
 
-Owns the sieve for dilations: a shard in the residue layout has a run for every residue of every window, and
-nearly all pairs of runs differ in residue or segment. Without it the rectangles of two shards, and the time
-of a plan, grow with the square of their runs.
+A run is an arithmetic progression of tokens. In the residue layout a shard has one run for every residue of
+every window, and nearly all pairs of runs differ in residue or segment. Without this filter, the number of
+rectangles of two shards, and the time to plan, would grow with the square of the number of runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import Residue
 from ds_ring.masks.slot_ranges import IntArray
 
-MANY_PAIRS = 4096  # of runs, from which on they are sieved
+MANY_PAIRS = 4096  # filter if there are at least this many pairs of runs
 Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
 
 
 def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
     """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
 
-    A pair is left out only if every branch has a dilation by which no two of its tokens are labelled alike.
+    A pair is left out only if every branch has a dilation that gives no two of its tokens the same label.
     """
     count = len(q_runs) * len(k_runs)
     if count <= MANY_PAIRS:
@@ -44,18 +44,18 @@ def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pai
 
 
 def _dilation_of(branch: Branch) -> Residue | None:
-    """Return a dilation by which both sides of a branch are labelled, None if there is none."""
+    """Return a dilation that labels both sides of a branch; None if there is none."""
     return next(
         (ours for ours, theirs in branch.labels_of if isinstance(ours, Residue) and ours == theirs), None
     )
 
 
 def _reached(dilation: Residue, runs: IntArray) -> Pairs:
-    """Return rows of (run, segment) for the segments in which runs may have tokens of a dilation."""
+    """Return (run, segment) rows for the segments in which a run may have tokens of a dilation."""
     start, step, length = runs.T
     last = start + (length - 1) * step
     w, rate = dilation.length, dilation.rate
-    # Only then the offset inside a segment is a residue of the position.
+    # Only in this case is the offset inside a segment a residue of the position.
     if w % rate == 0 or (len(last) and w > last.max()):
         rows = np.flatnonzero((dilation.offset - start) % np.gcd(step, rate) == 0)
     else:

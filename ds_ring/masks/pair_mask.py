@@ -1,4 +1,4 @@
-"""Masks of single pairs: what only tensors can evaluate, and how kernels ask for it. Knows no tensor."""
+"""Masks of single pairs, which only tensors can evaluate, and how kernels call them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(b
 
 
 class PairMask(Protocol):
-    """Decide single pairs, for some heads; hashable. `masks/mask_mod.py` has the one there is.
+    """A mask function of single pairs for some heads; hashable. `masks/mask_mod.py` has the implementation.
 
     Attributes:
-        function: of one batch number, head number, query position and key position.
-        heads: numbers of the query heads for which it is asked; empty where all are alike.
-        is_causal: it is known that it shows no key after its query.
+        function: of one batch index, head index, query position and key position.
+        heads: indices of the query heads to evaluate; empty if the mask does not depend on the head.
+        is_causal: True if the function is known to mask every key after its query.
     """
 
     @property
@@ -30,37 +30,37 @@ class PairMask(Protocol):
     def is_causal(self) -> bool: ...
 
     def for_heads(self, heads: tuple[int, ...]) -> PairMask:
-        """Return the same predicate for other heads; for all heads at once where they are alike."""
+        """Return the same mask for other heads; unchanged if it does not depend on the head."""
         ...
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Refuse a predicate that cannot be evaluated for such a call; see `Pattern.check`."""
+        """Raise if the mask cannot be evaluated for such a call; see `Pattern.check`."""
         ...
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:
-        """Return bool of the pairs of two numpy arrays of equal shape, for the first of its heads."""
+        """Return bool for pairs, two numpy arrays of equal shape, for the first of its heads."""
         ...
 
     def __call__(self, samples: int, q: Any, k: Any) -> Any:
-        """Return bool [len(q), len(k)] of positions; batch and heads come before where they differ.
+        """Return the mask, bool [len(q), len(k)], with leading batch and head dimensions if they matter.
 
         Args:
-            samples: size of the batch.
-            q, k: int64 tensors of one dimension.
+            samples: batch size.
+            q, k: positions, int64 tensors with one dimension.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MaskInside:
-    """Evaluate the mask of PARTIAL tiles: predicates of single pairs, within a band of distances."""
+    """The mask of PARTIAL tiles: mask functions of single pairs, within a band of distances."""
 
     masks: tuple[PairMask, ...]
     least: int
     most: int
 
     def __call__(self, samples: int, q: Any, k: Any) -> Any:
-        """Return bool [len(q), len(k)], with batch and heads before it where they differ; see `PairMask`."""
+        """Return bool [len(q), len(k)], with leading batch and head dimensions if they matter."""
         gap = q[:, None] - k[None, :]
         visible = (gap >= self.least) & (gap <= self.most)
         for mask in self.masks:
