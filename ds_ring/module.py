@@ -1,19 +1,19 @@
 """Attend over a sharded sequence: `ring_attention` for tensors, `RingAttention` for models.
 
 Owns the public calls. Tensors are local shards, [batch, heads, tokens, head_dim] as in PyTorch's
-`scaled_dot_product_attention`; who shards them is the caller (`shard_sequence`, or `ds_ring.initialize` for a
-whole DeepSpeed run).
+`scaled_dot_product_attention`. The caller shards them (`shard_sequence`, or `ds_ring.initialize` for a whole
+DeepSpeed run).
 
-Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring: with
-`queries="replicated"` every rank passes the same q, attends to its own shard, and one all-reduce of (out,
-lse) gives every rank the same bits. Every rank is taken to compute the same loss from them, and it counts
-once: each gets the whole dq, and dk, dv of its own shard. Where parameter gradients are summed over the ring,
-those upstream of q count P times: scale dq by 1 / P there.
+Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring. With
+`queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
+lse) gives every rank the same bits. The gradient assumes that every rank computes the same loss from them,
+and counts it once: each rank gets the whole dq, and dk, dv of its own shard. If parameter gradients are
+summed over the ring, those upstream of q count P times: scale dq by 1 / P there.
 
-Sinks (gpt-oss) are a logit for each head in the softmax's denominator, as of a key whose value is 0. The
-gradient of this replicated parameter is on each rank the part of the rank's own queries (with Ulysses: of the
-heads that it computed, 0 for the others), to be summed over the sequence's ranks as those of other parameters
-are; with replicated queries it is whole on every rank, as dq is.
+Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. Their
+gradient on a rank is the part of the rank's own queries (with Ulysses: of the heads that it computed, 0 for
+the others). It must be summed over the sequence's ranks, as for other replicated parameters. With replicated
+queries it is whole on every rank, like dq.
 """
 
 from __future__ import annotations
@@ -48,31 +48,32 @@ def ring_attention(
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
-    that no rank holds more than its share plus two buffers. Rows of padding, and rows that see no key, are 0.
+    that no rank holds more than its share plus two buffers. Rows of padding, and rows without a key, are 0.
 
     Args:
         q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may be another head_dim
             than D, and is what travels; kernel "cpu" pads within its calls.
-        pattern: which position attends to which, in global positions.
-        layout: which position lies in which slot; a name stands for that layout of ring_size * S tokens.
-        mesh: this process's place; every rank of the ring must call.
-        scale: of the scores; None is 1 / sqrt(D).
+        pattern: which query position attends to which key position, in global positions.
+        layout: which position lies in which slot; a name builds that layout for ring_size * S tokens.
+        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        scale: factor of the scores; None is 1 / sqrt(D).
         kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
-            fast one.
-        transport: "ring", or "all_gather" as the yardstick to measure it against.
-        overlap, prune: compute while sending; send only what is read. For comparison, not for use.
-        hop_timeout_s: seconds after which a hop that has not arrived raises.
+            fast kernel.
+        transport: "ring", or "all_gather" as the reference to measure the ring against.
+        overlap, prune: compute while sending; send only the tokens that are read. Set to False to
+            compare only.
+        hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
         check_finite: raise on NaN and infinities, which pass through otherwise, as in PyTorch.
         queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
-        q_positions: of replicated queries, [Q] integers, best on the CPU. None: the last Q positions of the
-            layout, and any Q for `Full`. With a cache that is not full, pass the true positions.
-        sinks: [H] of any floating dtype, the same on all ranks; of all heads also where Ulysses splits them.
+        q_positions: positions of replicated queries, [Q] integers, best on the CPU. None: the last Q
+            positions of the layout, and any Q for `Full`. If a cache is not full, pass the true ones.
+        sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
         return_lse: return the lse as well. Its gradient is exact.
-        score_mod: FlexAttention's, (score, batch, head, q_position, k_position) -> score, of global positions
-            and the head's number in the model; batch counts this call's rows. A value that ranks compare, as
-            `MaskMod` is; what it captures gets no gradient. Kernel "auto" is "flex" on CUDA, on the CPU the
-            slow "reference".
+        score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global
+            positions and the head's number in the model; batch counts this call's rows. Ranks compare its
+            code and captured values, as for `MaskMod`; captured tensors get no gradient. Kernel "auto" then
+            is "flex" on CUDA, and the slow "reference" on the CPU.
         gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
             rank's part of them once.
 
@@ -96,14 +97,14 @@ def ring_attention(
 
 
 class RingAttention(nn.Module):
-    """Compute ring attention where a model called `scaled_dot_product_attention`.
+    """Compute ring attention in place of a model's `scaled_dot_product_attention`.
 
     Args:
         config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
-        mesh: this process's place.
+        mesh: this process's place in the grid of ranks.
         layout: a layout, or a name for that layout of ring_size * S tokens; None takes the config's.
-        scale: of the scores; None is 1 / sqrt(D).
-        pattern: instead of the config's: packed documents change with every batch.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
         score_mod: see `ring_attention`.
     """
 
@@ -175,12 +176,12 @@ class RingAttention(nn.Module):
 
 
 def _has_other_dims(x: object) -> bool:
-    """Return whether something has no four dimensions to permute: it is refused by its own name."""
+    """Return whether x is not a 4-D tensor, so it cannot be permuted and is refused by its own name."""
     return not isinstance(x, Tensor) or x.dim() != 4
 
 
 def _pattern_of_all_batches(config: RingConfig) -> Pattern:
-    """Return the config's pattern, if it says everything."""
+    """Return the config's pattern, unless it needs the documents of each batch."""
     if config.pattern.documents:
         raise RingConfigError(
             'RingAttention: expected a pattern beside a config with "documents": true, got none; documents'
@@ -211,7 +212,7 @@ def options_from_config(config: RingConfig, scale: float | None = None) -> Optio
 
 
 def _hashable(value: Any) -> Any:
-    """Convert JSON's lists and objects to tuples: options are keys of tables."""
+    """Convert JSON's lists and objects to tuples, because options are keys of tables."""
     if isinstance(value, dict):
         return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
