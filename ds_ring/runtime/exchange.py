@@ -108,7 +108,7 @@ class Exchange:
         sizes: BatchSizes = NOT_COUNTED,
     ) -> Route:  # fmt: skip
         """Return the route of messages from and to ranks of the world, of tensors like this one."""
-        peers = [(rank,) for rank in (*receives, *sends)]
+        peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
         of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
         streams = self._streams_that_wait(like, group)
         return Route(of, to, peers, sizes, group, like.device, streams)
