@@ -386,7 +386,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
     "layout of another ring": (
         {"mesh": MESH, "pattern": Causal(), "layout": make_layout("zigzag", tokens=8, ring_size=2)},
         RingError,
-        "one that is for 2 ranks",
+        "got one for 2 ranks",
     ),
     "no pattern at all": (
         {"mesh": MESH, "pattern": "causal", "layout": "zigzag"},
