@@ -140,3 +140,14 @@ def test_what_hardly_crosses_stays_in_one_ring() -> None:
     layout = make_layout("contiguous", tokens=16 * 64, ring_size=16)
     plan = build_plan(SlidingWindow(32), layout, ranks_per_node=4)
     assert {way.ranks_per_node for way in plan.classes[0].directions} == {0}
+
+
+@pytest.mark.parametrize(
+    ("size", "node", "window", "layout"), [(8, 2, 20, "contiguous"), (9, 3, 20, "zigzag")]
+)
+def test_keys_for_another_node_are_freed_where_a_pass_ends_inside_a_node(
+    size: int, node: int, window: int, layout: str
+) -> None:
+    """The last keys that came into a node go on to no other one."""
+    whole = make_layout(layout, tokens=16 * size, ring_size=size)
+    validate_plan(build_plan(SlidingWindow(window), whole, ranks_per_node=node))
