@@ -192,7 +192,7 @@ def test_a_small_model_can_be_made(family):
 
 ALL = """
 import os
-from ds_ring_launcher import model_check
+from ds_ring_launcher.check import model_check
 from ds_ring_launcher.cli import main
 from ds_ring_launcher.commands import check_model
 
