@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError, shown
-from ds_ring.masks.dilated import Dilated
+from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention

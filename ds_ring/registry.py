@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # What `ds_ring` gives by name, and where each stands. The rows are lines of __init__.pyi, where type checkers
-# read them, too: "from ds_ring.masks.dense import Causal as Causal".
+# read them, too: "from ds_ring.masks.catalog import Causal as Causal".
 _ROWS = (line.split() for line in Path(__file__).with_name("__init__.pyi").read_text().splitlines())
 PUBLIC = {row[-1]: f"{row[1]}.{row[3]}" for row in _ROWS if row[:1] == ["from"]}
 
@@ -38,7 +38,7 @@ LAYOUTS = {
     "striped": "ds_ring.schedule.layout.make_striped",
     "residue": "ds_ring.schedule.choose.make_residue",
     "balanced": "ds_ring.schedule.choose.make_balanced",
-    "document_zigzag": "ds_ring.schedule.document_zigzag.make_document_zigzag",
+    "document_zigzag": "ds_ring.schedule.choose.make_document_zigzag",
 }
 
 

@@ -1,7 +1,7 @@
 """Replace a small file at once, so that a reader sees the old text or the new one. Standard library only.
 
 For figures and pages that are renewed: after a crash of the machine either text may be lost. What must not be
-lost is written by `config/text_file.py`.
+lost is written by `config/json_text.py`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slot_ranges import expand_ranges
+from ds_ring.masks.tiles import expand_ranges
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, merge_
-from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.rank_plan import HopPlan
 from tests.reference import Dense

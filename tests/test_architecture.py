@@ -44,33 +44,26 @@ SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.blo
 IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
     "runtime.chunks": {"runtime.kernels", "runtime.merge"},  # the hops of a ring pass
-    "runtime.first_parts": {"runtime.kernels"},  # the rows of a part
-    "runtime.ring_buffers": {"runtime.exchange"},  # its messages
-    "runtime.gather_pass": {"runtime.kernels", "runtime.exchange", "runtime.merge"},  # the yardstick
-    "runtime.compiled_attention": {"runtime.merge"},  # the accumulators' dtype
-    "runtime.replicated": {"runtime.kernels", "runtime.exchange", "runtime.merge"},
-    "runtime.kernels.flex_masks": {"runtime.block_mask"},
-    "runtime.kernels.flex_calls": {"runtime.block_mask"},
-    "runtime.kernels.flex": {"runtime.block_mask"},  # a table of tiles is all that a kernel is given
-    "runtime.context": {"runtime.kernels", "runtime.exchange"},  # makes both, uses neither
-    "runtime.tiled_call": {"runtime.merge"},  # the accumulators' dtype
-    "runtime.tiled_loss": {"runtime.merge"},  # the same
+    "runtime.buffers": {"runtime.exchange"},  # its messages
+    "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
     "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
+    "runtime.replicated": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
+    "runtime.kernels.flex": {"runtime.block_mask"},
+    "runtime.context": {"runtime.exchange", "runtime.kernels"},  # makes both, uses neither
+    "runtime.tiled": {"runtime.merge"},  # the accumulators' dtype
     "runtime.agreement": {"runtime.exchange"},
-    "runtime.one_ring": {"runtime.exchange"},  # connects the ranks
+    "runtime.process_groups": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
     "runtime.ulysses": {"runtime.exchange"},
-    "integrations.deepspeed.batch_agreement": {"runtime.exchange"},  # so that its collectives are watched
-    "integrations.compile.graph_positions": {"runtime.exchange"},
+    "integrations.deepspeed.batch_sharding": {"runtime.exchange"},  # so that its collectives are watched
+    "integrations.compile.graph_sharding": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
-    "integrations.deepspeed.sample_times": {"runtime.exchange"},  # measures it
-    "integrations.deepspeed.sequence_sum": {"runtime.exchange"},
-    "integrations.deepspeed.stop_request": {"runtime.exchange"},  # so that its collective is watched, too
+    "integrations.deepspeed.dynamic_ring": {"runtime.exchange"},  # measures it
+    "integrations.deepspeed.session": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
-    "simulation.exchange": {"runtime.exchange"},  # its messages
-    "simulation.rank": {"runtime.kernels", "runtime.exchange"},  # the tokens of what stays at home
+    "simulation.rank": {"runtime.exchange", "runtime.kernels"},  # the tokens of what stays at home
 }
 PASSES = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
 MAY_IMPORT_A_PASS = {
@@ -88,9 +81,7 @@ OUTSIDE = {
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
 EVALUATES_MASK_FUNCTIONS = {
-    "masks.mask_graph",
     "masks.mask_mod",
-    "masks.mask_trace",
     "masks.score_mod",
 }  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {
@@ -102,8 +93,7 @@ APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, p
 # How many ranks share a node: engines say it in the environment alone.
 # Where a launcher wants the figures of a rank, it says in the environment, too.
 READS_THE_ENVIRONMENT = {
-    "integrations.deepspeed.job_secret",
-    "integrations.deepspeed.node_size",
+    "integrations.deepspeed.config_agreement",
     "integrations.deepspeed.run_report",
 }
 
@@ -114,7 +104,7 @@ OF_TORCH_DISTRIBUTED = {
     "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
 }  # fmt: skip
 # Methods of a group's backend send as well.
-ASKS_FOR_A_BACKEND = {"runtime.stuck_groups"}  # which aborts
+ASKS_FOR_A_BACKEND = {"runtime.waiting"}  # which aborts
 SENDS = {"runtime.exchange", "runtime.process_groups"}  # the second one connects the ranks of new groups
 
 

@@ -24,7 +24,7 @@ from contestants import lend_xformers
 from torch import Tensor
 
 from ds_ring import Dilated, RingMesh, make_layout, ring_attention
-from ds_ring.masks.heads import HeadsOfPart
+from ds_ring.masks.catalog import HeadsOfPart
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS_PER_BRANCH = 2

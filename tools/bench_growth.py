@@ -28,8 +28,7 @@ from tqdm import tqdm
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 
 
 def one_pass(mesh: RingMesh, tokens: int, options: argparse.Namespace) -> dict[str, float]:

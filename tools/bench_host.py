@@ -28,14 +28,14 @@ from torch import Tensor
 
 from ds_ring import Causal
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.device import Streams
 from ds_ring.runtime.exchange import Exchange, Route
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flash_executors import Flash, Operators
 from ds_ring.runtime.messages import Message
-from ds_ring.runtime.pending import Pending
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.streams import Streams
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.runtime.waiting import Pending
+from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.host_waits import fake_ring
 

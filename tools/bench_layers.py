@@ -25,8 +25,7 @@ import torch.distributed as dist
 from ds_ring import Causal, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.layout import Layout
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from ds_ring import SlidingWindow
-from ds_ring.config.long_sequence_section import tile_tokens
+from ds_ring.config.section import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware_file import read_hardware
 from ds_ring_launcher.plan.model_memory import Moment

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ds_ring import RingMesh, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan
 from ds_ring_launcher.plan.hardware import Hardware, hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass

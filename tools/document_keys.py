@@ -14,10 +14,9 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_ring.config.long_sequence_section import LongSequenceConfig
 from ds_ring.config.messages import choices_of, shown, takes_of
 from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import LongSequenceConfig, RingConfig
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "configs/README.md"
 BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config/section.py -->"

@@ -20,11 +20,11 @@ import numpy as np
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.blocks import blocks_of_tiles
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
-from ds_ring.schedule.table import format_schedule
+from ds_ring.schedule.steps import format_schedule
 
 matplotlib.use("Agg")
 from matplotlib import colormaps

@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingMeshError
-from ds_ring.masks.dilated import Dilated
+from ds_ring.masks.catalog import Dilated
 from ds_ring.runtime.autograd import _pass_of
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 
 HEADS = 4
 # few and large calls: each fake operator costs milliseconds; the workspace is the larger for it

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ring.integrations.deepspeed import comparison
-from ds_ring.integrations.deepspeed.comparison import Numbers
-from ds_ring.masks.dense import Causal
-from ds_ring.masks.documents import Documents
+from ds_ring.integrations.deepspeed import first_batch
+from ds_ring.integrations.deepspeed.first_batch import Numbers
+from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.deferred_logits import DeferredLogits
+from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.runtime.trace import MemoryPeak, measure_cpu_memory
 
 MIB = 2**20
@@ -88,9 +87,9 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     plain.to(device).load_state_dict(_weights(engine))
     alone = _alone(plain, {name: x.to(device) for name, x in whole.items()}, pattern)
     ring = _on_the_ring(engine, whole)
-    found = comparison.compare(ring.numbers, alone.numbers)
-    worst = comparison.largest(found)["gradient"]
-    exact = not comparison.beyond(found, comparison.Tolerance.of(next(plain.parameters()).dtype))
+    found = first_batch.compare(ring.numbers, alone.numbers)
+    worst = first_batch.largest(found)["gradient"]
+    exact = not first_batch.beyond(found, first_batch.Tolerance.of(next(plain.parameters()).dtype))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (ring.peak_bytes / MIB, worst, exact))
     worst = max((one for _, one, _ in ranks), key=lambda one: one.error)

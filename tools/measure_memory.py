@@ -24,8 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 from ds_ring.runtime.autograd import _pass_of
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring.schedule.layout import Layout
 

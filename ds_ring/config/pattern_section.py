@@ -19,8 +19,8 @@ from pydantic import (
 
 from ds_ring.config.messages import Refused, Section, Takes, problems_of, sentence, shown
 from ds_ring.errors import RingPatternError
+from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slices import Slices
 from ds_ring.registry import PUBLIC, JsonKey, load
 
 ONE_UP = "a whole number of at least 1"

@@ -1,7 +1,7 @@
 """Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
 
 Owns the keys of the section (those of "pattern" stand in pattern_section.py, those of "long_sequence" in
-long_sequence_section.py): names, defaults, units, limits, and how they depend on each other. Where
+section.py): names, defaults, units, limits, and how they depend on each other. Where
 the section is found stands in deepspeed_file.py, how a complaint is worded in messages.py. Imports no torch.
 """
 
@@ -11,17 +11,21 @@ import copy
 import hashlib
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache, reduce
+from operator import and_
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY, Source, resolve
 from ds_ring.config.json_text import Json
-from ds_ring.config.long_sequence_section import LongSequence, LongSequenceConfig
 from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
 from ds_ring.config.pattern_section import (
     MOST,
     ONE_UP,
+    PATTERNS_BY_KEY,
     WORD,
     AtLeastOne,
     Flag,
@@ -29,7 +33,111 @@ from ds_ring.config.pattern_section import (
     without_effect,
 )
 from ds_ring.errors import RingMeshError
+from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
+from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import KERNELS, LAYOUTS
+
+if TYPE_CHECKING:
+    from ds_ring.config.pattern_section import PatternConfig
+
+
+# Define the "long_sequence" part of the section: what of a model besides attention is computed in tiles.
+#
+# Owns the keys, the words "off" and "auto", and how many tokens a tile has by default, which the estimator
+# asks, too. What a part makes a model do stands in integrations/transformers.
+
+Tile = Literal["auto"] | bool | int
+Switch = Literal["auto"] | bool
+
+_TILE = Takes('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
+_SWITCH = Takes('"auto", true or false', "write true or false, without quotes")
+
+MIB = 1 << 20
+_TILE_BYTES = {"cpu": 64 * MIB}
+_TILE_BYTES_ELSEWHERE = 512 * MIB
+_LEAST_TOKENS = 64
+
+
+def _tile(value: object) -> Tile:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    if type(value) is int and 1 <= value <= MOST:
+        return value
+    raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
+
+
+def _switch(value: object) -> Switch:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise Refused(sentence(_SWITCH.what, shown(value), _SWITCH.advice))
+
+
+class LongSequenceConfig(Section):
+    """Say which parts of a model are computed in tiles of tokens, and where its checkpoints are kept.
+
+    A part that is `true` is an error where the model does not allow it; one that is "auto" is left out there,
+    with a line in the log.
+    """
+
+    tiled_loss: Annotated[Tile, PlainValidator(_tile), _TILE] = Field(
+        default=False,
+        description="compute logits, loss and their gradients one tile of tokens after the other, so that no"
+        " tensor of a shard's tokens x vocabulary exists; true: tiles of 64 MiB of float32 logits on the CPU,"
+        " 512 MiB on CUDA",
+    )
+    tiled_mlp: Annotated[Tile, PlainValidator(_tile), _TILE] = Field(
+        default=False,
+        description="compute each layer's MLP, and the norms around it, one tile of tokens after the other,"
+        " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"
+        " and 512 MiB on CUDA",
+    )
+    offload_checkpoints: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+        default=False,
+        description="checkpoint each layer's activations, and keep the checkpoints in pinned memory of the"
+        ' host; "auto": where the device is not the CPU',
+    )
+
+    offload_attention: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+        default=False,
+        description="keep what attention's gradient needs (q, k, v, out, lse) in pinned memory of the host,"
+        " and bring it back in the backward pass a group of heads at a time, the next while one is computed;"
+        ' "auto": where the device is not the CPU, for shards of 131,072 tokens and more',
+    )
+
+    @property
+    def any(self) -> bool:
+        """Return whether a part of a model is on, or may be; `offload_attention` is attention's own."""
+        return any(
+            value is not False for value in (self.tiled_loss, self.tiled_mlp, self.offload_checkpoints)
+        )
+
+
+def _from_word(value: Any) -> Any:
+    """Replace "off" by no part, and "auto" by every part that the model allows."""
+    if value == "off":
+        return {}
+    return dict.fromkeys(LongSequenceConfig.model_fields, "auto") if value == "auto" else value
+
+
+LongSequence = Annotated[
+    LongSequenceConfig,
+    BeforeValidator(_from_word),
+    Takes('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
+]
+
+
+def tile_tokens(tile: Tile, width: int, device: str = "cpu") -> int:
+    """Return the tokens of a tile of at most so many: 64 MiB of float32 on the CPU, 512 MiB elsewhere.
+
+    Args:
+        tile: the value of `tiled_loss` or `tiled_mlp`; a number is taken as it is.
+        width: elements of a token's widest row: the vocabulary for the loss, or an MLP's intermediate size.
+        device: the kind of device, "cpu" or "cuda".
+    """
+    if type(tile) is int:
+        return tile
+    return max(_TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // (4 * width), _LEAST_TOKENS)
+
 
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
@@ -298,3 +406,44 @@ def _divisors(number: int) -> list[int]:
     """Return divisors in rising order, by pairs up to the square root: a typing error must not hang."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
+
+
+# Build the pattern that the JSON's "pattern" section describes.
+
+def pattern_from_config(config: RingConfig) -> Pattern:
+    """Build the pattern of the section; its parts are composed with `&`."""
+    # "documents": true is not in it: documents change with every batch, and are added to this pattern by
+    # whoever has the batch (`pattern & Documents(...)`).
+    return _pattern(config.pattern)
+
+
+def named_patterns(config: RingConfig) -> dict[int, Pattern]:
+    """Return the patterns of the layers that "layers" names, by their numbers from 0."""
+    return {layer: _pattern(section) for layer, section in config.pattern.layers or ()}
+
+
+@lru_cache(maxsize=256)
+def _pattern(section: PatternConfig) -> Pattern:
+    parts: list[Pattern] = []
+    if section.segment_lengths is not None and section.dilation_rates is not None:
+        lengths, rates = tuple(section.segment_lengths), tuple(section.dilation_rates)
+        parts.append(Dilated(lengths, rates, section.causal, section.head_offsets))
+    if section.window is not None:
+        parts.append(_window(section, section.window))
+    for name, (_, kind) in PATTERNS_BY_KEY.items():
+        tokens, make = getattr(section, name), cast(Callable[..., Pattern], kind)
+        if tokens is not None:
+            has_causal = any(field.name == "causal" for field in fields(kind))
+            parts.append(make(tokens, section.causal) if has_causal else make(tokens))
+    if section.slices is not None:
+        # the kinds of slices say what is causal; beside "causal": true they may only hide more
+        parts += [Slices(section.slices), *([Causal()] if section.causal and not parts else [])]
+    return reduce(and_, parts) if parts else Causal() if section.causal else Full()
+
+
+def _window(section: PatternConfig, window: int) -> Pattern:
+    """The sliding window, dilated or not, with the sinks that are seen beside it."""
+    near: Pattern = SlidingWindow(window, section.causal)
+    if section.window_dilation > 1:
+        near = DilatedWindow(window, section.window_dilation, section.causal)
+    return near if section.sinks is None else near | Sinks(section.sinks, section.causal)

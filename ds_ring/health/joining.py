@@ -6,18 +6,496 @@ before that: joining, with the error that names a rank, and leaving again where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ipaddress
+import json
+import logging
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
+import psutil
+import torch
 import torch.distributed as dist
 
-from ds_ring.errors import RingError, RingPeerError
-from ds_ring.health.arrival import PeerLost
-from ds_ring.health.first_collective import FirstCollective
-from ds_ring.health.guarded_call import peer_error
-from ds_ring.health.rendezvous import join
-from ds_ring.health.watch import Watch
+from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
+from ds_ring.health.monitor import failure_detector, handshake
+from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health.watch import Watch, keep_for_ever, peer_error
 from ds_ring.schedule.grid import Grid
+
+# Keep a collective of one number under way while ranks come: it breaks in a neighbour of a rank that dies.
+#
+# Owns that collective; what follows from its end is `joining.py`'s.
+
+PROBE_S = 1.0  # for the collective to end, once everybody is here
+_LOOK_S = 0.002
+
+
+class FirstCollective:
+    """Sum one number over the default group, which is gloo's, in the background."""
+
+    def __init__(self) -> None:
+        self._number = torch.zeros(1)
+        self._work: dist.Work | None = None
+
+    def begin(self) -> None:
+        """Take part from now on."""
+        self._work = dist.all_reduce(self._number, async_op=True)
+
+    def is_broken(self) -> bool:
+        """Return whether the collective has failed here."""
+        try:
+            if self._work is not None and self._work.is_completed():
+                self._work.wait()
+        except RuntimeError:
+            return True
+        return False
+
+    def end(self) -> None:
+        """Wait until the collective ends, which it does now that everybody is here."""
+        end = time.monotonic() + PROBE_S
+        while self._is_under_way() and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        self.leave()
+
+    def leave(self) -> None:
+        """Go on without its end; torch may write to the number for as long as the process lives."""
+        if self._is_under_way():
+            keep_for_ever(self._work, self._number)
+
+    def _is_under_way(self) -> bool:
+        return self._work is not None and not self._work.is_completed()
+
+
+# Describe what ranks ask of the process group's store before they have joined the monitor.
+#
+# A torch Store has all of it. Named here so that joining needs no torch: a process without it can be a rank
+# (`tools/simulate_cluster.py` starts a thousand).
+
+class Store(Protocol):
+    """Keep texts by name for all ranks. A store that is lost raises a RuntimeError, as torch's does."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+    def add(self, key: str, value: int, /) -> int: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+# Find which hosts the ranks are on, and the address at which all of them reach rank 0's host.
+#
+# Owns no socket: `joining.py` asks, the monitor process listens.
+
+LOOPBACK = "127.0.0.1"
+
+
+class Presence(NamedTuple):
+    """Say where a rank is."""
+
+    host: str  # equal on ranks that share the network interfaces of one host
+    processes: str  # equal on ranks that see each other's process ids
+    pid: int  # of the rank
+
+
+def presence() -> Presence:
+    """Return where this process is."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network, processes = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))
+        return Presence(f"{boot}/{network}", f"{boot}/{processes}", os.getpid())
+    except OSError:  # not Linux
+        return Presence(platform.node(), platform.node(), os.getpid())
+
+
+def listening_hosts(store: Store, presences: Sequence[Presence]) -> list[str]:
+    """Choose where the monitor listens: loopback for one host, else the address that ranks know this host by.
+
+    Args:
+        store: of the process group; a TCPStore knows the name that every rank reached its host by.
+        presences: of all ranks.
+
+    Returns:
+        One address of this host, and loopback for the ranks on it; or [""], every address, where none is
+        known that all ranks reach.
+    """
+    if len({one.host for one in presences}) == 1:
+        return [LOOPBACK]
+    while (inner := getattr(store, "underlying_store", None)) is not None:  # of torch's PrefixStore
+        store = inner
+    name = getattr(store, "host", "")
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
+    except OSError:
+        found = set()
+    own = [address for address in _own_addresses() if address in found]
+    reachable = [address for address in own if not ipaddress.ip_address(address).is_loopback]
+    return [reachable[0], LOOPBACK] if reachable else [""]
+
+
+def all_addresses() -> list[str]:
+    """Return what this host may be reached by from others; fe80 is of one cable only."""
+    outside = [a for a in _own_addresses() if not a.startswith(("127.", "::1", "fe80"))]
+    return [LOOPBACK, *outside, socket.gethostname()]
+
+
+def _own_addresses() -> list[str]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
+
+
+# Wait until all ranks are connected to the monitor process, but not for a rank that is dead.
+#
+# Owns what ranks tell each other through the process group's store until all are connected to the monitor.
+# `joining.py` owns the monitor's address, which is published there, and the connection.
+
+START_S = 60.0  # time for the monitor process to start
+FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two queries of the store
+NEWCOMERS = 32  # ranks whose announcement one query asks for
+LOOK_S_PER_RANK = 1e-3  # so that one store answers 2,000 queries a second, however many ranks ask
+ENDED = "its process ended while the ranks were starting (killed, or crashed)"
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+# [Note: joining] Every rank announces its host and process in the store of the process group. When all have
+# done so, rank 0 starts the monitor and publishes its address; all ranks connect. We wait for a rank that is
+# late (it may load a model for minutes), but not for one that is dead. A dead rank is found in three ways: -
+# A rank that has announced itself and is on this host is checked by its process id. - If the default group is
+# gloo, a collective of one number runs in the background. It breaks in a neighbour of a rank that dies. The
+# rank that has not announced itself is then the dead one. - Once the monitor runs, all ranks are known to be
+# there. A rank that does not join in time has failed. A rank that sees a death writes it to the store for the
+# others.
+class PeerLost(Exception):
+    """A rank failed before all ranks had joined.
+
+    Attributes:
+        fault: the rank, and what was observed.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
+
+class Arrival:
+    """Track the ranks of a job until they are connected to the monitor.
+
+    Args:
+        store: of the process group.
+        name: of this arrival; a process may join several times.
+        rank, world_size: of the world.
+        deadline: time on the monotonic clock by which all ranks must have come.
+        collective: a running collective of the same ranks; None if their default group has no collective that
+            breaks when a rank dies.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        deadline: float,
+        collective: FirstCollective | None,
+    ) -> None:
+        self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
+        self.deadline, self._collective = deadline, collective
+        self._mine = presence()
+        self._complete_at: float | None = None  # time at which all ranks were known to have come
+        self._known: dict[int, Presence] = {}
+        # Rank 0 watches all ranks; each other rank watches rank 0 and its two neighbours. So two ranks see
+        # every death.
+        near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
+        self._unknown = deque(frozenset(near) - {rank})  # watched ranks that have not announced themselves
+
+    def announce(self) -> None:
+        """Write this rank's host and process to the store."""
+        self.store.set(f"{self.name}/{self.rank}", json.dumps(self._mine))
+        if self._collective is not None:
+            self._collective.begin()
+
+    def end(self) -> None:
+        """Wait for the collective, which ends now that all ranks are here."""
+        if self._collective is not None:
+            self._collective.end()
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has announced itself."""
+        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
+        self._wait(lambda: self.store.check(keys))
+
+    def check(self) -> None:
+        """Raise PeerLost if a rank that had come has died since."""
+        fault = self._or_lost(self._look)
+        if fault is not None:
+            raise self._tell(fault)
+
+    def wait_for(self, key: str) -> bytes:
+        """Wait until the key is in the store, and return its value."""
+        self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
+        return self.store.get(f"{self.name}/{key}")
+
+    def presences(self) -> list[Presence]:
+        """Return host and process of all ranks, once they have come."""
+        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
+        found = [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
+        self._known |= {rank: found[rank] for rank in self._unknown}
+        self._unknown.clear()
+        return found
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        pause_s = FIRST_LOOK_S
+        while not self._or_lost(ready):
+            fault = self._or_lost(self._look)
+            if fault is not None:
+                raise self._tell(fault)
+            if time.monotonic() > self.deadline:
+                missing = self._missing() or [0]
+                late = "it did not come to where ds_ring starts before the deadline"
+                raise self._tell(Fault(missing[0], late))
+            time.sleep(pause_s)
+            # The pause grows with the number of ranks, because all of them query one store.
+            pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
+
+    def _or_lost(self, ask: Callable[[], T]) -> T:
+        """Return the result of a query.
+
+        Raise PeerLost if the store is lost with the process that hosts it.
+        """
+        try:
+            return ask()
+        except RuntimeError as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            cause = f"the process group's store is lost, and so, it seems, is the rank that hosts it: {text}"
+            raise PeerLost(Fault(0, cause)) from error
+
+    def _look(self) -> Fault | None:
+        """Return the rank that is known to be dead, if any.
+
+        Rank 0 decides which rank that is, as long as it lives; after all ranks have come, the monitor
+        decides.
+        """
+        # One query for all keys, because a thousand ranks query one store.
+        fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
+        return fault or self._look_around()
+
+    def _look_around(self) -> Fault | None:
+        """Write the deaths that this rank sees to the store; return one that rank 0 need not decide on."""
+        for _ in range(min(len(self._unknown), NEWCOMERS)):
+            rank = self._unknown.popleft()
+            if self.store.check([f"{self.name}/{rank}"]):
+                self._known[rank] = Presence(*json.loads(self.store.get(f"{self.name}/{rank}")))
+            else:
+                self._unknown.append(rank)
+        for rank, other in self._known.items():
+            if not self._lives(other):
+                if 0 in (rank, self.rank):
+                    return Fault(rank, ENDED)
+                self._write("dead", str(rank))
+        if self._collective is not None and self._collective.is_broken():
+            self._write("broken", "")
+        return None
+
+    def _judge(self) -> Fault | None:
+        """Return the rank that failed first, if the deaths written to the store tell."""
+        if self.store.check([f"{self.name}/fault"]):
+            return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
+        if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
+            return Fault(int(self.store.get(f"{self.name}/dead")), ENDED)
+        if self.store.check([f"{self.name}/broken"]):
+            missing = self._missing()
+            if len(missing) == 1 and 0 in (missing[0], self.rank):
+                return Fault(missing[0], "its process ended before it came to where ds_ring starts")
+            self._complete_at = None if missing else self._complete_at or time.monotonic()
+            if self._complete_at is not None and time.monotonic() > self._complete_at + START_S:
+                return Fault(0, f"it did not start the monitor process within {START_S:g} s")
+        return None
+
+    def _write(self, key: str, value: str) -> None:
+        """Write what this rank saw, and set the alarm key so that others read it."""
+        self.store.set(f"{self.name}/{key}", value)
+        self.store.set(f"{self.name}/alarm", "")
+
+    def _lives(self, other: Presence) -> bool:
+        """Return False if the rank is known to be dead."""
+        # A process id is valid within one host and namespace only.
+        if other[:2] != self._mine[:2]:
+            return True
+        try:
+            return psutil.Process(other.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self.store.check([f"{self.name}/{rank}"])]
+
+    def _tell(self, fault: Fault) -> PeerLost:
+        try:
+            self._write("fault", json.dumps(fault))
+        except RuntimeError:
+            log.warning("the store is lost: other ranks cannot be told that rank %d has failed", fault.rank)
+        if self._collective is not None:
+            self._collective.leave()
+        return PeerLost(fault)
+
+
+# Find the monitor process and join it, with nobody waiting for a rank that is dead.
+#
+# Owns the start of the monitor, its address and the connection to it. How ranks look after each other until
+# then is `joining.py`'s, at which address the monitor listens `joining.py`'s, what a rank says once it
+# has joined `watch.py`'s.
+
+CONNECT_S = 2.0  # for one address of the monitor
+HANDSHAKE_S = 5.0
+JOIN_S = 60.0  # tries of all addresses together
+
+
+# [Note: the secret]
+# The handshake needs a secret that strangers do not know. A launcher hands one over (`secret`), and nothing
+# that the store holds is of use to anybody. Without one rank 0 makes one and publishes it in the store: then
+# whoever can read the store of the process group, which asks nobody for a password, can speak to the monitor.
+class Address(NamedTuple):
+    """Say where the monitor listens, and what holds for all ranks."""
+
+    # port, hosts: hosts are tried in order
+    port: int
+    hosts: list[str]
+    secret: str | None  # None where the launcher has handed one over
+    heartbeat_timeout_s: float  # of rank 0, for all
+
+
+def join(
+    store: Store,
+    rank: int,
+    world_size: int,
+    heartbeat_timeout_s: float,
+    exit_after_s: float | None = None,
+    secret: str | None = None,
+    timeout_s: float = 1800.0,
+    collective: FirstCollective | None = None,
+) -> Watch:
+    """Join the failure detector of this job; rank 0 starts it. All ranks must call it in the same order.
+
+    Args:
+        store: of the process group.
+        rank, world_size: of the world.
+        heartbeat_timeout_s: a rank that is silent for so long has failed; rank 0's holds.
+        exit_after_s: of `Watch`.
+        secret: what the launcher handed over, the same on all ranks; None without one.
+        timeout_s: until every rank has come here.
+        collective: of `Arrival`.
+
+    Raises:
+        PeerLost: a rank died, or did not come in time.
+        RingConfigError: the secret is too short to be one.
+        RingMeshError: the monitor did not start or cannot be reached, or not all ranks have a secret.
+    """
+    if secret is not None and len(secret.encode()) < handshake.SECRET_BYTES:
+        raise RingConfigError(
+            f"secret: expected at least {handshake.SECRET_BYTES} characters, got {len(secret)}; make one with"
+            " `openssl rand -hex 32`, or let ds-ring launch make it"
+        )
+    name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
+    arrival = Arrival(store, name, rank, world_size, time.monotonic() + timeout_s, collective)
+    arrival.announce()
+    if rank == 0:
+        arrival.wait_for_all()
+        hosts = listening_hosts(store, arrival.presences())
+        published = None if secret is not None else secrets.token_hex(32)
+        port = start_monitor(hosts[0], world_size, heartbeat_timeout_s, secret or published or "")
+        arrival.check()  # from here on the monitor would wait for the dead
+        hosts = hosts[::-1] if hosts[0] else all_addresses()  # loopback first
+        address = Address(port, hosts, published, heartbeat_timeout_s)
+        store.set(f"{name}/monitor", json.dumps(address))
+    else:
+        address = Address(*json.loads(arrival.wait_for("monitor")))
+    known = _secret_of(address, secret, rank)
+    watch = Watch(rank, _connect(address, known, rank), 0, address.heartbeat_timeout_s, exit_after_s)
+    arrival.end()
+    return watch
+
+
+def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret: str) -> int:
+    """Start a monitor on this machine, as a process of its own that ends by itself; return its port.
+
+    Args:
+        host: the address to listen at; "" for every one.
+        world_size, heartbeat_timeout_s, secret: of `join`.
+    """
+    command = [sys.executable, "-I", "-S", str(Path(failure_detector.__file__).parent)]
+    settings = {"host": host, "world_size": world_size, "secret": secret}
+    settings |= {"heartbeat_timeout_s": heartbeat_timeout_s}
+    done = subprocess.run(
+        command, input=json.dumps(settings) + "\n", capture_output=True, text=True, timeout=START_S
+    )
+    if done.returncode or not done.stdout.strip():
+        raise RingMeshError(
+            f"the monitor process did not start: expected a port, got exit code {done.returncode} and"
+            f" {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host of"
+            " rank 0"
+        )
+    return int(done.stdout)
+
+
+def _secret_of(address: Address, mine: str | None, rank: int) -> bytes:
+    """Return the job's secret; a rank that was given one speaks to nobody who has another."""
+    if mine is not None and address.secret is None:
+        return mine.encode()
+    if mine is None and address.secret is not None:
+        return address.secret.encode()
+    has, other = ("none", "one") if mine is None else ("one", "none")
+    raise RingMeshError(
+        f"secret: expected every rank to get one from its launcher, or none, got {other} on rank 0 and {has}"
+        f" on rank {rank}; start all hosts by one `ds-ring launch`, or set DS_RING_SECRET to one value on all"
+    )
+
+
+def _connect(address: Address, secret: bytes, rank: int) -> socket.socket:
+    """Connect to the first host that answers as this job's monitor; try again while it may only be busy."""
+    deadline, tried = time.monotonic() + JOIN_S, dict[str, str]()
+    pause_s = 0.05
+    while True:
+        for host in dict.fromkeys(address.hosts):
+            try:
+                connection = socket.create_connection((host, address.port), timeout=CONNECT_S)
+            except OSError as error:
+                tried[host] = str(error)
+                continue
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                handshake.authenticate(connection, secret, rank, HANDSHAKE_S)
+                return connection
+            except handshake.HandshakeError as error:
+                tried[host] = f"another service: {error}"
+            except OSError as error:
+                tried[host] = str(error)
+            connection.close()
+        # Where every address refuses there is no monitor to wait for.
+        refused = all("refused" in text or "another service" in text for text in tried.values())
+        if refused or time.monotonic() > deadline:
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    got = "; ".join(f"{host} ({text})" for host, text in tried.items())
+    raise RingMeshError(
+        f"the monitor process of rank 0 cannot be reached at port {address.port}: expected an answer from one"
+        f" of its addresses, got {got}. Let the hosts of this job reach each other on all ports, as gloo and"
+        " NCCL need it too"
+    )
 
 
 def join_monitor(

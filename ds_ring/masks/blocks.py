@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, Axis, Kind, Tiles, repeat_rows
+from ds_ring.masks.tiles import UNBOUNDED, Axis, IntArray, Kind, Tiles, repeat_rows
 
 _FAR = 1 << 32  # more than any number of a block
 

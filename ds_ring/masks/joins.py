@@ -18,10 +18,8 @@ import numpy as np
 
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.nested_dilations import refine_dilations
-from ds_ring.masks.pair_mask import MaskInside, PairMask
 from ds_ring.masks.partitions import ALL, Partition, Primitive, Residue
-from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import Tiles, repeat_rows
+from ds_ring.masks.tiles import IntArray, MaskInside, PairMask, Tiles, repeat_rows
 from ds_ring.masks.triangulation import cut_by_distance
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens

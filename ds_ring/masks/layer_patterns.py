@@ -15,11 +15,8 @@ from functools import lru_cache, reduce
 from operator import and_
 
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.chunked import Chunked
-from ds_ring.masks.dense import Causal, Full
-from ds_ring.masks.documents import Documents
+from ds_ring.masks.catalog import Causal, Chunked, Documents, Full, SlidingWindow, applies_window
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.windows import SlidingWindow, applies_window
 
 # words of `layer_types`, each with the key of the configuration that has its width
 NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -36,9 +36,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.key_multiplicity import Weights
 from ds_ring.masks.partitions import Residue
-from ds_ring.masks.tiles import Tiles, repeat_rows
+from ds_ring.masks.tiles import Tiles, Weights, repeat_rows
 
 MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, Axis, repeat_rows
+from ds_ring.masks.tiles import UNBOUNDED, Axis, IntArray, repeat_rows
 
 NO_LABEL = -1  # the label of a token that takes no part
 

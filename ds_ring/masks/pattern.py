@@ -19,14 +19,10 @@ import numpy as np
 
 from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.branches import Branch, counts_twice, product, union
+from ds_ring.masks.branches import Branch, counts_twice, near_pairs, product, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.near_runs import near_pairs
-from ds_ring.masks.pair_mask import MaskFunction, PairMask
-from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.tiles import IntArray, MaskFunction, PairMask, Tiles
 from ds_ring.registry import JsonKey
-
-IntArray = np.ndarray
 
 
 class Head(NamedTuple):

@@ -23,7 +23,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.masks.mask_graph import digest_of, first_line, name_of
+from ds_ring.masks.mask_mod import digest_of, first_line, name_of
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _EACH = (

@@ -8,18 +8,163 @@ local tensor; a position is an index into the global sequence. There are no empt
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ds_ring.masks.key_multiplicity import Weights
-from ds_ring.masks.slot_ranges import IntArray
-
 if TYPE_CHECKING:
-    from ds_ring.masks.pair_mask import MaskInside
     from ds_ring.masks.pattern import BoundPattern
+
+
+# Sets of slots as ranges: unite, count, subtract, intersect, locate in a payload. Nothing of attention.
+
+IntArray = np.ndarray
+SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, not touching
+
+
+def no_slots() -> SlotRanges:
+    """Return the empty set."""
+    return np.empty((0, 2), dtype=np.int64)
+
+
+def count_slots(ranges: SlotRanges) -> int:
+    """Return number of slots in a set of ranges."""
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def expand_ranges(ranges: SlotRanges) -> IntArray:
+    """Return every slot of a set, ascending; int64 [count]."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    first = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(first - ranges[:, 0], lengths)
+
+
+def ranges_of_progressions(rows: IntArray) -> SlotRanges:
+    """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
+    slot, step, length = rows.T
+    # without strides no slot has to be looked at by itself
+    if ((step == 1) | (length == 1)).all():
+        return _merge_ranges(slot, slot + length)
+    first, last = int(slot.min()), int((slot + (length - 1) * step).max())
+    member = np.zeros(last - first + 3, dtype=bool)  # a False on either side
+    for start, every, count in np.unique(rows, axis=0).tolist():
+        member[start - first + 1 : start - first + 2 + (count - 1) * every : every] = True
+    # changes alternate between starts and ends
+    return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
+
+
+def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
+    """Return the union of ranges that may overlap or touch."""
+    order = np.argsort(start, kind="stable")
+    start, farthest = start[order], np.maximum.accumulate(end[order])
+    first = np.ones(len(start), dtype=bool)
+    # strictly beyond all ends so far: ranges that touch become one
+    first[1:] = start[1:] > farthest[:-1]
+    last = np.append(first[1:], True)[: len(first)]
+    return np.stack([start[first], farthest[last]], axis=1)
+
+
+def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
+    """Return the slots that are in both sets."""
+    if not len(one) or not len(other):
+        return no_slots()
+    if np.array_equal(one, other):
+        return one
+    edges = np.concatenate(
+        [one[:, 1], other[:, 1], one[:, 0], other[:, 0]]
+    )  # ends first where edges are equal
+    order = np.argsort(edges, kind="stable")
+    # sets that are open at each edge; with both open, the next edge is an end
+    depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
+    inside = np.flatnonzero(depth == 2)
+    return np.stack([edges[order[inside]], edges[order[inside + 1]]], axis=1)
+
+
+def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
+    """Return the slots of `whole` that are not in its subset `part`."""
+    # `part` is inside `whole`, so the sorted starts and ends of what is left pair up
+    start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
+    end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
+    keep = end > start
+    return np.stack([start[keep], end[keep]], axis=1)
+
+
+def take_slots(ranges: SlotRanges, first: int, end: int) -> SlotRanges:
+    """Return the slots of a set from the `first` one of them up to, but not with, the one of number `end`."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    offset = np.cumsum(lengths) - lengths
+    start = ranges[:, 0] + np.clip(first - offset, 0, lengths)
+    stop = ranges[:, 0] + np.clip(end - offset, 0, lengths)
+    return np.stack([start, stop], axis=1)[stop > start]
+
+
+def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
+    """Return where slots lie once the ranges `within` are packed one after the other."""
+    lengths = within[:, 1] - within[:, 0]
+    offset = np.cumsum(lengths) - lengths
+    row = np.searchsorted(within[:, 0], slots, side="right") - 1
+    return slots - within[row, 0] + offset[row]
+
+
+def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
+    """Do `locate_slots` for whole ranges, each of which lies inside one range of `within`."""
+    start = locate_slots(ranges[:, 0], within)
+    return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
+
+
+def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
+    """Return what lies in some slots of a shard, as progressions of positions in slot order.
+
+    Args:
+        runs: of the shard, int64 [n, 3] of (start, step, length), one after the other in its slots.
+        slots: ranges of them.
+
+    Returns:
+        int64 [m, 3] of (start, step, length), none empty.
+    """
+    if not len(slots) or not len(runs):
+        return np.empty((0, 3), dtype=np.int64)
+    ends = np.cumsum(runs[:, 2])
+    first = np.searchsorted(ends, slots[:, 0], side="right")
+    last = np.searchsorted(ends, slots[:, 1] - 1, side="right")
+    count = last - first + 1
+    piece = np.repeat(np.arange(len(slots)), count)
+    row = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    begins = ends[row] - runs[row, 2]
+    low, high = np.maximum(slots[piece, 0], begins), np.minimum(slots[piece, 1], ends[row])
+    return np.stack([runs[row, 0] + (low - begins) * runs[row, 1], runs[row, 1], high - low], axis=1)
+
+
+# The multiplicity m of a pair (how often it counts), if m varies inside a tile: a function of positions.
+
+@dataclass(frozen=True)
+class Weights:
+    """The multiplicity m of a pair: the number of residue classes that contain both of its positions.
+
+    Attributes:
+        classes: (residue, modulus) of every class; each modulus is a multiple of the one before it.
+    """
+
+    classes: tuple[tuple[int, int], ...]
+
+    @property
+    def period(self) -> int:
+        """Return the shift of positions after which m repeats."""
+        # Each modulus divides the next, so the last one is their least common multiple.
+        return self.classes[-1][1]
+
+    def __call__(self, q: Any, k: Any) -> Any:
+        """Return m, broadcast over query and key positions (arrays or tensors of int64)."""
+        return sum(((q % m == r) & (k % m == r)) * 1 for r, m in self.classes)
+
+    def varies(self, position_step: IntArray, length: IntArray) -> IntArray:
+        """Return whether a progression of positions has (or may have) members of different classes."""
+        # A step that is a multiple of the period stays in its class.
+        varies: IntArray = (position_step % self.period != 0) & (length > 1)
+        return varies
 
 
 class Kind(IntEnum):
@@ -255,3 +400,65 @@ def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Return the row index and the number within the row, for rows that are repeated `counts` times."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+# Masks of single pairs, which only tensors can evaluate, and how kernels call them. Imports no torch.
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
+
+
+class PairMask(Protocol):
+    """A mask function of single pairs for some heads; hashable. `masks/mask_mod.py` has the implementation.
+
+    Attributes:
+        function: of one batch index, head index, query position and key position.
+        heads: indices of the query heads to evaluate; empty if the mask does not depend on the head.
+        is_causal: True if the function is known to mask every key after its query.
+    """
+
+    @property
+    def function(self) -> MaskFunction: ...
+
+    @property
+    def heads(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_causal(self) -> bool: ...
+
+    def for_heads(self, heads: tuple[int, ...]) -> PairMask:
+        """Return the same mask for other heads; unchanged if it does not depend on the head."""
+        ...
+
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        """Raise if the mask cannot be evaluated for such a call; see `Pattern.check`."""
+        ...
+
+    def pairs(self, q: IntArray, k: IntArray) -> IntArray:
+        """Return bool for pairs, two numpy arrays of equal shape, for the first of its heads."""
+        ...
+
+    def __call__(self, samples: int, q: Any, k: Any) -> Any:
+        """Return the mask, bool [len(q), len(k)], with leading batch and head dimensions if they matter.
+
+        Args:
+            samples: batch size.
+            q, k: positions, int64 tensors with one dimension.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MaskInside:
+    """The mask of PARTIAL tiles: mask functions of single pairs, within a band of distances."""
+
+    masks: tuple[PairMask, ...]
+    least: int
+    most: int
+
+    def __call__(self, samples: int, q: Any, k: Any) -> Any:
+        """Return bool [len(q), len(k)], with leading batch and head dimensions if they matter."""
+        gap = q[:, None] - k[None, :]
+        visible = (gap >= self.least) & (gap <= self.most)
+        for mask in self.masks:
+            visible = visible & mask(samples, q, k)
+        return visible

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_ring.masks.slot_ranges import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles, repeat_rows
+from ds_ring.masks.tiles import UNBOUNDED, IntArray, Kind, Tiles, repeat_rows
 
 
 def cut_by_distance(tiles: Tiles, least: IntArray | int, most: IntArray | int) -> Tiles:

@@ -54,7 +54,7 @@ def agree(
         operation: what is about to happen, "attention forward" say.
         fields: what must be equal on all ranks, by the name for messages; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
-        patience_s: seconds that waits may take at the least (`first_pass.py`), if this rank has to say.
+        patience_s: seconds that waits may take at the least (`context.py`), if this rank has to say.
 
     Raises:
         RingError: `refused`, on this rank.

@@ -17,8 +17,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
 from ds_ring.runtime.autograd import replicated_attention_op, ring_attention_op
 from ds_ring.runtime.checks import why_not_an_operand, why_not_this_derivative
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for, context_of, refusing_context
+from ds_ring.runtime.context import Options, context_for, context_of, refusing_context
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.ulysses import heads_to_tokens, tokens_to_heads
 from ds_ring.schedule.layout import Layout

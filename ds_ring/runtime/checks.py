@@ -15,8 +15,8 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from ds_ring.errors import RingConfigError, RingShapeError, shown
+from ds_ring.runtime.device import is_captured
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.streams import is_captured
 
 QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

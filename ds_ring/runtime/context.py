@@ -10,34 +10,217 @@ import itertools
 import math
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingError
-from ds_ring.masks.heads import HeadsOfPart
+from ds_ring.checked_numbers import true_or_false
+from ds_ring.errors import (
+    RingConfigError,
+    RingError,
+    RingFiniteError,
+    RingLayoutError,
+    RingPatternError,
+    shown,
+)
+from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Scores
+from ds_ring.masks.score_mod import ScoreMod, Scores
 from ds_ring.runtime.agreement import agree, begin_to_agree
 from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
+from ds_ring.runtime.device import active_fake_mode, to_device
 from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.finite import check_finite
-from ds_ring.runtime.first_pass import patience_s
 from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.options import Options as Options
+from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.head_chunks import count_heads, head_bytes, head_chunks
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.layouts import make_layout
-from ds_ring.schedule.plan import Plan, build_plan, check_length
+from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
+from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_bytes, head_chunks, heads_on_host
+from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
+
+# Check the options of a call: how a pass is carried out. Owns them, and nothing that carries them out.
+
+TRANSPORTS = ("ring", "all_gather")
+LONGEST_S = 1e8  # three years; threads cannot wait for much longer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Describe how a pass is carried out; none of the options changes its result, but for two named below.
+
+    Attributes:
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        kernel: "auto", or a kernel of `registry.py`.
+        transport: "ring", or the yardstick "all_gather".
+        overlap: compute a hop while the next one travels.
+        prune: send only what the receiver or a rank after it reads.
+        hop_timeout_s: seconds that a hop may take.
+        check_finite: raise on NaN and infinities, naming rank, tensor and hop.
+        gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
+            part of them once; they are added in the accumulators' dtype either way.
+        kernel_options: for the kernel, as sorted pairs.
+        recompute: part of the sequence, its first tokens, whose attention is computed again where a
+            checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
+        score_mod: changes scores pair by pair.
+        block_size: side of a block of the flex kernel, slots.
+        chunk_bytes: see [Note: head chunks]; None takes what `lowering.py` says for the device:
+            a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
+        offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
+        first_pass_timeout_s: as hop_timeout_s, on a GPU in the first pass of a shape, forward and backward,
+            where ranks compile kernels, each at its own pace, and peers connect; the larger one counts.
+    """
+
+    scale: float | None = None
+    kernel: str = "auto"
+    transport: str = "ring"
+    overlap: bool = True
+    prune: bool = True
+    hop_timeout_s: float = 60.0
+    check_finite: bool = False
+    gradient_payload: str = "float32"
+    kernel_options: tuple[tuple[str, Any], ...] = ()
+    chunk_bytes: int | None = None
+    block_size: int = 128
+    recompute: float = 0.0
+    score_mod: ScoreMod | None = None
+    offload: bool | Literal["auto"] = False
+    first_pass_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
+            raise RingConfigError(
+                f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(self.transport)}"
+            )
+        if not isinstance(self.kernel, str):
+            raise RingConfigError(
+                f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
+            )
+        if not isinstance(self.gradient_payload, str) or self.gradient_payload not in GRADIENT_PAYLOADS:
+            raise RingConfigError(
+                f"gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
+                f" {shown(self.gradient_payload)}"
+            )
+        if self.transport == "all_gather" and self.gradient_payload != "float32":
+            raise RingConfigError(
+                f'gradient_payload: expected "float32" beside transport "all_gather", which sums without'
+                f' hops, got {shown(self.gradient_payload)}; use transport "ring"'
+            )
+        for name in ("overlap", "prune", "check_finite"):
+            true_or_false(getattr(self, name), name, RingConfigError)
+        if self.offload != "auto":
+            true_or_false(self.offload, "offload", RingConfigError)
+        if self.offload is True and self.transport == "all_gather":
+            raise RingConfigError(
+                'offload_attention: expected transport "ring", which sends heads in groups, got "all_gather",'
+                ' which takes all of them at once; set one of the two to its default ("ring", false)'
+            )
+        if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
+            raise RingConfigError(
+                f"recompute: expected a part of the sequence from 0 to 1, got {shown(self.recompute)}"
+            )
+        for name, usual in (("hop_timeout_s", 60), ("first_pass_timeout_s", 600)):
+            seconds = getattr(self, name)
+            if not _is_number(seconds) or not 0 < seconds <= LONGEST_S:
+                raise RingConfigError(
+                    f"{name}: expected seconds > 0, got {shown(seconds)} (at most {LONGEST_S:g}); use"
+                    f" {usual}, say"
+                )
+        if self.scale is not None:
+            if not _is_number(self.scale):
+                raise RingConfigError(
+                    f"scale: expected a finite number, got {shown(self.scale)}; use None for 1 /"
+                    " sqrt(head_dim)"
+                )
+            object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
+
+    def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
+        """Return the smallest K or V message worth a head chunk of its own, bytes."""
+        return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
+
+    def offload_on(self, device_type: str, local_tokens: int) -> bool:
+        """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
+        return self.transport == "ring" and heads_on_host(self.offload, device_type, local_tokens)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 1000  # as a float, still finite
+    return isinstance(value, float) and math.isfinite(value)
+
+
+# Decide how long a pass may wait for other ranks: longer where one of them compiles or connects.
+#
+# Owns which pass that is. What waits, and what happens at a deadline, is the exchange's.
+#
+# [Note: compile skew]
+# On a GPU each rank compiles its kernels at its own pace: one finds them in its cache, another one compiles
+# for minutes, and peers that no call has met yet connect. Whoever is done first waits meanwhile, for headers
+# and for messages. So a rank that is about to compile asks for `first_pass_timeout_s` in its header, and all
+# ranks wait that long (`MeshUse.patience_s`): in this pass and for the header of the next call, since a rank
+# may compile at the last hop of a pass. Every other wait has hop_timeout_s. Whether a pass compiles is the
+# kernel's own word: flex looks into the table of the functions that it has compiled (`flex.py`'s [Note: one
+# compilation]). The first pass of its kind on a mesh counts as well, because its peers connect.
+
+COMPILES_NOTHING = {"cpu"}  # devices whose kernels need no compiler
+
+
+def patience_s(
+    mesh: RingMesh, options: Options, operation: str, q: Tensor, k: Tensor, compiles: bool
+) -> float:
+    """Return the seconds that this rank asks for in an operation that begins now; 0: hop_timeout_s does.
+
+    Args:
+        mesh: remembers which operations it has seen.
+        options: has the deadline.
+        operation: "attention forward", say.
+        q, k: [B, H, S, D] and [B, G, S, D].
+        compiles: the kernel is going to compile something.
+    """
+    if q.device.type in COMPILES_NOTHING:
+        return 0.0
+    kind: Hashable = (operation, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
+    known = kind in mesh.use.operations
+    mesh.use.operations.add(kind)
+    return 0.0 if known and not compiles else options.first_pass_timeout_s
+
+
+# Say where the first NaN or infinity is: `check_finite`. Owns the look at a tensor and the message.
+
+def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
+    """Look at every value of some tensors (one read of memory, and on a GPU one wait for the device).
+
+    Args:
+        ring_rank: this rank.
+        hop: after which hop; None for what goes into a pass.
+        tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
+
+    Raises:
+        RingFiniteError: names rank, tensor and hop, and the number of values.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        bad = ~torch.isfinite(tensor)
+        if name == "lse":
+            bad &= tensor != float("-inf")
+        count = int(bad.sum())
+        if count:
+            where = "before the first hop" if hop is None else f"after hop {hop}"
+            first = tuple(torch.nonzero(bad)[0].tolist())
+            raise RingFiniteError(
+                f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
+                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
+                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
+                " them pass"
+            )
 
 
 @dataclass(eq=False)
@@ -263,7 +446,7 @@ class RingContext:
         return {} if isinstance(self.layout, Layout) else {**names}
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
-        """Check for NaN and Inf (`runtime/finite.py`), if the options ask for it."""
+        """Check for NaN and Inf (`runtime/context.py`), if the options ask for it."""
         if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
@@ -343,3 +526,90 @@ def _note_forward_pass(grad_out: Tensor | None) -> None:
 
 
 CONTEXTS: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()
+
+
+# Find the context of a call: by its integer handle, or by pattern, layout, mesh and options.
+#
+# Owns the table of each mesh. A context is kept alive by that table and by other references.
+
+KEPT_CONTEXTS = 128  # per mesh; an older context lives as long as something else refers to it
+
+
+def context_of(handle: int) -> RingContext:
+    """Return the context of a handle."""
+    context = CONTEXTS.get(handle)
+    assert context is not None, (
+        f"ring attention context {handle} is gone: its mesh was dropped before this call"
+    )
+    return context
+
+
+def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
+    """Return the context for these arguments; it is created on first use and dropped with its mesh.
+
+    Raises:
+        RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size.
+    """
+    check_mesh(mesh)
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
+        )
+    if not isinstance(layout, (Layout, str)):
+        raise RingLayoutError(
+            f'layout: expected a layout or its name, got {shown(layout)}; use make_layout(...), or "zigzag"'
+        )
+    if isinstance(layout, str):
+        check_layout_name(layout)
+    elif layout.ring_size != mesh.ring_size:
+        raise RingLayoutError(
+            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
+            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
+        )
+    return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
+
+
+def first_queries(
+    context: RingContext, local_tokens: int, device: torch.device
+) -> tuple[RingContext, Tensor]:
+    """Return the context that recomputes what `options.recompute` asks for, and the slots it leaves out.
+
+    Args:
+        context: context of the whole pass.
+        local_tokens: number of slots of a rank's shard.
+        device: device of the tensors.
+
+    Returns:
+        the context of the sequence's first queries, and this rank's slots of later ones, int64 on the device.
+    """
+    key = (local_tokens, device, active_fake_mode())
+    if key not in context.first_queries:
+        layout, options = context.layout_for(local_tokens, device.type), context.options
+        count = max(1, int(layout.tokens * options.recompute))
+        first = context_for(context.pattern & FirstQueries(count), layout, context.mesh, options)
+        later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
+        context.first_queries[key] = first, to_device(torch.from_numpy(later), device)
+    return context.first_queries[key]
+
+
+def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
+    """Return a context whose every call raises `error`, for arguments that are wrong before any call.
+
+    The error is not raised at once, because the other ranks are about to call and would wait ([Note:
+    refusals] in agreement.py). Also, in a compiled graph only an operator can raise an error unchanged.
+    """
+    key = (type(error), str(error))
+    return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
+
+
+def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext]) -> RingContext:
+    """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
+    table: OrderedDict[Any, RingContext] = mesh.contexts
+    if key not in table:
+        table[key] = make()
+    table.move_to_end(key)
+    # A compiled graph may use its handle at any time, so never drop its context.
+    passing = [old for old, context in table.items() if not context.in_a_graph]
+    if len(passing) > KEPT_CONTEXTS:
+        del table[passing[0]]
+    return table[key]

@@ -18,12 +18,11 @@ from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingPeerError
 from ds_ring.health.watch import keep_for_ever
+from ds_ring.runtime.device import Streams, streams_of
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messages, sizes_of
-from ds_ring.runtime.pending import DeviceWatch, Pending
 from ds_ring.runtime.prepared import PreparedPasses
-from ds_ring.runtime.streams import Streams, streams_of
-from ds_ring.runtime.waiting import Place, blame, check_alive
+from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -56,7 +55,7 @@ class Route(NamedTuple):
 # receive deadlocks at one element.) - Only contiguous buffers are sent. - Headers are compared before the
 # first payload. Otherwise a message of another size or dtype is received as silent garbage. - Buffers in
 # flight are never written. - Every Work is kept and waited for, with a deadline. On a GPU the stream waits
-# and a thread holds the deadline (`pending.py`). - Both sides list the messages of a batch in the same order:
+# and a thread holds the deadline (`waiting.py`). - Both sides list the messages of a batch in the same order:
 # messages between two ranks are matched by order alone (NCCL ignores tags). In a ring of two ranks, previous
 # and next are the same rank.
 class Exchange:
@@ -78,7 +77,7 @@ class Exchange:
 
     @property
     def deadline_s(self) -> float:
-        """Return the seconds that a wait may take now; see [Note: compile skew] in `first_pass.py`."""
+        """Return the seconds that a wait may take now; see [Note: compile skew] in `context.py`."""
         return max(self.hop_timeout_s, self.mesh.use.patience_s)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:

@@ -17,7 +17,7 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.head_chunks import query_heads_of
+from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
 
 

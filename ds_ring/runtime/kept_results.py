@@ -14,16 +14,154 @@ same for one of the three kinds of checkpointing, and would put a dispatch mode 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.host_memory import HostMemory
+from ds_ring.runtime.trace import is_fake
+from ds_ring.runtime.views import some_heads
+from ds_ring.schedule.steps import HeadChunk
+
+# Keep tensors in the host's memory, and bring them back before they are asked for.
+#
+# Owns copies to pinned memory and back, on streams of their own beside the computation. Tensors are asked for
+# in the reverse order of their keeping, as a backward pass does: whoever asks for one starts the copies of
+# those that were kept just before it. On the CPU, where the host's memory is the device's, a copy is one, and
+# nothing is gained. The CUDA path has not run on a GPU here.
+#
+# torch's `save_on_cpu` copies on the stream of the computation, which waits for it.
+
+LAYER_TENSORS = 3  # of a checkpointed layer: its input, and attention's out and lse
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Stand for a tensor that is kept.
+
+    Attributes:
+        number: counts what was kept.
+        host: the copy.
+        device: where the tensor was.
+        copied: the event after which `host` is whole; None on the CPU.
+        back: the copy on the device, once it was started.
+        ready: the event after which `back` is whole.
+    """
+
+    number: int
+    host: Tensor
+    device: torch.device
+    copied: Any = None
+    back: Tensor | None = None
+    ready: Any = None
+
+
+class HostMemory:
+    """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
+
+    Attributes:
+        enabled: whether what can be kept here should be; whoever keeps something asks.
+        ahead: how many tensors are brought back before they are asked for: those of one layer.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.ahead = LAYER_TENSORS
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+        self._count = 0
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out, back
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of all tensors that are kept."""
+        return sum(one.host.nbytes for one in list(self._tickets.values()))
+
+    def put(self, tensor: Tensor) -> Ticket:
+        """Copy a tensor to the host; it may be freed at once, and must not be written to before `get`."""
+        host, copied = self.start_out(tensor)
+        ticket = Ticket(self._count, host, tensor.device, copied)
+        self._tickets[self._count] = ticket
+        self._count += 1
+        return ticket
+
+    def get(self, ticket: Ticket) -> Tensor:
+        """Return the tensor on its device; start to bring back those that were kept before it."""
+        if ticket.device.type == "cpu":
+            return ticket.host
+        self._start(ticket)
+        for number in range(ticket.number - 1, ticket.number - 1 - self.ahead, -1):
+            before = self._tickets.get(number)
+            if before is not None and before.device == ticket.device:
+                self._start(before)
+        torch.accelerator.current_stream(ticket.device).wait_event(ticket.ready)
+        tensor, ticket.back, ticket.ready = ticket.back, None, None
+        assert tensor is not None
+        return tensor
+
+    def _start(self, ticket: Ticket) -> None:
+        """Start the copy to the device, unless it was."""
+        if ticket.back is not None:
+            return
+        ticket.back, ticket.ready = self.start_back(ticket.host, ticket.device)
+
+    def start_out(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Start the copy of a tensor to the host; return it and the event after which it is whole.
+
+        The tensor may be freed at once. The copy is contiguous, on the CPU it is made at once (event None).
+        """
+        tensor = tensor.detach()
+        on_cpu = tensor.device.type == "cpu"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
+        if on_cpu:
+            return host.copy_(tensor), None
+        stream, _ = self._streams_of(tensor.device)
+        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with stream:
+            _copy(host, tensor)
+            copied = stream.record_event()
+        tensor.record_stream(stream)  # its memory is not used again before the copy is done
+        return host, copied
+
+    def start_back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Start the copy of `start_out`'s result, or of a part of it, to a device; return it and its event.
+
+        It follows every copy to the host that was started before. On the CPU it is the tensor itself.
+        """
+        if device.type == "cpu":
+            return host, None
+        out, stream = self._streams_of(device)
+        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
+        back = torch.empty(host.shape, dtype=host.dtype, device=device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        stream.wait_stream(out)
+        with stream:
+            _copy(back, host)
+            ready = stream.record_event()
+        back.record_stream(stream)
+        return back, ready
+
+    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
+        if device not in self._streams:
+            self._streams[device] = (torch.Stream(device), torch.Stream(device))
+        return self._streams[device]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy without waiting; a tensor that is not contiguous by head, each of which is one piece or small."""
+    if target.dim() < 3 or (source.is_contiguous() and target.is_contiguous()):
+        target.copy_(source, non_blocking=True)
+        return
+    for target_of_sample, source_of_sample in zip(target.unbind(0), source.unbind(0), strict=True):
+        for to, of in zip(target_of_sample.unbind(0), source_of_sample.unbind(0), strict=True):
+            to.copy_(of, non_blocking=True)
+
 
 Results = tuple[Tensor, Tensor]
 _ATTRIBUTE = "_ds_ring_kept"
@@ -157,3 +295,87 @@ def _region() -> tuple[Any, bool]:
 
 def _versions(results: Results) -> tuple[int, ...]:
     return tuple(0 if x.is_inference() else x._version for x in results)
+
+
+# Keep attention's tensors on the host between its two passes, and bring back the heads that are computed.
+#
+# What autograd saves of a pass (q, k, v, out, lse) is as large as the gradients that the backward pass makes
+# beside it. On the host it leaves room for half as many tokens again, and since the backward pass takes a few
+# heads at a time, those of the next chunk come while one is computed (fully pipelined offloading: Yao et al.
+# 2024, "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer", section 4).
+# Owns what is saved instead of the tensors, and when heads come back. The CUDA path has not run on a GPU
+# here.
+#
+# [Note: attention on the host]
+# The operator saves CPU tensors in place of its own, so the hooks of checkpointing see ordinary saved
+# tensors. The first run of a checkpointed region, whose saved tensors nobody reads, copies nothing. On the
+# device remain the gradients, the residual stream and about three head chunks.
+
+log = logging.getLogger(__name__)
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
+    """Return what stands on the host for q, k, v, out and lse of a pass, whose copies are started.
+
+    In the first run of a checkpointed region nothing is copied: what is saved there is made again.
+    """
+    if is_fake(saved[0]):
+        _say_that_graphs_keep_tensors()
+        return saved
+    if runs_again():
+        # Checkpointing compares shape, dtype and device with those of the second run.
+        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in saved)  # type: ignore[return-value]
+    return tuple(memory.start_out(x)[0] for x in saved)  # type: ignore[return-value]
+
+
+@cache
+def _say_that_graphs_keep_tensors() -> None:
+    log.warning(
+        "long_sequence.offload_attention: a compiled graph keeps what it saves on the device; only attention"
+        " outside of compiled graphs is kept on the host"
+    )
+
+
+def stand_ins(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors with shape and dtype of those given, on a device where they take no memory."""
+    return [torch.zeros((), dtype=x.dtype, device=device).expand(x.shape) for x in tensors]
+
+
+class HeadStream:
+    """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
+
+    Args:
+        saved: q, k, v, out, lse; [B, H, S, ...], K and V [B, G, S, ...].
+        chunks: in the order in which they are asked for.
+        device: where they are computed.
+        memory: whose streams copy.
+    """
+
+    def __init__(
+        self, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device, memory: HostMemory | None
+    ) -> None:
+        self._saved, self._chunks, self._device = saved, chunks, device
+        self._memory = memory if saved[0].device != device else None
+        self._started: dict[int, list[tuple[Tensor, Any]]] = {}
+        self._next = 0
+
+    def of(self, chunk: HeadChunk) -> Saved:
+        """Return q, k, v, out and lse of the next chunk's heads; start to bring those of the one after it."""
+        if self._memory is None:
+            return self._heads(chunk)
+        number, self._next = self._next, self._next + 1
+        for index in range(number, min(number + 2, len(self._chunks))):
+            if index not in self._started:
+                heads = self._heads(self._chunks[index])
+                self._started[index] = [self._memory.start_back(x, self._device) for x in heads]
+        here = self._started.pop(number)
+        for _, ready in here:
+            torch.accelerator.current_stream(self._device).wait_event(ready)
+        return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
+
+    def _heads(self, chunk: HeadChunk) -> Saved:
+        heads, kv = chunk.query_heads, chunk.kv_heads
+        of = zip(self._saved, (heads, kv, kv, heads, heads), strict=True)
+        return tuple(some_heads(x, these) for x, these in of)  # type: ignore[return-value]

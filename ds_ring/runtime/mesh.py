@@ -7,28 +7,126 @@ in one process. A mesh of one rank needs no process group.
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
+import os
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ds_ring.errors import RingMeshError, shown
-from ds_ring.health.guarded_call import call_guarded
+from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.joining import join_monitor, leave_on_error
-from ds_ring.health.watch import Watch
+from ds_ring.health.watch import Watch, call_guarded
 from ds_ring.runtime.buffers import Buffers
-from ds_ring.runtime.host_memory import HostMemory
-from ds_ring.runtime.mesh_use import MeshUse
+from ds_ring.runtime.kept_results import HostMemory
 from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences_of, world_size_for
 from ds_ring.runtime.trace import Trace
-from ds_ring.schedule.grid import Grid
+from ds_ring.schedule.grid import Grid, divisors
+
+# Guard who may use a mesh: the process that made it, until it is closed, one thread at a time.
+#
+# Owns that state and the errors about it. A mesh's calls are counted and its messages matched by order, so
+# two threads that call at once would mix their tensors up; a forked child would speak through its parent's
+# sockets.
+#
+# [Note: several meshes]
+# Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
+# values by whoever comes first, and needs no lock.
+
+class Settles(Protocol):
+    """See messages through; `waiting.py`'s DeviceWatch does."""
+
+    def settle(self, mesh: Any) -> None:
+        """Wait until all messages so far are over; raise RingPeerError if one failed."""
+        ...
+
+
+class MeshUse:
+    """Hold whether a mesh can be used, and by which thread it is used now.
+
+    Attributes:
+        closed: `RingMesh.close` was called.
+        broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
+        operations: kinds of passes so far; peers connect in a first one ([Note: compile skew]).
+        patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
+        aborted: ids of the process groups that were aborted then.
+        device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.broken: RingPeerError | None = None
+        self.operations: set[Hashable] = set()
+        self.patience_s = 0.0
+        self.aborted: set[int] = set()
+        self.device_watch: Settles | None = None
+        self._process = os.getpid()
+        self._busy = threading.Lock()
+        self._thread: int | None = None  # the one that holds `_busy`
+
+    def check(self) -> None:
+        """Refuse a mesh that is closed, or that another process made.
+
+        Raises:
+            RingMeshError: either.
+        """
+        if os.getpid() != self._process:
+            raise RingMeshError(
+                f"expected a mesh of this process ({os.getpid()}), got one that process {self._process} made"
+                " before it was forked; its connections belong to that process: start ranks with a launcher"
+                " or with spawn, and make the process group and the mesh in each of them"
+            )
+        if self.closed:
+            raise RingMeshError(
+                "expected an open mesh, got one after mesh.close(); make a new one with"
+                " RingMesh.from_world(...)"
+            )
+
+    @contextmanager
+    def one_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Surround a call on the mesh; calls within it are part of it. Never waits.
+
+        Args:
+            tell: is told of two threads at once, before the error is raised here.
+
+        Raises:
+            RingMeshError: as `check`, or another thread is in a call.
+        """
+        self.check()
+        me = threading.get_ident()
+        if self._thread == me:  # only this thread can have written that
+            yield
+            return
+        if not self._busy.acquire(blocking=False):
+            why = (
+                "expected one thread at a time on a mesh, got a call of thread"
+                f" {threading.current_thread().name!r} while thread {_name_of(self._thread)} is in one; ranks"
+                " match messages by the order of calls: give each thread a mesh of its own, made in the same"
+                " order on every rank"
+            )
+            if tell is not None:
+                tell(why)
+            raise RingMeshError(why)
+        self._thread = me
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._busy.release()
+
+
+def _name_of(thread: int | None) -> str:
+    names = [repr(known.name) for known in threading.enumerate() if known.ident == thread]
+    return names[0] if names else f"number {thread}"
+
 
 _serial = itertools.count()
 
@@ -116,7 +214,7 @@ class RingMesh:
             exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
                 here (it is stuck in a collective outside ds_ring); None leaves it alone.
             secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
-                characters; None lets rank 0 publish one in the store (see `rendezvous.py`).
+                characters; None lets rank 0 publish one in the store (see `joining.py`).
             watch: a failure detector that this process has joined already; the mesh takes it over.
             ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
                 rings over several nodes then travel on two levels where that sends less.
@@ -314,3 +412,46 @@ def check_mesh(mesh: object) -> None:
             " rank, or RingMesh.single()"
         )
     mesh.use.check()
+
+
+# Make smaller rings from the ranks of a ring, for samples that do not need all of its ranks.
+#
+# Owns their process groups. `schedule/grid.py` decides which ranks form which ring for a batch.
+
+_FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
+
+
+def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingMesh]:
+    """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
+
+    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, buffers, host
+    memory and traces of `mesh`, and are closed with it. Each has its own plans and its own counter of calls.
+    Only one is used at a time.
+
+    Raises:
+        RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
+        RingPeerError: another rank failed meanwhile.
+    """
+    if mesh.ulysses_size > 1:
+        raise RingMeshError(
+            f"make_sub_rings: expected no Ulysses ranks, got ulysses_size {mesh.ulysses_size}; set it to 1"
+        )
+    shared: dict[str, Any] = {
+        "watch": mesh.watch,
+        "buffers": mesh.buffers,
+        "host_memory": mesh.host_memory,
+        "traces": mesh.traces,
+        "use": mesh.use,
+    }
+    timeout, found = datetime.timedelta(seconds=timeout_s), {mesh.ring_size: mesh}
+    for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
+        if size == 1:
+            found[1] = replace(RingMesh.single(), **shared | {"watch": None})
+            continue
+        grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
+        what = f"the making of the process groups of rings of {size}"
+        make = functools.partial(make_groups, grid, timeout)
+        groups = call_guarded(make, mesh.watch, grid, what, step, timeout_s)
+        more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
+        found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
+    return found

@@ -1,6 +1,6 @@
 """Describe the messages of a hop, check them against the plan, and count them.
 
-Owns what real and virtual ranks have in common; `exchange.py` sends, `simulation/exchange.py` looks up.
+Owns what real and virtual ranks have in common; `rank.py` sends, `simulation/rank.py` looks up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingMismatchError
-from ds_ring.masks.slot_ranges import SlotRanges
-from ds_ring.runtime.streams import Streams
+from ds_ring.masks.tiles import SlotRanges
+from ds_ring.runtime.device import Streams
 
 
 class TokenRange(NamedTuple):

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ds_ring.runtime.ring_buffers import Kinds
+from ds_ring.runtime.buffers import Kinds
 from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.schedule.steps import HeadChunk, Schedule
 

@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.buffers import Buffers, RingBuffers
 from ds_ring.runtime.chunks import BackwardChunk, Chunk, ForwardChunk, Queries, Totals
-from ds_ring.runtime.host_heads import HeadStream
-from ds_ring.runtime.host_memory import HostMemory
+from ds_ring.runtime.kept_results import HeadStream, HostMemory
 from ds_ring.runtime.kernels.interface import Kernel, views_of
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
 from ds_ring.runtime.prepared import PreparedBatch, PreparedPass, PreparedPasses
-from ds_ring.runtime.ring_buffers import RingBuffers
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.runtime.views import Pair, some_heads
-from ds_ring.schedule.head_chunks import head_bytes
-from ds_ring.schedule.lowering import lower_rank
+from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
@@ -191,7 +188,7 @@ class RingPass:
     # In every other batch messages are posted before the hop's kernels are launched. In the first batch the
     # kernels come first, so that ranks compare their headers while hop 0 computes. The payloads must not wait
     # for those kernels. So an event is recorded before them, once all buffers are allocated and packed, and
-    # the messages wait for that event only (`streams.py`).
+    # the messages wait for that event only (`device.py`).
     def _mark(self, sent: list[Tensor], received: list[Tensor]) -> Any:
         everything = (*sent, *received)
         assert self.exchange is not None, "an agreement on a ring of one"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingError
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.contexts import context_of
+from ds_ring.runtime.context import RingContext, context_of
 from ds_ring.runtime.exchange import Exchange
 
 HEADS, TOKENS = 1, 2

@@ -8,7 +8,7 @@ layer's fullest rank, because ranks wait for one another in every layer. A layou
 `EVEN` is even enough. Among these we take the one with the least traffic, and among those with equal traffic
 the one with the fewest runs. If none is even enough, we take the most even one. The choice does not consider
 memory: shards differ in length by at most `SLACK`.
-A kernel that computes in blocks computes whole blocks (`executed.py`). For it, a layout is even enough if it
+A kernel that computes in blocks computes whole blocks (`choose.py`). For it, a layout is even enough if it
 computes at most `EVEN` times the minimum, and residue layouts are compared as well.
 
 [Note: what auto compares]
@@ -22,17 +22,81 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.partitions import Residue
+from ds_ring.masks.blocks import block_intervals, cut_at_blocks
+from ds_ring.masks.partitions import Residue, Table
 from ds_ring.masks.pattern import BoundPattern, Head, Pattern
-from ds_ring.schedule.executed import FEW_RANKS, executed_of_fullest, is_dilated
-from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.layout import ChunkLayout, IntArray, Layout, Mix, PieceLayout, ResidueLayout
+from ds_ring.masks.tiles import Axis, IntArray
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
+
+# Count the pairs that a kernel which computes in blocks executes on each rank of a layout.
+#
+# [Note: sampled rows]
+# A rank's work is the sum over its rows of blocks, and rows of a long shard are alike over and over: of more
+# than `ROWS` rows of blocks so many are looked at, at regular distances, and stand for all. Of more than
+# eight ranks the first, the last and one between do. Shards of up to ROWS blocks on up to eight ranks are
+# counted to the block, as `FlexKernel.executed_pairs` does.
+
+ROWS = 32
+FEW_RANKS = 8
+
+
+def is_dilated(pattern: Pattern) -> bool:
+    """Return whether a dilation is among what a pattern is made of."""
+    primitives = (one for branch in pattern.branches(Head()) for one in branch.queries.primitives)
+    return any(isinstance(one, Residue) for one in primitives)
+
+
+def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
+    """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots.
+
+    Args:
+        pattern: of one head.
+        layout: which token lies where.
+        block: side of a block, slots.
+    """
+    size = layout.ring_size
+    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
+    sampled = sampled_origins(size)
+    ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
+    return max(_executed(head_class, rank, block) for rank in ranks)
+
+
+def _executed(head_class: HeadClass, rank: int, block: int) -> int:
+    layout, (way,) = head_class.layout, head_class.directions
+    runs, share = _sampled_rows(layout.runs(rank), block)
+    total = 0
+    for hop in range(layout.ring_size) if len(runs) else ():
+        origin = way.origin(rank, hop, layout.ring_size)
+        held = head_class.held(origin, way, hop)
+        if not len(held):
+            continue
+        tiles = head_class.pattern.tiles(runs, layout.runs(origin))
+        if len(tiles):
+            placed = tiles_of_payload(tiles, held) if hop else tiles
+            total += sum(int((part.end - part.first).sum()) for part in block_intervals(placed, block))
+    return round(total * block**2 / share)
+
+
+def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
+    """Return the runs of some rows of blocks, and which part of all rows they are; [Note: sampled rows]."""
+    rows = -(-int(runs[:, 2].sum()) // block)
+    if rows <= ROWS:
+        return runs, 1.0
+    chosen = np.unique(np.linspace(0, rows - 1, ROWS).astype(np.int64))
+    run, row, first, last = cut_at_blocks(Axis.from_runs(runs), block)
+    kept = np.isin(row, chosen)
+    run, first, last = run[kept], first[kept], last[kept]
+    start, step = runs[run, 0], runs[run, 1]
+    return np.stack([start + first * step, step, last - first + 1], axis=1), len(chosen) / rows
+
 
 EVEN = 1.05  # an imbalance up to this value counts as even
 SLACK = 1.10  # maximum length of the longest shard over the mean
@@ -303,3 +367,50 @@ def _dilations_in(pattern: Pattern) -> list[Residue]:
     primitives = (branch.queries.primitives for branch in pattern.branches(Head()))
     residues = ([one for one in some if isinstance(one, Residue)] for some in primitives)
     return sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
+
+
+# The layout of packed documents, each cut zigzag by itself: even work for documents of different lengths.
+
+@dataclass(frozen=True)
+class DocumentZigzag(PieceLayout):
+    """Give rank p chunks p and 2P - 1 - p of the 2P chunks of every document."""
+
+    @property
+    def name(self) -> str:
+        return "document_zigzag"
+
+
+def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
+    """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks.
+
+    Raises:
+        RingLayoutError: no documents in the pattern, or documents of a sequence of another length.
+    """
+    tables = list(dict.fromkeys(table for pattern, _ in mix for table in _tables_in(pattern)))
+    if not tables:
+        raise RingLayoutError(
+            f'layout "document_zigzag" cuts the documents of a pattern, got {in_words(mix) or None};'
+            ' give a pattern with Documents(...), in the JSON "documents": true, or take "auto"'
+        )
+    if {table.tokens for table in tables} != {tokens}:
+        raise RingLayoutError(
+            f'layout "document_zigzag": expected documents of {tokens} tokens, got'
+            f" {', '.join(str(table.tokens) for table in tables)}; pass the length that they have"
+        )
+    starts = np.unique([start for table in tables for start in table.starts])
+    length, chunks = np.diff(starts, append=tokens), 2 * ring_size
+    chunk = np.arange(chunks)
+    # What does not divide goes round: the next document goes on with the chunk after the last one that got a
+    # token more, so that ranks differ by at most two tokens however many short documents there are.
+    more = (chunk - starts[:, None]) % chunks < (length % chunks)[:, None]
+    lengths = (length[:, None] // chunks + more).reshape(-1)
+    owners = np.tile(np.minimum(chunk, chunks - 1 - chunk), len(starts))
+    kept = lengths > 0  # a document of fewer tokens has empty chunks
+    boundaries = (0, *np.cumsum(lengths[kept]).tolist())
+    return DocumentZigzag(tokens, ring_size, multiple_of, boundaries, tuple(owners[kept].tolist()))
+
+
+def _tables_in(pattern: Pattern) -> list[Table]:
+    """Return the tables of ids that tell what may attend to what, each once."""
+    sides = (side for branch in pattern.branches(Head()) for side in (branch.queries, branch.keys))
+    return list(dict.fromkeys(one for side in sides for one in side.primitives if isinstance(one, Table)))

@@ -8,14 +8,17 @@ global_rank = (data * R + ring) * U + ulysses.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
-from ds_ring.errors import RingMeshError, shown
+from ds_ring.errors import RingConfigError, RingMeshError, shown
 
 
 class Coordinates(NamedTuple):
@@ -170,3 +173,202 @@ class Grid:
         """Return the global ranks that hold the same place of different sequences."""
         size, ranks = self.sequence_size, self.order or range(self.world_size)
         return [list(ranks[place::size]) for place in range(size)]
+
+
+# Divide the ranks of a ring among the samples of a batch: who forms a smaller ring, for which samples.
+#
+# Owns the division and the search for it; what samples take on a ring of some size is told by the caller.
+# Pure: the same arguments give the same division on every rank.
+#
+# Long samples need the memory and the time of many ranks, short ones lose both to messages there. Rings whose
+# size goes by the sample are the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523) and ByteScale (Ge et al.
+# 2025, arXiv:2502.21231). FlexSP solves an integer program; here samples go, the longest first, where they
+# are done soonest (Graham 1969, LPT), for divisions that are reached from equal rings by splitting and
+# merging.
+#
+# [Note: rings for samples]
+# Blocks of consecutive ranks form the rings, and their groups are made once, at the start. The search splits
+# and merges rings, and gives samples, the longest first, to the ring that is done first. The seconds come
+# from rates that are measured at the start and are the same on all ranks to the bit.
+
+WORTH_IT = 0.99  # of the whole ring's seconds: a division that saves less is not taken
+_STEPS = 32  # splits and merges at most
+
+
+class SubRing(NamedTuple):
+    """Hold a block of consecutive ring ranks, and the samples of the batch that they share.
+
+    Attributes:
+        first: the ring rank of its first member, a multiple of `ranks`.
+        ranks: how many there are.
+        samples: numbers of samples, ascending; none for ranks that are left without.
+    """
+
+    first: int
+    ranks: int
+    samples: tuple[int, ...]
+
+
+class Division(NamedTuple):
+    """Hold the rings of a batch in order of their ranks, and the seconds that the slowest should take."""
+
+    rings: tuple[SubRing, ...]
+    seconds: float
+
+    def of_rank(self, ring_rank: int) -> SubRing:
+        """Return the ring that a rank of the whole ring is in."""
+        return next(one for one in self.rings if one.first <= ring_rank < one.first + one.ranks)
+
+
+class Times(Protocol):
+    """Say what training on samples takes; rising with tokens."""
+
+    def fixed(self, ranks: int) -> float:
+        """Return the seconds that a ring of so many ranks costs beside its samples."""
+
+    def sample(self, tokens: int, ranks: int) -> float:
+        """Return the seconds of one sample of so many tokens on so many ranks."""
+
+
+class BatchLengths(NamedTuple):
+    """Describe what is divided.
+
+    Attributes:
+        lengths: tokens of each sample.
+        most_tokens: of one rank; the whole ring may hold more, since it may have to.
+        padded: the samples of a ring are rows as long as its longest; otherwise they are packed.
+    """
+
+    lengths: tuple[int, ...]
+    most_tokens: int
+    padded: bool
+
+
+def divide(batch: BatchLengths, ring_size: int, times: Times) -> Division:
+    """Return the division of a ring's ranks that should be done first; the whole ring, where none is faster.
+
+    Raises:
+        RingConfigError: a batch without samples, or a sample without tokens.
+    """
+    if min(batch.lengths, default=0) < 1:
+        raise RingConfigError(
+            f"lengths: expected at least one sample, of at least one token each, got"
+            f" {list(batch.lengths)[:8]}; leave empty samples out"
+        )
+    costs = _Costs(batch, times)
+    whole = _filled(batch._replace(most_tokens=_UNBOUNDED), (ring_size,), costs)
+    assert whole is not None
+    equal = [(size,) * (ring_size // size) for size in divisors(ring_size)]
+    tried = {sizes: _filled(batch, sizes, costs) for sizes in equal}
+    best = min((found for found in tried.values() if found), key=_seconds, default=whole)
+    for _ in range(_STEPS):
+        sizes = tuple(sorted((one.ranks for one in best.rings), reverse=True))
+        for other in _neighbours(sizes, ring_size):
+            if other not in tried:
+                tried[other] = _filled(batch, other, costs)
+        better = min((found for found in tried.values() if found), key=_seconds, default=best)
+        if better.seconds >= best.seconds:
+            break
+        best = better
+    return best if best.seconds < WORTH_IT * whole.seconds else whole
+
+
+_UNBOUNDED = 2**62
+
+
+def _seconds(division: Division) -> float:
+    return division.seconds
+
+
+class _Costs:
+    """Keep what `times` says, so that a length is asked for once."""
+
+    def __init__(self, batch: BatchLengths, times: Times) -> None:
+        self._batch, self._times = batch, times
+        self._samples: dict[int, list[float]] = {}
+
+    def of(self, ranks: int) -> list[float]:
+        """Return the seconds of each sample on so many ranks."""
+        if ranks not in self._samples:
+            known = {n: self._times.sample(n, ranks) for n in set(self._batch.lengths)}
+            self._samples[ranks] = [known[n] for n in self._batch.lengths]
+        return self._samples[ranks]
+
+    def fixed(self, ranks: int) -> float:
+        return self._times.fixed(ranks)
+
+
+def _filled(batch: BatchLengths, sizes: tuple[int, ...], costs: _Costs) -> Division | None:
+    """Give samples to rings of these sizes, the longest first; None where one fits none of them."""
+    places = _places(sizes)
+    if places is None:
+        return None
+    ranks = np.array(sizes)
+    seconds = np.array([costs.fixed(size) for size in sizes])
+    tokens, kinds = np.zeros(len(sizes), dtype=np.int64), list(dict.fromkeys(sizes))
+    of_kind = np.array([kinds.index(size) for size in sizes])
+    cost = np.array([costs.of(size) for size in kinds])  # [kinds, samples]
+    row = np.full(len(sizes), -1)  # the sample whose length the rows of a ring have
+    held: list[list[int]] = [[] for _ in sizes]
+    for sample in sorted(range(len(batch.lengths)), key=lambda i: (-batch.lengths[i], i)):
+        as_long = np.where(row < 0, sample, row) if batch.padded else np.full(len(sizes), sample)
+        after = seconds + cost[of_kind, as_long]
+        length = np.array(batch.lengths)[as_long]
+        fits = -(-(tokens + length) // ranks) <= batch.most_tokens
+        if not fits.any():
+            return None
+        chosen = int(np.where(fits, after, np.inf).argmin())
+        seconds[chosen], row[chosen] = after[chosen], as_long[chosen]
+        tokens[chosen] += length[chosen]
+        held[chosen].append(sample)
+    rings = [
+        SubRing(place, size, tuple(sorted(samples)))
+        for place, size, samples in zip(places, sizes, held, strict=True)
+    ]
+    return Division(tuple(sorted(rings)), float(seconds.max()))
+
+
+def _places(sizes: tuple[int, ...]) -> list[int] | None:
+    """Return the first rank of each block, a multiple of its size; None where they find no room."""
+    taken: set[int] = set()
+    places = []
+    for size in sizes:
+        for first in range(0, sum(sizes), size):
+            block = set(range(first, first + size))
+            if max(block) < sum(sizes) and not block & taken:
+                taken |= block
+                places.append(first)
+                break
+        else:
+            return None
+    return places
+
+
+def _neighbours(sizes: tuple[int, ...], ring_size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes after one ring is split into equal parts, or equal rings are merged."""
+    for size in dict.fromkeys(sizes):
+        rest = list(sizes)
+        rest.remove(size)
+        for parts in _primes(size):
+            yield tuple(sorted([*rest, *[size // parts] * parts], reverse=True))
+        for parts in _primes(ring_size // size):
+            if sizes.count(size) >= parts:
+                others = list(sizes)
+                for _ in range(parts):
+                    others.remove(size)
+                yield tuple(sorted([*others, size * parts], reverse=True))
+
+
+def _primes(number: int) -> list[int]:
+    """Return the prime divisors of a number."""
+    return [p for p in divisors(number) if p > 1 and all(p % n for n in range(2, math.isqrt(p) + 1))]
+
+
+def shares(lengths: Sequence[int], division: Division, padded: bool) -> list[int]:
+    """Return the tokens that a rank of each ring holds, padding of rows included."""
+    held = []
+    for one in division.rings:
+        mine = [lengths[sample] for sample in one.samples]
+        tokens = len(mine) * max(mine, default=0) if padded else sum(mine)
+        held.append(-(-tokens // one.ranks))
+    return held

@@ -21,7 +21,7 @@ import numpy as np
 from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.errors import RingLayoutError, RingPatternError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan
@@ -130,7 +130,7 @@ def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
 
 
 def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
-    """Return a direction inside nodes and from node to node; [Note: two levels] in `directions.py`."""
+    """Return a direction inside nodes and from node to node; [Note: two levels] in `rank_plan.py`."""
     return (Direction(sign, size - 1, ranks_per_node),)
 
 
@@ -138,7 +138,7 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
     """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
 
     If nodes are known, first minimise the traffic of the busiest network adapter: that is the direction on
-    two levels (`directions.py`), unless little crosses between nodes (with a window, say).
+    two levels (`rank_plan.py`), unless little crosses between nodes (with a window, say).
 
     The number of tokens sent is the same for all directions; [Note: relays and direct sends]. Two directions
     reach every reader from its nearer side, which suits a pattern that is not causal.

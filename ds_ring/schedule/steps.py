@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import NamedTuple, TypeAlias
 
-from ds_ring.masks.slot_ranges import SlotRanges, count_slots
-from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.tiles import SlotRanges, Tiles, count_slots
 
 
 class Payload(Enum):
@@ -294,3 +293,66 @@ class Schedule:
             rounds = [(index, self.chunks[index].steps.rounds[number - starts[index]]) for index in under_way]
             # batch b of a chunk brings the keys of its hop b + 1
             yield Batch(number, number - starts[begun - 1] + 1, rounds)
+
+
+# Print a rank's schedule, batch by batch.
+#
+# Owns the words and columns; the steps are `py`'s. `ds_ring/DESIGN.md` shows and explains what comes out.
+
+COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """Return a schedule as a table for people: a few lines for each batch of each head chunk.
+
+    K2[512] are 512 keys and values of rank 2's shard, G2[512] their gradients, b3 is a buffer of the head
+    chunk. Copies that a send makes where its tokens do not lie side by side are left out.
+    """
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for batch in schedule.batches:
+        for index, part in batch.rounds:
+            chunk = schedule.chunks[index]
+            heads = f"{chunk.kv_heads.start}:{chunk.kv_heads.stop}"
+            cells = zip_longest([str(batch.number)], [heads], *_cells(chunk, part), fillvalue="")
+            rows += [tuple(row) for row in cells]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    title = f"rank {schedule.ring_rank}, {'backward' if schedule.backward else 'forward'}"
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
+    """Return the entries of the last four columns."""
+    sends = [f"{_message(step)} to {step.peer}" for step in part.posted if isinstance(step, Send)]
+    receives = [
+        f"{_message(step)} from {step.peer} in {name_of(step.buffer)}"
+        for step in part.posted
+        if isinstance(step, Recv)
+    ]
+    return [_arrivals(chunk, part), sends, receives, [_computing(step) for step in part.computed]]
+
+
+def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
+    posted = (step for one in chunk.steps.rounds for step in one.posted)
+    copies = {step.packed for step in posted if isinstance(step, Send)}
+    freed = [
+        step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies
+    ]
+    texts = [_put(chunk, step) for step in part.arrived if isinstance(step, Accumulate)]
+    if names := [name_of(buffer) for buffer in freed if buffer != RESULTS]:
+        texts.append(f"free {' '.join(names)}")
+    return [*texts, "results are done"] if RESULTS in freed else texts
+
+
+def _message(step: Send | Recv) -> str:
+    return f"{'K' if step.payload is Payload.KEYS else 'G'}{step.origin}[{count_slots(step.slots)}]"
+
+
+def _put(chunk: HeadChunk, step: Accumulate) -> str:
+    sign = "+=" if chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS else "="
+    return f"{name_of(step.buffer)} {sign} {name_of(step.source)}"
+
+
+def _computing(step: Compute) -> str:
+    into = "" if step.gradients is None else f" -> {name_of(step.gradients)}"
+    return f"hop {step.hop}: {name_of(step.buffer)}{into}"

@@ -1,6 +1,6 @@
 """What a kernel needs while it computes one hop, beside its inputs and results. Arithmetic, no torch.
 
-Owns the sizes of the CPU kernel's calls (`runtime/kernels/calls.py` cuts by them) and formulas for the
+Owns the sizes of the CPU kernel's calls (`runtime/kernels/cpu.py` cuts by them) and formulas for the
 kernels `cpu`, `flex` and `flash`. The CPU figures were read off the profiler's allocation events (torch 2.13)
 and hold to the byte for rectangles and triangles; `flex` and `flash` were read from the code and have not
 been measured.

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import DTYPES, check_heads
-from ds_ring.schedule.layout import IntArray, expand_runs
-from ds_ring.simulation.source import Geometry
+from ds_ring.schedule.layout import expand_runs
+from ds_ring.simulation.rank import Geometry
 
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step of splitmix64's counter
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.layout import IntArray
-from ds_ring.simulation.source import Source
+from ds_ring.masks.tiles import IntArray
+from ds_ring.simulation.rank import Source
 
 PAIRS_AT_ONCE = 1 << 22  # of one head: 32 MiB for each float64 matrix of them
 

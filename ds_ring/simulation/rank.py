@@ -6,25 +6,402 @@ backward pass, with one set of message buffers for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.masks.tiles import IntArray, progressions_at
 from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.device import HOST, Streams
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
-from ds_ring.runtime.messages import TokenRange
+from ds_ring.runtime.messages import (
+    BatchSizes,
+    Counters,
+    Label,
+    Message,
+    TokenRange,
+    check_messages,
+    sizes_of,
+)
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
+from ds_ring.runtime.trace import MemoryPeak, Span, Trace, measure_cpu_memory
+from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
-from ds_ring.simulation.exchange import GradientSums, VirtualExchange
-from ds_ring.simulation.profile import RankMemory, TensorBytes, profile_of
-from ds_ring.simulation.source import Source, shard_of
+
+# Read tokens of global tensors for virtual ranks, from memory or from mapped files.
+#
+# Owns the two directions between a global tensor and packed tokens at some positions. Legend: B batch, H
+# query heads, G K/V heads, T global tokens, D head dim (E of values and outputs), n tokens at some positions.
+
+FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
+
+
+class Geometry(NamedTuple):
+    """Hold global sizes of q [B, H, T, D], k [B, G, T, D] and v [B, G, T, E]."""
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    v_head_dim: int | None = None  # E; None is D
+
+    def width(self, name: str) -> int:
+        """Return the head dim of "q", "k" (D), "v", "out" or "grad_out" (E)."""
+        of_values = None if name in ("q", "k") else self.v_head_dim
+        return self.head_dim if of_values is None else of_values
+
+    def heads(self, name: str) -> int:
+        """Return the heads of "q", "grad_out" (H), "k" or "v" (G)."""
+        return self.kv_heads if name in ("k", "v") else self.query_heads
+
+
+class Source(Protocol):
+    """Read global q, k, v and grad_out at any positions; all in one dtype, on the CPU."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Return the sizes."""
+        ...
+
+    def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
+        """Write tokens of "q", "k", "v" or "grad_out" into `out`.
+
+        Args:
+            name: which tensor.
+            heads: of all that it has.
+            runs: positions, int64 [m, 3] of (start, step, length).
+            out: [B, heads, n, D or E] for the n positions one after the other; any strides.
+        """
+        ...
+
+
+class TensorSource:
+    """Read from global tensors, which may be mapped from files (`torch.from_file`, `numpy.memmap`).
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, G, T, D] and [B, G, T, E].
+        grad_out: [B, H, T, E]; None where no backward pass is wanted.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None) -> None:
+        self._tensors = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
+        if grad_out is not None:
+            self._tensors["grad_out"] = grad_out.detach()
+        batch, heads, tokens, head_dim = q.shape
+        self.geometry = Geometry(batch, heads, k.shape[1], tokens, head_dim, q.dtype, v.shape[3])
+
+    def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
+        take_rows(self._tensors[name][:, heads], runs, out)
+
+
+def shard_of(source: Source, layout: Layout, name: str, ring_rank: int) -> Tensor:
+    """Return a rank's tokens, zeros in padding slots, as `shard_sequence` cuts them.
+
+    Returns:
+        [B, H, S, D or E], for "k" and "v" [B, G, S, D or E].
+    """
+    sizes = source.geometry
+    shape = (sizes.batch, sizes.heads(name), layout.local_tokens, sizes.width(name))
+    x = torch.zeros(shape, dtype=sizes.dtype)
+    valid = layout.valid_tokens(ring_rank)
+    if valid:
+        source.fill(name, slice(None), layout.runs(ring_rank), x[:, :, :valid])
+    return x
+
+
+def take_rows(x: Tensor, runs: IntArray, out: Tensor) -> None:
+    """Copy tokens of x [B, h, T, ...] at `runs` into out [B, h, n, ...], without a temporary."""
+    if len(runs) > FEW_RUNS:
+        torch.index_select(x, 2, torch.from_numpy(expand_runs(runs)), out=out)
+        return
+    offset = 0
+    for start, step, length in runs.tolist():
+        there = x[:, :, start : start + (length - 1) * step + 1 : step]
+        out[:, :, offset : offset + length].copy_(there)
+        offset += length
+
+
+def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> None:
+    """Copy (or add) packed tokens part [B, h, n, ...] to their positions in x [B, h, T, ...]."""
+    if len(runs) > FEW_RUNS:
+        index = torch.from_numpy(expand_runs(runs))
+        (x.index_add_ if add else x.index_copy_)(2, index, part)
+        return
+    offset = 0
+    for start, step, length in runs.tolist():
+        there, piece = x[:, :, start : start + (length - 1) * step + 1 : step], part[:, :, offset:]
+        (there.add_ if add else there.copy_)(piece[:, :, :length])
+        offset += length
+
+
+# Replace the sends of a virtual rank by looking up what would arrive.
+
+SOURCE_OF = {"K": "k", "V": "v"}
+
+
+class Sums(Protocol):
+    """Collect gradients that leave a virtual rank."""
+
+    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
+        """Add "dK" or "dV" of some tokens; `part` is used again once this returns.
+
+        Args:
+            what: which.
+            tokens: whose tokens.
+            runs: their positions, int64 [m, 3] of (start, step, length).
+            part: [B, heads, n, D or E], float32 or float64.
+        """
+        ...
+
+
+class GradientSums:
+    """Sum dK and dV of all tokens over the ranks that were simulated.
+
+    Args:
+        geometry: of the global tensors.
+        dtype: of the sums, float32 or float64.
+
+    Attributes:
+        dk, dv: [B, G, T, D] and [B, G, T, E], in the order of positions.
+    """
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        shape = (geometry.batch, geometry.kv_heads, geometry.tokens)
+        self.dk, self.dv = (torch.zeros(*shape, geometry.width(name), dtype=dtype) for name in ("k", "v"))
+
+    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
+        """Add gradients of some tokens; see `Sums.add`."""
+        put_rows((self.dk if what == "dK" else self.dv)[:, tokens.heads], runs, part, add=True)
+
+
+class Arrived:
+    """Look a batch up when it is waited for, so that this takes no time of anything else.
+
+    Args:
+        arrive: looks it up, once.
+    """
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+
+    def wait(self) -> None:
+        """Fill what is received, collect what is sent, and drop both."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+
+class VirtualRoute(NamedTuple):
+    """Hold what all batches of a kind have in common: labels, and what they add to the counters."""
+
+    sends: tuple[Label, ...]
+    receives: tuple[Label, ...]
+    sizes: BatchSizes
+
+
+# [Note: one rank at a time]
+# Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
+# tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
+# and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
+# at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
+# home, or stays in the accumulators of its own shard, which are added at the end of a head chunk
+# (`RingPass.on_gradients_final`). So each is counted once, and no two ranks have to be alive together.
+class VirtualExchange:
+    """Stand in for the exchange of a ring pass; [Note: one rank at a time].
+
+    Args:
+        source: K and V of all tokens.
+        layout: which of them lie on which rank.
+        sums: takes the gradients that are sent; None for a forward pass.
+    """
+
+    def __init__(self, source: Source, layout: Layout, sums: Sums | None = None) -> None:
+        self.source, self.layout, self.sums = source, layout, sums
+        self.counters = Counters()
+
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> VirtualRoute:
+        """Return what all batches like this one have in common.
+
+        Raises:
+            RingMismatchError: a message is not what the plan says, as in the real exchange.
+        """
+        check_messages(sends)
+        check_messages(receives)
+        to, of = (tuple(Label(*message[1:]) for message in side) for side in (sends, receives))
+        return VirtualRoute(to, of, sizes_of(sends, receives))
+
+    def start(
+        self, route: VirtualRoute, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
+    ) -> Arrived:
+        """Return a batch that is filled and collected when it is waited for."""
+        self.counters.count(route.sizes)
+        sends, receives = (
+            [Message(tensor, *label) for tensor, label in zip(tensors, labels, strict=True)]
+            for tensors, labels in ((sent, route.sends), (received, route.receives))
+        )
+        return Arrived(partial(self._arrive, sends, receives))
+
+    def streams(self, tensor: Tensor) -> Streams:
+        """Return none to order: nothing travels."""
+        return HOST
+
+    def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        for message in sends:
+            # K and V that are sent need no copy: the reader looks them up in the source itself.
+            if message.what not in SOURCE_OF:
+                self._take(message)
+        for message in receives:
+            if message.what in SOURCE_OF:
+                tokens = _tokens_of(message)
+                self.source.fill(SOURCE_OF[message.what], tokens.heads, self._runs(tokens), message.tensor)
+            else:
+                # Another rank's sum would arrive here; it is counted where that rank sends it.
+                message.tensor.zero_()
+
+    def _take(self, message: Message) -> None:
+        tokens = _tokens_of(message)
+        assert self.sums is not None, "gradients in a forward pass"
+        self.sums.add(message.what, tokens, self._runs(tokens), message.tensor)
+
+    def _runs(self, tokens: TokenRange) -> IntArray:
+        return progressions_at(self.layout.runs(tokens.origin), tokens.slots)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Do nothing: there is no other rank to tell of an error."""
+        yield
+
+
+def _tokens_of(message: Message) -> TokenRange:
+    assert message.tokens is not None, "a message of a pass says what it carries"
+    return message.tokens
+
+
+# Split the memory of a rank into its parts, step by step.
+#
+# Owns the table and its arithmetic: known tensors by their sizes, messages and accumulators from the trace,
+# and what the profiler saw beyond them as workspace.
+
+COMPONENTS = (
+    "q", "kv", "in_flight", "accumulators", "out", "lse", "grad_out", "gradients", "workspace",
+)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """Hold tensor memory of one rank at the peak of one step of a pass, bytes.
+
+    Attributes:
+        phase: "forward" or "backward".
+        step: number of the step in its phase.
+        hop: whose attention is computed.
+        q, kv: shards of q, and of k and v together.
+        in_flight: memory of messages: what is here of other shards, on its way, or kept for the next.
+        accumulators: float32 sums of low-precision results.
+        out, lse: results of the forward pass.
+        grad_out, gradients: of the backward pass; gradients are dq, dk and dv together.
+        workspace: what the kernel, the merge and the packing need beside all this.
+        total: the sum, as the profiler counted it.
+    """
+
+    phase: str
+    step: int
+    hop: int
+    q: int
+    kv: int
+    in_flight: int
+    accumulators: int
+    out: int
+    lse: int
+    grad_out: int
+    gradients: int
+    workspace: int
+    total: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Hold tensor memory of one virtual rank: its shards, both passes, and its results.
+
+    Attributes:
+        peak_bytes: the most at any time.
+        steps: the profile.
+    """
+
+    peak_bytes: int
+    steps: tuple[Step, ...]
+
+    @property
+    def at_peak(self) -> Step:
+        """Return the step that needs most."""
+        return max(self.steps, key=lambda step: step.total)
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Return bytes of each component in the step that needs most."""
+        return {name: getattr(self.at_peak, name) for name in COMPONENTS}
+
+
+class TensorBytes(NamedTuple):
+    """Hold bytes of the tensors that live for a whole phase."""
+
+    q: int
+    kv: int
+    out: int
+    lse: int
+
+
+def profile_of(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory:
+    """Return the profile of a measured pass.
+
+    Args:
+        peak: measured around the shards, the pass and its results.
+        trace: of that pass.
+        sizes: of the rank's tensors; grad_out is as large as out, gradients are as large as q, k and v.
+    """
+    times = np.array([level.time_ns for level in peak.levels])
+    live = np.array([level.live_bytes for level in peak.levels])
+    steps = []
+    for first, spans in _steps_of(trace.spans):
+        start_ns, end_ns = peak.spans[first][0], peak.spans[first + len(spans) - 1][1]
+        # The level before a step still holds at its start: it counts, too.
+        low, high = np.searchsorted(times, [start_ns, end_ns], side="right")
+        total = int(live[max(low - 1, 0) : high].max()) if high else 0
+        steps.append(_step(spans, sizes, total))
+    return RankMemory(peak.peak_bytes, tuple(steps))
+
+
+def _steps_of(spans: list[Span]) -> list[tuple[int, list[Span]]]:
+    """Return the spans of every step, with the number of the first of them."""
+    steps: list[tuple[int, list[Span]]] = []
+    for number, span in enumerate(spans):
+        # Every step begins by posting its messages, if only none.
+        if span.what == "send":
+            steps.append((number, []))
+        steps[-1][1].append(span)
+    return steps
+
+
+def _step(spans: list[Span], sizes: TensorBytes, total: int) -> Step:
+    back = spans[0].phase == "backward"
+    in_flight = max(span.buffers_bytes for span in spans)
+    accumulators = max(span.accumulators_bytes for span in spans)
+    grad_out, gradients = (sizes.out, sizes.q + sizes.kv) if back else (0, 0)
+    # What the profiler saw beyond the known tensors is the workspace of kernel, merge and packing.
+    known = sizes.q + sizes.kv + in_flight + accumulators + sizes.out + sizes.lse + grad_out + gradients
+    return Step(
+        spans[0].phase, spans[0].step, spans[0].hop - 1, sizes.q, sizes.kv, in_flight, accumulators,
+        sizes.out, sizes.lse, grad_out, gradients, total - known, total,
+    )  # fmt: skip
 
 
 class BytesSent(NamedTuple):

@@ -2,7 +2,7 @@
 
 Owns the public call, its argument checks and its result. What is evidence here and not a formula: the plan,
 the ring pass, the kernel, the buffers and the merge are those of real ranks; only the exchange looks up what
-would arrive (`simulation/exchange.py`).
+would arrive (`simulation/rank.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
-from ds_ring.simulation.exchange import GradientSums
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.profile import RankMemory, Step
-from ds_ring.simulation.rank import BytesSent, RankResult, VirtualRanks
-from ds_ring.simulation.source import Source, TensorSource, put_rows
+from ds_ring.simulation.rank import (
+    BytesSent,
+    GradientSums,
+    RankMemory,
+    RankResult,
+    Source,
+    Step,
+    TensorSource,
+    VirtualRanks,
+    put_rows,
+)
 
 __all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
 

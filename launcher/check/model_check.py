@@ -2,7 +2,7 @@
 
 Owns the check that `ds-ring check-model` and the tests' table run on every rank: a small model of the family
 with random weights (small_model.py), a batch, both runs, and the verdict. What is compared, and how, is
-comparison.py's. The ring is entered as users enter it, through `ds_ring.initialize`.
+first_batch.py's. The ring is entered as users enter it, through `ds_ring.initialize`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.integrations.deepspeed.comparison import (
+from ds_ring.integrations.deepspeed.first_batch import (
     Difference,
     Numbers,
     Tolerance,

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.classes import works_as_is
+from ds_ring.integrations.transformers.checks import works_as_is
 
 from .small_config import VOCABULARY, special_tokens
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import shutil
 import socket
 
+from ds_ring.config.json_text import is_file
 from ds_ring.config.section import RingConfig
-from ds_ring.config.text_file import is_file
 from ds_ring.errors import RingConfigError
 
 from . import ports

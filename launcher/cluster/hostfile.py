@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ds_ring.config.json_text import read_small
 from ds_ring.config.messages import MOST_PROBLEMS, Problem, sentence, shown
-from ds_ring.config.text_file import read_small
 from ds_ring.errors import RingConfigError
 
 from .yaml_file import MOST_BYTES, missing_file

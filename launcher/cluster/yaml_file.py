@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from ds_ring.config.json_text import read_small
 from ds_ring.config.messages import config_error, did_you_mean, sentence, shown
-from ds_ring.config.text_file import read_small
 
 MOST_BYTES = 2**17  # some thousand hosts; PyYAML reads about a MB in two seconds
 MOST_NESTED = 16

@@ -80,7 +80,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
 
 def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
     """Return the pattern of a section."""
-    from ds_ring.config.patterns import pattern_from_config
+    from ds_ring.config.section import pattern_from_config
     from ds_ring.errors import RingConfigError
 
     if config.pattern.documents:

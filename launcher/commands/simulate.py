@@ -74,7 +74,7 @@ def _row(
     options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, exact: _Exact
 ) -> dict[str, Any]:
     """Simulate one ring size."""
-    from ds_ring.schedule.layouts import make_layout
+    from ds_ring.schedule.layout import make_layout
     from ds_ring.simulation.simulate import simulate
 
     pattern = pattern_of(options, config)

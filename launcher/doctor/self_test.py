@@ -24,20 +24,17 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from ds_ring.health.host_addresses import presence
-from ds_ring.masks.dense import Causal
-from ds_ring.masks.windows import SlidingWindow
+from ds_ring.health.joining import presence
+from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, RingContext, context_for
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import Message
-from ds_ring.runtime.options import Options
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
-from ds_ring.simulation.source import Geometry, shard_of
+from ds_ring.simulation.rank import Geometry, shard_of
 
 from ..profile.job import Job
 from ..profile.measure import measure_rank

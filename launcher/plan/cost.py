@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.slot_ranges import count_slots
-from ds_ring.masks.tiles import Kind, Tiles
-from ds_ring.schedule.head_chunks import count_heads
+from ds_ring.masks.tiles import Kind, Tiles, count_slots
+from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import Schedule, Send
 from ds_ring.schedule.workspace import TRIANGLE
@@ -124,7 +123,7 @@ def pass_cost(
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
-    On two levels (`schedule/directions.py`) messages inside a node travel at the rate of its links, and those
+    On two levels (`schedule/rank_plan.py`) messages inside a node travel at the rate of its links, and those
     between nodes beside them. In one ring of all ranks the slowest link is the pace of every hop.
 
     Args:

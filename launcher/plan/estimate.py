@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_ring.schedule.head_chunks import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 
 from .cost import PassCost
 from .head_swaps import head_swaps
@@ -135,7 +135,7 @@ def estimate(
     again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
-    # an MLP are repeated, but not twice under checkpointing (runtime/tiled_call.py, "checkpointed regions").
+    # an MLP are repeated, but not twice under checkpointing (runtime/tiled.py, "checkpointed regions").
     dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
     if setting.mlp_tokens is not None and not setting.checkpointing:
         dense += 2.0 * model.layers * model.mlp_parameters * tokens

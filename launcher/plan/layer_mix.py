@@ -13,8 +13,7 @@ from typing import Any
 
 from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.messages import sentence, shown
-from ds_ring.config.patterns import named_patterns, pattern_from_config
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.layer_patterns import NARROW, LayerPatterns, patterns_of_types
 from ds_ring.masks.pattern import Pattern

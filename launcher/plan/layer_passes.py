@@ -14,11 +14,9 @@ from typing import NamedTuple
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
-from ds_ring.schedule.executed import executed_of_fullest, is_dilated
-from ds_ring.schedule.head_chunks import chunk_bytes_on
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.choose import bound_to_one_head, executed_of_fullest, is_dilated, work_of_ranks
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 from .cost import Part, PassCost, pass_cost
@@ -100,7 +98,7 @@ def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
 def executed_of(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
     """Return how a kernel of such blocks counts a table of a dilated pattern; None where edges alone matter.
 
-    Every tile counts as the fullest rank's do on average (`schedule/executed.py`). Searches go without: they
+    Every tile counts as the fullest rank's do on average (`schedule/choose.py`). Searches go without: they
     underestimate arithmetic, so that what they say hides does.
     """
     if block == 1 or not is_dilated(plan.pattern):

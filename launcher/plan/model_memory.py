@@ -143,7 +143,7 @@ class TrainingStep:
             kept = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are asked for, the next layer's meanwhile (host_memory.py).
+                # A layer's come back when they are asked for, the next layer's meanwhile (kept_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
             return layers * kept if attention else inputs

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ds_ring.config.long_sequence_section import tile_tokens
+from ds_ring.config.section import tile_tokens
 from ds_ring.registry import FAST_KERNELS
 
 from .estimate import Estimate, estimate, fits, training_step

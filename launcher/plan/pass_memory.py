@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_ring.masks.slot_ranges import count_slots
-from ds_ring.schedule.head_chunks import count_heads
-from ds_ring.schedule.lowering import lower_pass
+from ds_ring.masks.tiles import count_slots
+from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
     RESULTS,
@@ -42,7 +41,7 @@ class PassShape:
         local_tokens: slots S of a shard.
         head_dim: D.
         element_bytes: of q, k and v.
-        chunk_bytes: see `head_chunks.py`.
+        chunk_bytes: see `lowering.py`.
         kernel: the fast one of a device.
         contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each send of
             the own shard is then a copy.

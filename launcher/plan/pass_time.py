@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.masks.tiles import Tiles
-from ds_ring.schedule.head_chunks import count_heads
+from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule
 
 from .pass_memory import PassShape

@@ -8,8 +8,8 @@ from typing import Literal
 
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.head_chunks import chunk_bytes_on
 from ds_ring.schedule.layout import Mix
+from ds_ring.schedule.lowering import chunk_bytes_on
 
 from .hardware import Hardware
 from .model_shape import ModelShape

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_ring.simulation.profile import COMPONENTS, RankMemory
+from ds_ring.simulation.rank import COMPONENTS, RankMemory
 
 from .measure import RingRun
 

@@ -11,11 +11,10 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.schedule.layout import Layout, Mix
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.source import Geometry
+from ds_ring.simulation.rank import Geometry
 
 MIB = 2**20
 

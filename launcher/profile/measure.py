@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout
-from ds_ring.simulation.profile import RankMemory, TensorBytes, profile_of
+from ds_ring.simulation.rank import RankMemory, TensorBytes, profile_of, shard_of
 from ds_ring.simulation.simulate import simulate
-from ds_ring.simulation.source import shard_of
 
 from .job import Job
 

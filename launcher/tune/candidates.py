@@ -16,9 +16,8 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.module import options_from_config
 from ds_ring.registry import KERNELS, LAYOUTS
-from ds_ring.schedule.head_chunks import head_chunks
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.lowering import head_chunks
 from ds_ring.schedule.plan import head_classes
 from ds_ring.schedule.workspace import BLOCK, TRIANGLE
 

@@ -11,7 +11,7 @@ import torch
 
 from ds_ring.config.json_text import Json
 from ds_ring.registry import FAST_KERNELS
-from ds_ring.schedule.head_chunks import chunk_bytes_on
+from ds_ring.schedule.lowering import chunk_bytes_on
 
 from ..plan.hardware import Hardware, hardware_from
 from ..plan.layer_passes import LayerPass, slowest_pass, total_cost

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_ring.masks.heads import HeadsOfPart
+from ds_ring.masks.catalog import HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.masks.dense import Causal
+from ds_ring.masks.catalog import Causal
 from ds_ring.module import options_from_config
 from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import RingContext, context_for
 from ds_ring.runtime.kernels import Kernel, get_kernel
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 
 from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS

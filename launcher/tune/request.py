@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.json_text import Json
-from ds_ring.config.patterns import named_patterns
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from ds_ring.config.deepspeed_file import SECTION
-from ds_ring.config.json_text import Json, parse_object, read_object
-from ds_ring.config.text_file import write_at_once
+from ds_ring.config.json_text import Json, parse_object, read_object, write_at_once
 
 from ..plan.layer_mix import said_of
 from .description import describe_hardware

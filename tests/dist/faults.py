@@ -194,10 +194,10 @@ def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -
 
 def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     """Let this process act at one point of what comes before the first pass."""
-    from ds_ring.integrations.deepspeed import config_agreement
-    from ds_ring.health import joining, rendezvous
-    from ds_ring.health.arrival import Arrival
+    from ds_ring.health import joining, joining
+    from ds_ring.health.joining import Arrival
     from ds_ring.health.monitor import handshake
+    from ds_ring.integrations.deepspeed import config_agreement
 
     def fault() -> None:
         happens_now(folder)
@@ -206,9 +206,9 @@ def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     places: dict[str, tuple[Any, str, int]] = {
         "entry": (joining, "join", 1),
         "announced": (Arrival, "wait_for", 1),
-        "monitor": (rendezvous, "start_monitor", 1),
-        "publish": (rendezvous, "Address", 1),
-        "connect": (rendezvous, "_connect", 1),
+        "monitor": (joining, "start_monitor", 1),
+        "publish": (joining, "Address", 1),
+        "connect": (joining, "_connect", 1),
         "handshake": (handshake.RankHandshake, "check_welcome", 1),
         "joined": (Arrival, "end", 1),
         "first group": (dist, "new_group", 1),

@@ -15,9 +15,9 @@ import time
 from types import TracebackType
 from typing import Any
 
+from ds_ring.health.joining import start_monitor
 from ds_ring.health.monitor.handshake import RankHandshake
 from ds_ring.health.monitor.waits import ranges_of
-from ds_ring.health.rendezvous import start_monitor
 
 BEATS_PER_TIMEOUT = 5
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_ring.integrations.deepspeed.job_secret import SECRET_VARIABLE
 from ds_ring.health.monitor.handshake import HandshakeError, RankHandshake, authenticate
+from ds_ring.integrations.deepspeed.config_agreement import SECRET_VARIABLE
 
 HELLO = b"ds_ring/1 hello 1 " + b"0" * 32 + b"\n"
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(200))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.background import HostCopy
 from ds_ring.integrations.checkpoint.manifest import read_latest, verify_checkpoint
+from ds_ring.integrations.checkpoint.save import HostCopy
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk

@@ -21,9 +21,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
 from ds_ring.masks.score_mod import Alibi, Softcap
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.plan import build_plan
 from tests.dist.harness import RankPool
 from tests.reference import relative_error

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.file_record import record_files
-from ds_ring.integrations.checkpoint.manifest import MANIFEST, files_in, write_manifest
+from ds_ring.integrations.checkpoint.manifest import MANIFEST, files_in, record_files, write_manifest
 from tests.dist.checkpoint_ranks import (
     SIZE,
     Planted,

@@ -10,11 +10,10 @@ from unittest import mock
 import torch
 
 from ds_ring import Causal, RingMesh, RingPeerError
-from ds_ring.runtime import first_pass
+from ds_ring.runtime import context
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.cpu import CpuKernel
-from ds_ring.runtime.options import Options
 from tests.dist.harness import RankPool
 
 HOP_S, SKEW_S = 1.0, 2.5
@@ -35,7 +34,7 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
     context = context_for(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
-        mock.patch.object(first_pass, "COMPILES_NOTHING", set()),  # as if the CPU compiled
+        mock.patch.object(context, "COMPILES_NOTHING", set()),  # as if the CPU compiled
         mock.patch.object(CpuKernel, "backward", backward),
     ):
         before = time.monotonic()

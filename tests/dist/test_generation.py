@@ -116,9 +116,9 @@ def on_a_ring(rank: int, world_size: int, case: Case) -> dict[str, tuple[Generat
     """What every way gives on this rank, on the ring and alone."""
     start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.transformers import ring_cache
+    from ds_ring.integrations.transformers import generation
 
-    ring_cache._RESERVED = case.reserved
+    generation._RESERVED = case.reserved
     model, alone = build(case.model), build(case.model)
     config = json_config(case.ring_size, 1, case.stage, ring_attention=case.section)
     config["sequence_parallel_size"] *= case.section.get("ulysses_size", 1)

@@ -134,8 +134,7 @@ def alone(name: str) -> Result:
 
 
 def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Result:
-    from ds_ring.config.patterns import pattern_from_config
-    from ds_ring.config.section import RingConfig
+    from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
     from ds_ring.runtime.mesh import RingMesh

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import ds_ring
-from ds_ring.integrations.deepspeed.packed_rows import PackedRows
+from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.harness import run_ranks_collect
 

@@ -145,11 +145,10 @@ def test_a_wrong_mask_would_be_seen(what):
 
 def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list[Batch]) -> list[Tensor]:
     """A model's logits of whole batches, without DeepSpeed."""
-    from ds_ring.config.section import RingConfig
+    from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
     from ds_ring.runtime.mesh import RingMesh
-    from ds_ring.config.patterns import pattern_from_config
 
     config = RingConfig(ring_size=world_size, pattern=pattern)
     mesh = RingMesh.from_world(world_size)

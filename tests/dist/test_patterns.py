@@ -28,8 +28,7 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
 from tests.dilated_definition import RULES, Branches, mixture, one_softmax
 from tests.dist.harness import RankPool

@@ -24,8 +24,7 @@ import ds_ring
 from ds_ring import RingConfigError, RingMesh, gather_sequence, shard_sequence
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import KERNELS, PUBLIC
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.flex import FlexKernel
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool

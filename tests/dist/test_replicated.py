@@ -28,9 +28,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.context import Options, context_for
 from tests.cases import PATTERNS
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error

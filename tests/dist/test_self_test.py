@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import RingMesh
-from ds_ring_launcher.doctor import self_test
 from ds_ring.runtime import autograd
-from ds_ring.runtime.contexts import context_of
+from ds_ring.runtime.context import Options, context_of
 from ds_ring.runtime.gather_pass import GatherPass
-from ds_ring.runtime.options import Options
 from ds_ring.runtime.ring_pass import RingPass
+from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
 from tests.dist.harness import RankPool
 

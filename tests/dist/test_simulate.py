@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.cpu import drop_kept
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.simulation.simulate import BytesSent, SimulationResult

@@ -10,8 +10,7 @@ import torch
 
 import ds_ring
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.contexts import context_for
-from ds_ring.runtime.options import Options
+from ds_ring.runtime.context import Options, context_for
 from tests.one_rank import one_rank_mesh
 
 H, G, D = 32, 8, 128

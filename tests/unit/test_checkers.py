@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring.integrations.deepspeed.comparison import Numbers, Tolerance, beyond, compare
+from ds_ring.integrations.deepspeed.first_batch import Numbers, Tolerance, beyond, compare
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard

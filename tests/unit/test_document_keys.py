@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config.long_sequence_section import LongSequenceConfig
 from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import LongSequenceConfig, RingConfig
 from tools import document_keys
 
 

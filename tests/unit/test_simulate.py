@@ -25,13 +25,12 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
-from ds_ring.masks.slot_ranges import progressions_at
+from ds_ring.masks.tiles import progressions_at
 from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module
-from ds_ring.simulation.exchange import SOURCE_OF, Arrived, VirtualExchange, VirtualRoute
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed
-from ds_ring.simulation.profile import COMPONENTS
+from ds_ring.simulation.rank import COMPONENTS, SOURCE_OF, Arrived, VirtualExchange, VirtualRoute
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import dense_attention, relative_error
 

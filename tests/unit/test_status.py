@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.run_history import RunHistory
+from ds_ring.integrations.deepspeed.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
 from ds_ring_launcher.status.chart import HEIGHT, MOST_POINTS, WIDTH, Point, chart

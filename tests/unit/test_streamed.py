@@ -11,11 +11,11 @@ from streamed.sparse_oracle import SparseOracle
 
 from ds_ring import Causal, Dilated, Documents, RingError, SlidingWindow, build_plan, make_layout, simulate
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slot_ranges import expand_ranges
+from ds_ring.masks.tiles import expand_ranges
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.oracle import exact_rows
-from ds_ring.simulation.source import put_rows
+from ds_ring.simulation.rank import put_rows
 from tests.cases import document_ids
 from tests.reference import relative_error
 

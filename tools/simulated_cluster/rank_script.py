@@ -13,13 +13,13 @@ import types
 from pathlib import Path
 
 from ds_ring.errors import RingPeerError
-from ds_ring.health.rendezvous import join
+from ds_ring.health.joining import join
 from simulated_cluster.figures import Figures, Of
 from simulated_cluster.store import TorchStore
 
 JOIN_SECONDS = 300.0
 STEP_SECONDS = 0.5
-PATIENCE_SECONDS = 0.25  # that a pass has to end after a fault (guarded_call.py, waiting.py)
+PATIENCE_SECONDS = 0.25  # that a pass has to end after a fault (watch.py, waiting.py)
 
 
 class SimulatedBugError(Exception):

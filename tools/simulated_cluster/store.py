@@ -23,7 +23,7 @@ _SECONDS = 60.0
 
 
 class TorchStore:
-    """Be a client of a TCPStore, with what `ds_ring/health/store.py` asks for.
+    """Be a client of a TCPStore, with what `ds_ring/health/joining.py` asks for.
 
     Args:
         host, port: of the store.

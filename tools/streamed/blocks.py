@@ -15,10 +15,9 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.slot_ranges import SlotRanges, no_slots, ranges_of_progressions
-from ds_ring.masks.tiles import Axis, Kind, Tiles
-from ds_ring.schedule.layout import IntArray, Layout
-from ds_ring.schedule.payload import tiles_of_payload
+from ds_ring.masks.tiles import Axis, IntArray, Kind, SlotRanges, Tiles, no_slots, ranges_of_progressions
+from ds_ring.schedule.head_class import tiles_of_payload
+from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
 
 KEPT_TABLES = 64

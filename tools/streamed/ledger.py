@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.layout import IntArray, expand_runs
-from ds_ring.simulation.source import Source
+from ds_ring.masks.tiles import IntArray
+from ds_ring.schedule.layout import expand_runs
+from ds_ring.simulation.rank import Source
 from streamed.ranks import Part, PendingGradients
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")

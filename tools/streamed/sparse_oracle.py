@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.dilated import Dilated
-from ds_ring.schedule.layout import IntArray
-from ds_ring.simulation.source import Source
+from ds_ring.masks.catalog import Dilated
+from ds_ring.masks.tiles import IntArray
+from ds_ring.simulation.rank import Source
 
 
 class ExactRow(NamedTuple):

@@ -23,26 +23,27 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
-from ds_ring.integrations.checkpoint.background import BackgroundSave
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
     MANIFEST,
+    Storage,
     earlier_tags,
     faults_of,
     files_in,
     read_latest,
     require_folder,
+    require_plain_tag,
+    storage_of,
     strangers_in,
+    together,
     unfinished_tags,
     verify_checkpoint,
 )
-from ds_ring.integrations.checkpoint.paths import require_plain_tag
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, stage_of
-from ds_ring.integrations.checkpoint.save import save_checkpoint
-from ds_ring.integrations.checkpoint.storage import Storage, storage_of, together
+from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
 
 __all__ = ["guard_checkpoints", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
 

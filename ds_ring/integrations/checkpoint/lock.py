@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.paths import kind_of
+from ds_ring.integrations.checkpoint.manifest import kind_of
 
 __all__ = ["LOCK", "FolderLocks"]
 

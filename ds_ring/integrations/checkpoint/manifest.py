@@ -11,31 +11,190 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import Field, ValidationError
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_ring.config.text_file import write_at_once
+from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.integrations.checkpoint.file_record import (
-    HASHING_THREADS,
-    FileRecord,
-    Strict,
-    fault_of_content,
-    fault_of_size,
-    record_files,
-)
-from ds_ring.integrations.checkpoint.paths import (
-    entries_of,
-    is_folder,
-    is_plain_path,
-    kind_of,
-    read_small,
-    require_plain_tag,
-)
+
+# Check the names and files that a checkpoint may consist of: plain tags and regular files.
+#
+# Owns the walk over a checkpoint's folder and the opening of its files. A folder of checkpoints may be shared
+# with others: a symbolic link would lead out of it, a FIFO would be waited for and a device read without end.
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a regular file",
+}
+_MOST_NAME_BYTES = 255  # of one file name, on every usual file system
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file's mode says it is, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether `name` is that of one visible file in the folder where it stands."""
+    return (
+        bool(name)
+        and not name.startswith(".")
+        and "/" not in name
+        and name.isprintable()
+        and len(name.encode(errors="replace")) <= _MOST_NAME_BYTES
+    )
+
+
+def is_plain_path(path: str) -> bool:
+    """Return whether `path` has forward slashes only and stays below the folder that it starts from."""
+    return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def require_plain_tag(tag: str, whence: str) -> str:
+    """Return `tag`, or raise RingCheckpointError that names it and where it comes from."""
+    if not is_plain_name(tag):
+        raise RingCheckpointError(
+            f"{whence}: expected the plain name of a checkpoint's folder, got {_shortened(tag)}; a tag has no"
+            " slash, no dot in front and at most 255 bytes"
+        )
+    return tag
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading; nothing else is opened, no link followed, nothing waited for.
+
+    Raises:
+        RingCheckpointError: it is something else. OSError: it cannot be opened.
+    """
+    _require_regular(path, os.lstat(path).st_mode)
+    # Between the two calls another program could put something else there: neither flag waits or follows.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """Return a small regular file's bytes."""
+    with open_regular(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise RingCheckpointError(f"{path}: expected at most {most_bytes} bytes, got more")
+    return data
+
+
+def entries_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path and the status of everything below `folder` but folders; no link is followed."""
+    todo = [""]
+    while todo:
+        inside = todo.pop()
+        with os.scandir(folder / inside) as found:
+            for entry in sorted(found, key=lambda entry: entry.name):
+                path = f"{inside}/{entry.name}" if inside else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(path)
+                else:
+                    yield path, entry.stat(follow_symlinks=False)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether `path` is a folder by itself, not through a link."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise RingCheckpointError(
+            f"{path}: expected a regular file, got {kind_of(mode)}; put the file itself there, or remove it"
+        )
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:60]!r}... of {len(text)} characters"
+
+
+# Record and compare size and sha256 of one file of a checkpoint.
+#
+# Owns the hashing. Which files belong to a checkpoint is manifest.py's.
+
+HASHING_THREADS = 4  # hashlib lets other threads run; more would only fight over the disk
+
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Strict(BaseModel):
+    """Take nothing unknown from a file and convert nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileRecord(Strict):
+    """Describe one file of a checkpoint; `path` is relative to the tag's folder, with forward slashes."""
+
+    # A path that leads out of the folder is refused where the manifest is used (`strangers_in`): whoever
+    # wrote it may have written a digest that fits.
+
+    path: str
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: _Sha256
+
+
+def record_file(folder: Path, path: str) -> FileRecord:
+    """Return size and sha256 of a file just written, which is brought to the disk on the way. May raise
+    OSError.
+    """
+    with open_regular(folder / path) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return FileRecord(path=path, bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+
+
+def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
+    """Return `record_file` of several, in their order."""
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        return list(threads.map(lambda path: record_file(folder, path), paths))
+
+
+def fault_of_size(folder: Path, record: FileRecord, size: int | None) -> str:
+    """Return what is wrong with a size; None stands for no file, "" for nothing wrong."""
+    if size is None:
+        return f"{folder / record.path}: expected {record.bytes} bytes, got no file"
+    if size == record.bytes:
+        return ""
+    how = "truncated" if size < record.bytes else "too long"
+    return f"{folder / record.path}: expected {record.bytes} bytes, got {size}: {how}"
+
+
+def fault_of_content(folder: Path, record: FileRecord) -> str:
+    """Return what is wrong with a file of the right size, read as a whole; "" for nothing."""
+    try:
+        with open_regular(folder / record.path) as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+    except RingCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder / record.path}: expected to read {record.bytes} bytes, got {error.strerror}"
+    if got == record.sha256:
+        return ""
+    return f"{folder / record.path}: expected sha256 {record.sha256}, got {got}: its contents changed"
+
 
 MANIFEST = "ds_ring_manifest.json"
 LATEST = "latest"
@@ -277,3 +436,63 @@ def _few(faults: list[str]) -> list[str]:
     """Return enough of the faults to act on."""
     left = len(faults) - _FAULTS_NAMED
     return faults if left <= 0 else [*faults[:_FAULTS_NAMED], f"and {left} more of this kind"]
+
+
+# Find which ranks see one folder alike, and act on all ranks so that they succeed or fail together.
+#
+# Owns the collectives of saving and loading. Knows neither DeepSpeed nor what a checkpoint's files are.
+
+T = TypeVar("T")
+
+
+class Storage(NamedTuple):
+    """List the ranks that see one folder alike, by their number in the world, and this rank."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the one rank that writes what is written once."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def share(self) -> int:
+        """Return which part of the work on this storage is this rank's, of `len(ranks)`."""
+        return self.ranks.index(self.rank)
+
+
+def storage_of(local_rank: int, node_local: bool) -> Storage:
+    """Return all ranks, or with node-local storage those of this host, which are consecutive. Collective
+    then.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not node_local:
+        return Storage(tuple(range(world)), rank)
+    local_ranks = together(lambda: local_rank)
+    starts = [other for other in range(world) if local_ranks[other] == 0]
+    first = max((start for start in starts if start <= rank), default=0)
+    end = min((start for start in starts if start > rank), default=world)
+    return Storage(tuple(range(first, end)), rank)
+
+
+def together(act: Callable[[], T]) -> list[T]:
+    """Return what `act` gives on every rank. Collective, so a barrier; an error of one is raised on all.
+
+    Raises:
+        RingCheckpointMissingError: so did `act`, on every rank on which it failed.
+        RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
+    """
+    mine: tuple[T | None, str, bool] = (None, "", False)
+    try:
+        mine = (act(), "", False)
+    except (OSError, RingCheckpointError) as error:
+        mine = (None, str(error), isinstance(error, RingCheckpointMissingError))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
+    if failed:
+        kind = RingCheckpointMissingError if all(missing for *_, missing in failed) else RingCheckpointError
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
+        raise kind(f"checkpoint: expected every rank to succeed, got {texts}")
+    return [value for value, *_ in everyones]

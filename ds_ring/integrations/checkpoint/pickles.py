@@ -23,7 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from numpy._core import multiarray
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.paths import open_regular
+from ds_ring.integrations.checkpoint.manifest import open_regular
 
 # What DeepSpeed's own states hold at ZeRO 0 to 3, measured: nothing of it does more than keep numbers.
 _DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)

@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from ds_ring.config.text_file import write_at_once
+from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.integrations.checkpoint.file_record import record_files
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
     files_in,
     read_latest,
+    record_files,
+    require_plain_tag,
     verify_checkpoint,
     write_manifest,
 )
-from ds_ring.integrations.checkpoint.paths import require_plain_tag
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.save import give_its_name
 

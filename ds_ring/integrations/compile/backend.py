@@ -20,8 +20,7 @@ from typing import Any
 from torch._dynamo import list_backends, lookup_backend
 from torch.fx import GraphModule
 
-from ds_ring.config.patterns import pattern_from_config
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from ds_ring.integrations.compile.graph_rewrite import Rewriting
 from ds_ring.integrations.compile.graph_sharding import (
@@ -32,8 +31,7 @@ from ds_ring.integrations.compile.graph_sharding import (
 )
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.module import options_from_config
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.contexts import context_for, refusing_context
+from ds_ring.runtime.context import Options, context_for, refusing_context
 from ds_ring.runtime.mesh import RingMesh
 
 NAME = "ds_ring"

@@ -14,9 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.compile.graph_facts import Along, Facts, Scope, name_of, where
 from ds_ring.integrations.compile.graph_masks import read_mask
-from ds_ring.integrations.compile.graph_values import refuse_bias
+from ds_ring.integrations.compile.graph_values import Along, Facts, Scope, name_of, refuse_bias, where
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LONG = ("query", "key", "value")

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.compile.graph_facts import (
+from ds_ring.integrations.compile.graph_values import (
     KEY,
     QUERY,
     Along,

@@ -27,9 +27,8 @@ from ds_ring.integrations.compile.graph_attention import (
     refuse_other_attention,
     scopes_of,
 )
-from ds_ring.integrations.compile.graph_facts import Facts, Scope, name_of, where
-from ds_ring.integrations.compile.graph_positions import ask_for_greatest_positions
-from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.compile.graph_sharding import ask_for_greatest_positions, needs_backend_op
+from ds_ring.integrations.compile.graph_values import Facts, Scope, name_of, where
 
 
 @dataclass

@@ -3,7 +3,7 @@
 Owns the sources of shardings (options of the backend, or a session), the operator
 `ds_ring::place_attention` that the backend puts into a graph once per kind of mask, and the rule by which a
 pattern may stand for a mask.
-See [Note: placements in compiled code] in runtime/compiled_attention.py.
+See [Note: placements in compiled code] in runtime/autograd.py.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.compile.graph_attention import is_tensor
+from ds_ring.integrations.compile.graph_values import name_of
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.dense import Causal, Full
-from ds_ring.masks.documents import Documents
+from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.masks.windows import SlidingWindow
-from ds_ring.runtime.compiled_attention import Placed
-from ds_ring.runtime.context import Options, RingContext
-from ds_ring.runtime.contexts import context_for, refusing_context
+from ds_ring.runtime.autograd import Placed
+from ds_ring.runtime.context import Options, RingContext, context_for, refusing_context
+from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 
@@ -264,3 +265,67 @@ def needs_backend_op(position_ids: Tensor) -> Tensor:
 @needs_backend_op.register_fake
 def _(position_ids: Tensor) -> Tensor:
     return torch.empty_like(position_ids)
+
+
+# Replace the greatest local position in a compiled graph by that of the whole sequence.
+#
+# Owns the operator `ds_ring::greatest_position` and where the backend puts it: behind every maximum over a
+# whole tensor of integers that is computed from integers alone (position ids; never what a router or the
+# scores decided). Rotary embeddings that depend on the length are the reason: see positions.py, which does
+# the same for a model of `ds_ring.initialize`; a model compiled with a mesh in the options has no session
+# that could.
+
+@torch.library.custom_op("ds_ring::greatest_position", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def greatest_position_op(local: Tensor, source: int) -> Tensor:
+    """Return the greatest of all ranks' `local` [], an integer tensor. Collective over the sequence group.
+
+    Args:
+        local: the greatest of this rank's tokens. Under a session it is the batch's already (positions.py).
+        source: number of the `RegisteredSource`.
+    """
+    registered = source_of(source)
+    if not isinstance(registered.source, StaticSource):
+        return local.clone()
+    mesh = registered.source.mesh
+    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size)).amax(dim=0)
+
+
+@greatest_position_op.register_fake
+def _(local: Tensor, source: int) -> Tensor:
+    return torch.empty_like(local)
+
+
+def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
+    """Insert the operator behind every maximum of positions in a graph, in place."""
+    for node in list(module.graph.nodes):
+        if _is_whole_maximum(node) and _of_integers_alone(node):
+            with module.graph.inserting_after(node):
+                operator = torch.ops.ds_ring.greatest_position.default
+                asked = module.graph.call_function(operator, (node, source))
+            asked.meta = dict(node.meta)
+            node.replace_all_uses_with(asked, delete_user_cb=lambda user, asked=asked: user is not asked)
+
+
+def _is_whole_maximum(node: Node) -> bool:
+    """Return whether a node is `max(x)`, `x.max()` and the like: one tensor in, one number out."""
+    if name_of(node) not in ("max", "amax") or not is_tensor(node):
+        return False
+    tensors = [one for one in node.all_input_nodes if is_tensor(one)]
+    return len(tensors) == 1 and node.meta["example_value"].ndim == 0
+
+
+def _of_integers_alone(node: Node) -> bool:
+    """Return whether no tensor of fractions stands anywhere before it."""
+    seen, todo = set(), [node]
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if is_tensor(one):
+            dtype = one.meta["example_value"].dtype
+            if dtype.is_floating_point or dtype.is_complex:
+                return False
+        todo += one.all_input_nodes
+    return True

@@ -9,12 +9,14 @@ Shapes: B samples, T global tokens, S local tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
     check_ids,
@@ -33,6 +35,44 @@ LABEL_KEYS = ("labels", "shift_labels")
 REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
 
 Batch = dict[str, Tensor]
+
+
+# Record what a model needs to know of whole batches, which its forward pass on a shard cannot see.
+#
+# Owns the record that `attach` fills in (families.py) and that the session reads before it cuts a
+# batch. Knows no model.
+
+SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
+
+
+class ImageNeeds(NamedTuple):
+    """Say how a model's batches have images."""
+
+    token: int  # id of the tokens that stand for a feature of an image each
+    tensors: frozenset[str]  # that are not by token, and go whole to every rank
+    # numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one position each
+    number_axes: Callable[[Batch], Tensor] | None
+
+
+@dataclass
+class ModelNeeds:
+    """List what a model needs; empty if attention is its only use of other tokens."""
+
+    slots: bool = False  # the position of every local slot in the sequence goes with the sharding
+    real_tokens: bool = False  # which local tokens are no padding goes with it, too
+    # what the model says of its layers, in their order, for the choice of a layout; empty: nobody knows
+    layers: tuple[Pattern, ...] = ()
+    # makes the position ids [B, T] of a prepared batch that came without any
+    number_tokens: Callable[[Batch], Tensor] | None = None
+    images: ImageNeeds | None = None  # of a model that reads images
+
+
+class ImageTokens(NamedTuple):
+    """Say which features of its images a batch's local tokens stand for."""
+
+    places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
+    tokens: int  # image tokens of the whole batch
+    axes_BSA: Tensor | None  # positions on several axes, where the model has such
 
 
 def prepare_batch(
@@ -275,3 +315,64 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
             f"labels: {count} of them are predicted from masked positions; set the labels of padding to"
             f" {IGNORE}"
         )
+
+
+# Prepare what a batch has of images: which feature stands for which token, before tokens are cut apart.
+#
+# Owns the tensors of a batch that are not by token and go whole to every rank, and the numbers of image
+# tokens. Which model reads images, and how, is integrations/transformers/images.py's. Pure: no collective, no
+# model.
+#
+# Shapes: B samples, T global tokens, S local tokens.
+
+_PLACES = "ds_ring_image_places"  # of prepared batches: [B, T]
+_AXES = "ds_ring_image_axes"  # [B, T, axes]
+
+
+def whole_tensors(batch: Mapping[str, Tensor], needs: ImageNeeds | None) -> tuple[Batch, Batch]:
+    """Return a batch's tensors by token, and those that go whole to every rank."""
+    names = frozenset[str]() if needs is None else needs.tensors & set(batch)
+    return {key: x for key, x in batch.items() if key not in names}, {key: batch[key] for key in names}
+
+
+def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) -> None:
+    """Number the image tokens of a prepared batch, from 1 on; others, and padding of the layout, are 0.
+
+    Raises:
+        RingShapeError: images, and no input_ids to say which tokens stand for them.
+        RingConfigError: packed documents, and positions on several axes.
+    """
+    if "input_ids" not in prepared:
+        raise RingShapeError(
+            f"batch: expected input_ids beside images, got the keys {sorted(prepared)}; image tokens are"
+            " known by their id"
+        )
+    are_images_BT = prepared["input_ids"] == needs.token
+    prepared[_PLACES] = are_images_BT.flatten().cumsum(0).view(are_images_BT.shape) * are_images_BT
+    if needs.number_axes is None:
+        return
+    if DOCUMENT_IDS in prepared:
+        raise RingConfigError(
+            "batch: expected no packed documents beside images, got some: the model numbers the tokens of a"
+            ' sample on several axes, and not within each document; set "documents": false'
+        )
+    prepared[_AXES] = needs.number_axes(dict(batch))
+
+
+def taken_places(local: Batch, count: int) -> ImageTokens | None:
+    """Take the numbers of local image tokens out of a batch that was cut; None where it has no images."""
+    places_BS, axes_BSA = local.pop(_PLACES, None), local.pop(_AXES, None)
+    return None if places_BS is None else ImageTokens(places_BS, count, axes_BSA)
+
+
+def count_of(prepared: Mapping[str, Tensor]) -> int:
+    """Return the image tokens of a prepared batch."""
+    places = prepared.get(_PLACES)
+    return 0 if places is None else int(places.max())
+
+
+def places_of(ids_BT: Tensor, needs: ImageNeeds) -> Tensor:
+    """Number the image tokens among ids, [B, T]: see `add_places`."""
+    found: Batch = {"input_ids": ids_BT}
+    add_places(found, found, needs._replace(number_axes=None))
+    return found[_PLACES]

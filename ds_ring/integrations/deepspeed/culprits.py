@@ -17,11 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_ring.config.section import RingConfig
-from ds_ring.health.guarded_call import is_of_distributed, peer_error, verdict
 from ds_ring.health.joining import join_monitor
 from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import Watch
-from ds_ring.integrations.deepspeed.job_secret import job_secret
+from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
+from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 

@@ -1,32 +1,265 @@
 """Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
 
 Owns which samples a rank reads of each batch, how they become one batch of its ring, and the start. The
-division is `schedule/sub_rings.py`'s, its seconds `sample_times.py`'s; the path from there to the model is
+division is `schedule/grid.py`'s, its seconds `dynamic_ring.py`'s; the path from there to the model is
 the session's.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
-from ds_ring.integrations.deepspeed.packed_rows import PackedRows, Piece, part_of
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.deepspeed.loader import is_sliced, padded
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, Piece, part_of
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
-from ds_ring.integrations.deepspeed.sample_times import ModelSizes, measure_times
-from ds_ring.integrations.deepspeed.sliced_data import is_sliced, padded
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.sub_rings import make_sub_rings
-from ds_ring.schedule.sub_rings import BatchLengths as Lengths
-from ds_ring.schedule.sub_rings import SubRing, Times, divide
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import Tiles, count_slots
+from ds_ring.module import options_from_config
+from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
+from ds_ring.runtime.context import RingContext, block_side, context_for
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.mesh import RingMesh, make_sub_rings
+from ds_ring.runtime.messages import Message
+from ds_ring.runtime.trace import Span
+from ds_ring.schedule.grid import BatchLengths as Lengths
+from ds_ring.schedule.grid import SubRing, Times, divide
+from ds_ring.schedule.layout import make_layout
+from ds_ring.schedule.lowering import count_heads
+from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
+
+# Measure the ranks of a job at its start, and estimate the seconds of training on a sample.
+#
+# Owns `SampleTimes`, the `Times` that schedule/grid.py divides batches by: attention from a plan and
+# measured rates, the other matrices from the rate of one product. The measurement takes a second or two.
+
+_LEAST = 64  # tokens of the shortest sample whose attention is estimated
+_DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)
+_PAIR_FLOPS = np.array([4.0, 10.0])  # forward, backward: for each pair, query head and element of D
+_TRIANGLES = 512, 2048  # tokens of the kernel passes that are timed
+_MESSAGES = 64 << 10, 8 << 20  # bytes
+_HOP_TOKENS = 16  # tokens of a rank in the ring pass that times the overhead of hops
+_SIDES = {"cpu": 1024, "cuda": 8192}  # of the product that is timed
+_ROUNDS = 3
+
+
+class ModelSizes(NamedTuple):
+    """Hold the sizes of a decoder with gated MLPs."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Count the parameters that multiply every token: all but the embedding's rows and the norms."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+
+class Rates(NamedTuple):
+    """Hold what was measured while all ranks were busy; the slowest rank counts.
+
+    Attributes:
+        kernel_flops: FLOP/s of the kernel, forward and backward, of the pairs that it executes.
+        tile_s: seconds of a tile beside its pairs, forward and backward.
+        product_flops: FLOP/s of a product of large matrices.
+        link_bytes_per_s: from a rank to the next one.
+        hop_s: seconds of a hop that computes and sends next to nothing.
+    """
+
+    kernel_flops: tuple[float, float]
+    tile_s: tuple[float, float]
+    product_flops: float
+    link_bytes_per_s: float
+    hop_s: float
+
+
+class SampleTimes:
+    """Estimate the seconds of samples: `Times` of schedule/grid.py.
+
+    Args:
+        sizes: of the model.
+        config: the section; its patterns are taken, not those that a model names by itself.
+        kernel: what the section's kernel is for tensors of this job.
+        rates: of the machine.
+        tensors: device type and bytes of an element of q, k and v.
+    """
+
+    def __init__(
+        self, sizes: ModelSizes, config: RingConfig, kernel: Any, rates: Rates, tensors: tuple[str, int]
+    ) -> None:
+        self.sizes, self.config, self.kernel, self.rates = sizes, config, kernel, rates
+        device_type, self._element_bytes = tensors
+        named = Counter(named_patterns(config).values())
+        rest = Counter({pattern_from_config(config): max(sizes.layers - named.total(), 0)})
+        self._layers: dict[Pattern, int] = dict(+(named + rest))
+        self._block = block_side(config.kernel, device_type, self._layers, config.block_size)
+        self._known: dict[tuple[int, int], float] = {}
+
+    def fixed(self, ranks: int) -> float:
+        """Return the seconds of all layers' hops with next to nothing in them."""
+        return self._attention(self._knot(0, ranks), ranks)
+
+    def sample(self, tokens: int, ranks: int) -> float:
+        """Return the seconds of a sample's attention beyond `fixed`, and of the other matrices."""
+        # Linear between powers of the root of two: a plan for every length would take too long to build.
+        step = max(math.floor(2 * math.log2(max(tokens, 1) / self._knot(0, ranks))), 0)
+        left, right = self._knot(step, ranks), self._knot(step + 1, ranks)
+        low, high = self._attention(left, ranks), self._attention(right, ranks)
+        between = low + (high - low) * max(tokens - left, 0) / (right - left)
+        dense = _DENSE * self.sizes.matrix_parameters * tokens / ranks / self.rates.product_flops
+        return max(between - self.fixed(ranks), 0.0) + dense
+
+    def _knot(self, step: int, ranks: int) -> int:
+        return round(max(_LEAST, ranks) * 2 ** (step / 2))
+
+    def _attention(self, tokens: int, ranks: int) -> float:
+        """Return the seconds of the slowest rank's passes of all layers, forward and backward."""
+        if (tokens, ranks) not in self._known:
+            sizes, total = self.sizes, 0.0
+            name = "contiguous" if ranks == 1 else self.config.layout
+            layout = make_layout(
+                name, tokens=tokens, ring_size=ranks, pattern=self._layers, block_size=self._block
+            )
+            for pattern, layers in self._layers.items():
+                heads, kv_heads, prune = sizes.heads, sizes.kv_heads, self.config.prune
+                plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=prune)
+                total += layers * max(self._pass(plan, rank) for rank in sampled_origins(ranks))
+            self._known[tokens, ranks] = total
+        return self._known[tokens, ranks]
+
+    def _pass(self, plan: Plan, rank: int) -> float:
+        """Return the seconds of one rank's pass, forward and backward."""
+        busy_s = np.zeros((2, plan.ring_size + 1))  # forward and backward, by hop
+        tokens = np.zeros(plan.ring_size + 1)  # that arrive for a hop, times K/V heads
+        for head_class in plan.rank(rank).classes:
+            kv_heads = count_heads(head_class.kv_heads)
+            for hop in head_class.hops:
+                busy_s[:, hop.hop] += self._kernel_s(hop.tiles, kv_heads, plan.group)
+                tokens[hop.hop] += kv_heads * count_slots(hop.held) if hop.hop else 0
+        busy_s += np.where(tokens > 0, self.rates.hop_s, 0.0)
+        seconds = tokens * 2 * self.sizes.head_dim / self.rates.link_bytes_per_s  # of K and V, for each byte
+        gradient_bytes = 4 if self.config.gradient_payload == "float32" else 2
+        # While a hop computes, K/V of the next one arrive, and backward the gradients of the last one leave.
+        moves_s = np.tile(np.append(seconds[1:], 0.0) * self._element_bytes, (2, 1))
+        moves_s[1, 1:] += seconds[:-1] * gradient_bytes
+        both = np.maximum(busy_s, moves_s) if self.config.overlap else busy_s + moves_s
+        return float(both.sum())
+
+    def _kernel_s(self, tiles: Tiles, kv_heads: int, group: int) -> np.ndarray:
+        """Return the kernel's seconds for a hop, forward and backward; `group` heads share a K/V head."""
+        pairs = np.zeros(2)
+        single = tiles.head_in_group >= 0  # such a tile is for one query head of the group
+        for part, heads in ((tiles.rows(single), 1), (tiles.rows(~single), group)):
+            if len(part):
+                pairs += heads * np.array([self.kernel.executed_pairs(part, back) for back in (False, True)])
+        flops = pairs * kv_heads * self.sizes.head_dim * _PAIR_FLOPS
+        return np.asarray(flops / self.rates.kernel_flops + len(tiles) * np.array(self.rates.tile_s))
+
+
+def measure_times(
+    sizes: ModelSizes, config: RingConfig, mesh: RingMesh, device: torch.device, dtype: torch.dtype
+) -> SampleTimes:
+    """Measure kernel, product, links and hops on all ranks at once. Collective over the world.
+
+    Returns the same on every rank, to the bit.
+    """
+    options = options_from_config(config)
+    more: dict[str, Any] = {"dtype": dtype, "device": device}
+    heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
+    context = context_for(Causal(), "contiguous", RingMesh.single(), options)
+    seconds: list[float] = []
+    flops: list[np.ndarray] = []
+    for tokens in _TRIANGLES:
+        shape = (1, heads, tokens, sizes.head_dim)
+        seconds += _pass_seconds(context, shape, heads, **more)
+        q = torch.empty(shape, **more)
+        plan, kernel, _, _ = context.prepare(q, q, q)
+        tiles = plan.rank(0).classes[0].hops[0].tiles
+        pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
+        flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)
+    matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **more)
+    seconds.append(_seconds(lambda: matrix @ matrix, device))
+    exchange = Exchange(mesh, options.hop_timeout_s)
+    ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
+    for size in _MESSAGES:
+        sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        post = ([Message(sent, ahead)], [Message(received, behind)])
+        seconds.append(_seconds(lambda post=post: exchange.post(*post).wait(), device))  # type: ignore[misc]
+    ring = context_for(Full(), "contiguous", mesh, options)
+    shape = (1, sizes.heads, _HOP_TOKENS, sizes.head_dim)
+    seconds.append(sum(_pass_seconds(ring, shape, sizes.kv_heads, **more)) / (2 * mesh.ring_size + 1))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    *kernel_s, product_s, small_s, large_s, hop_s = slowest.tolist()
+    forward, backward = (_fit((flops[0][i], flops[1][i]), (kernel_s[i], kernel_s[i + 2])) for i in (0, 1))
+    # The difference of two sizes: the fixed cost of a message drops out.
+    link_bytes_per_s = (_MESSAGES[1] - _MESSAGES[0]) / max(large_s - small_s, 1e-9)
+    product_flops = 2 * _SIDES[device.type] ** 3 / product_s
+    rates = (forward[0], backward[0]), (forward[1], backward[1]), product_flops, link_bytes_per_s, hop_s
+    return SampleTimes(sizes, config, kernel, Rates(*rates), (device.type, dtype.itemsize))
+
+
+def _pass_seconds(
+    context: RingContext, shape: tuple[int, ...], kv_heads: int, **more: Any
+) -> tuple[float, float]:
+    """Return the seconds of a pass forward and of one backward; `shape` is [B, H, S, D] of q."""
+    q, grad = torch.randn(shape, **more), torch.randn(shape, **more)
+    k, v = (torch.randn(shape[0], kv_heads, *shape[2:], **more) for _ in range(2))
+    out, lse = ring_attention_op(q, k, v, context.handle)
+    return (
+        _seconds(lambda: ring_attention_op(q, k, v, context.handle), q.device),
+        _seconds(lambda: ring_attention_backward_op(grad, q, k, v, out, lse, context.handle), q.device),
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return this rank's least seconds of some rounds; all ranks begin each round together."""
+    rounds = []
+    work()
+    for _ in range(_ROUNDS):
+        dist.all_reduce(torch.zeros(1, device=device))
+        _wait_for(device)
+        began = time.perf_counter()
+        work()
+        _wait_for(device)
+        rounds.append(time.perf_counter() - began)
+    return min(rounds)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[float, float]:
+    """Return rate and fixed seconds through two points; the larger one's rate where the time did not rise."""
+    rise_s = seconds[1] - seconds[0]
+    if rise_s <= 0:
+        return flops[1] / seconds[1], 0.0
+    rate = (flops[1] - flops[0]) / rise_s
+    return rate, max(seconds[0] - flops[0] / rate, 0.0)
+
 
 Sample = Mapping[str, Any]
 
@@ -219,3 +452,56 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
         head_dim=getattr(config, "head_dim", None) or max(hidden // heads, 1),
         intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
     )
+
+
+# Tell from the spans of ring passes how long hops take by the link over which their payload comes.
+#
+# What is measured is the time of a whole hop (send, compute, wait) on the receiving rank and the part of it
+# that was spent waiting: a link that is slower than computing shows in both. The host's clock sees it where
+# the host waits; on a GPU the stream does, and nothing is known here.
+
+@dataclass
+class _Link:
+    hops: int = 0
+    hop_ns: int = 0
+    wait_ns: int = 0
+    payload_bytes: int = 0
+
+
+def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
+    """Return the means over hops of each link that brought something to this rank, by the sender.
+
+    Args:
+        spans: of this rank's passes, in order.
+        mesh: who is who.
+
+    Returns:
+        For each sender {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end
+        of the wait for it, "wait_seconds", "bytes": payload of a hop}.
+    """
+    links: defaultdict[int, _Link] = defaultdict(_Link)
+    posted_ns = 0
+    for span in spans:
+        if span.what == "send":
+            posted_ns = span.start_ns
+        if span.what != "wait":
+            continue
+        arrived: defaultdict[int, int] = defaultdict(int)
+        for message in span.batch.receives:
+            arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
+        for rank, payload_bytes in arrived.items():
+            link = links[rank]
+            link.hops += 1
+            link.hop_ns += span.end_ns - posted_ns
+            link.wait_ns += span.end_ns - span.start_ns
+            link.payload_bytes += payload_bytes
+    return [
+        {
+            "from": rank,
+            "hops": link.hops,
+            "hop_seconds": link.hop_ns / link.hops / 1e9,
+            "wait_seconds": link.wait_ns / link.hops / 1e9,
+            "bytes": link.payload_bytes // link.hops,
+        }
+        for rank, link in sorted(links.items())
+    ]

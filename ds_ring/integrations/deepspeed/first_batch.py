@@ -1,56 +1,385 @@
 """Compare the first training step on the ring with the same model on one process.
 
 Owns the run of the model's copy on rank 0 and the error that all ranks raise. What is recorded of the step
-is step_record.py's, how runs are compared comparison.py's. Reads the engine and changes nothing in it:
+is first_batch.py's, how runs are compared first_batch.py's. Reads the engine and changes nothing in it:
 parameters, gradients, buffers, optimizer and random numbers are what they would be without it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.comparison import (
-    Difference,
-    Numbers,
-    Tolerance,
-    beyond,
-    compare_gradients,
-    compare_outputs,
-    largest,
-    recording,
-)
-from ds_ring.integrations.deepspeed.lone_model import (
-    arguments_for,
-    choose_attention,
-    filled,
-    on_device,
-    refuse_dropout,
-    skeleton,
-)
+from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.step_record import (
-    Attended,
-    Forward,
-    gathered,
-    hooked,
-    results_of,
-    whole_gradients,
-    whole_weights,
-)
+from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.runtime.tiled import DeferredLogits
+from ds_ring.schedule.layout import make_layout
+
+# Compare two runs of one model: every layer's output, the logits, the loss and every gradient.
+#
+# Owns what is recorded of a run, how an error is measured, and how much of it rounding explains. Knows
+# nothing of rings: a run is handed in with whole tensors. Shapes: B samples, T tokens.
+
+Kind = Literal["layer", "logits", "loss", "gradient"]
+
+_FLOOR = 1e-2  # of the root mean square of all gradients' norms
+
+
+# [Note: measuring a difference]
+# Outputs are compared token by token: the norm of the largest difference over the mean norm of a token, so
+# that one wrong token among many stays visible. A gradient is compared by norms, by itself: sums over
+# parameters would hide a wrong one. Some gradients are zero but for rounding (a key's bias): a norm counts as
+# at least a hundredth of the typical one of the model.
+@dataclass(frozen=True)
+class Tolerance:
+    """Hold the relative errors that rounding explains; anything larger is a difference."""
+
+    outputs: float
+    loss: float
+    gradients: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Tolerance:
+        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64)."""
+        return {
+            torch.float64: cls(1e-6, 1e-7, 1e-6),
+            torch.float32: cls(1e-4, 1e-5, 2e-4),
+            torch.float16: cls(2e-2, 5e-3, 5e-2),
+            torch.bfloat16: cls(1e-1, 2e-2, 2e-1),
+        }[dtype]
+
+    def allows(self, kind: Kind) -> float:
+        """Return the largest relative error for what is compared."""
+        return {"gradient": self.gradients, "loss": self.loss}.get(kind, self.outputs)
+
+
+class Difference(NamedTuple):
+    """Hold one comparison: `name` is a layer's or a parameter's, `error` is relative."""
+
+    kind: Kind
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".rstrip() + f" by {self.error:.1e}"
+
+
+@dataclass
+class Numbers:
+    """Hold what a run of a model computed, over the whole sequence."""
+
+    logits: Tensor  # [B, T, ...], or [B, ...] where there is one result for a sample
+    loss: float | None = None  # the mean over labelled tokens; None where nobody computed one
+    # outputs [B, T, ...] of the model's layers by their names, in the order of computing
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    # by the names of parameters; those without one are left out
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def compare(got: Numbers, expected: Numbers) -> list[Difference]:
+    """Return the error of everything that was compared: layers, logits, loss, gradients."""
+    return compare_outputs(got, expected) + compare_gradients(got.gradients, expected.gradients)
+
+
+def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
+    """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
+    found = [
+        Difference("layer", name, _by_token(got.layers[name], output))
+        for name, output in expected.layers.items()
+        if name in got.layers
+    ]
+    found.append(Difference("logits", "", _by_token(got.logits, expected.logits)))
+    if got.loss is not None and expected.loss is not None:
+        error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
+        found.append(Difference("loss", "", _finite(error)))
+    return found
+
+
+def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
+    """Return those that rounding does not explain, in the order in which they were computed."""
+    return [one for one in found if not one.error <= tolerance.allows(one.kind)]
+
+
+def largest(found: list[Difference]) -> dict[str, Difference]:
+    """Return the largest error of each kind."""
+    return {one.kind: one for one in sorted(found, key=lambda one: one.error)}
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile."""
+    outputs: dict[str, Tensor] = {}
+    handles = []
+    for path, parent in model.named_modules():
+        for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
+            handles.append(layer.register_forward_hook(_recorder(outputs, f"{path}.{name}")))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _recorder(outputs: dict[str, Tensor], name: str) -> Any:
+    def record(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+            outputs[name] = first.detach().clone()
+
+    return record
+
+
+def _by_token(got: Tensor, expected: Tensor) -> float:
+    if got.shape != expected.shape:
+        return float("inf")
+    got, expected = got.detach().double(), expected.detach().double()
+    typical = expected.norm(dim=-1).mean().clamp_min(1e-12)
+    return _finite(float((got - expected).norm(dim=-1).max() / typical))
+
+
+def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Difference]:
+    """Return the error of each parameter's gradient; one that only one of both has is zero on the other."""
+    norms = torch.tensor([float(gradient.norm()) for gradient in expected.values()] or [0.0])
+    floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
+    found = []
+    for name in [*expected, *[name for name in got if name not in expected]]:
+        mine, theirs = got.get(name), expected.get(name)
+        if mine is None or theirs is None:
+            alone = mine if theirs is None else theirs
+            assert alone is not None
+            difference, norm = float(alone.norm()), 0.0 if theirs is None else float(theirs.norm())
+        else:
+            difference = float((mine.double() - theirs.double()).norm())
+            norm = float(theirs.double().norm())
+        found.append(Difference("gradient", name, _finite(difference / max(norm, floor))))
+    return found
+
+
+def _finite(error: float) -> float:
+    """Replace NaN, which compares with nothing and must not pass for small, by infinity."""
+    return error if error == error else float("inf")
+
+
+# Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
+#
+# Owns what is recorded of a step and how it is gathered; first_batch.py compares it.
+#
+# Shapes: B samples, T tokens, S local tokens.
+
+class Attended(NamedTuple):
+    """Describe a batch's attention, wherever its tokens lie."""
+
+    tokens: int
+    patterns: LayerPatterns
+    groups: tuple[RowGroup, ...]
+
+
+@dataclass
+class Forward:
+    """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attended: Attended
+    logits: Tensor
+    loss: Tensor | None
+    layers: dict[str, Tensor]
+    # what the training loop made of `loss`: its gradient; None where it is not used
+    loss_factor: Tensor | None = None
+    logits_gradient: Tensor | None = None  # gradient of the logits, for a loss of the training loop's own
+    sharding: BatchSharding | None = None
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the whole parameters, on rank 0. Collective at ZeRO 3."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                found[name] = parameter.detach().cpu().clone()
+    return found
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Return the whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+        if gradient is not None and dist.get_rank() == 0:
+            found[name] = gradient.detach().float().cpu().clone()
+    return found
+
+
+def gathered(piece: Forward | None) -> list[Forward]:
+    """Return the pieces of all ranks that hold one, on rank 0. Collective."""
+    pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(piece, pieces, dst=0)
+    return [one for one in pieces or () if one is not None]
+
+
+def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Return logits (or hidden states) and loss of a model's output."""
+    if isinstance(output, Tensor):
+        return (output, None) if output.ndim else (output[None], output)
+    loss = getattr(output, "loss", None)
+    for name in ("logits", "last_hidden_state"):
+        logits = getattr(output, name, None)
+        if isinstance(logits, DeferredLogits) and loss is not None:
+            with torch.no_grad():  # of a short batch: the loss and the gradients are those of the tiles
+                return logits.tensor(), loss
+        if isinstance(logits, Tensor):
+            return logits, loss
+    tensors = (
+        [item for item in output if isinstance(item, Tensor)] if isinstance(output, (tuple, list)) else []
+    )
+    if not tensors:
+        raise RingVerifyError(
+            f"verify_first_batch: expected logits or a tensor as the model's output, got"
+            f" {type(output).__name__}; set verify_first_batch to false"
+        )
+    return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
+
+
+def hooked(one: Forward) -> Forward:
+    """Record in the backward pass what the training loop made of the results."""
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            setattr(one, name, gradient.detach())
+
+        return hook
+
+    if one.loss is not None and one.loss.requires_grad:
+        one.loss.register_hook(note("loss_factor"))
+    if one.logits is not one.loss and one.logits.requires_grad:
+        one.logits.register_hook(note("logits_gradient"))
+    return one
+
+
+# Copy a model for one rank to run by itself, to compare the ring with.
+#
+# Owns what of a model can be copied before DeepSpeed and the ring change it, its weights later, and which
+# attention and arguments it gets. See [Note: one process] in first_batch.py.
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise a RingConfigError for a model with dropout, which no two runs share."""
+    for name, module in model.named_modules():
+        values = {key: value for key, value in vars(module).items() if key.endswith(("dropout", "layerdrop"))}
+        if isinstance(module, nn.Dropout):
+            values = {"p": module.p}
+        active = next((key for key, value in values.items() if isinstance(value, float) and value > 0), None)
+        if active is not None:
+            raise RingConfigError(
+                f"verify_first_batch: expected a model without dropout, got {name}.{active} ="
+                f" {values[active]}: no two runs would be equal; set the dropout of the model's configuration"
+                " to 0 for the run that verifies"
+            )
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters have no memory yet: whole shapes, also where ZeRO 3 has cut them."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(
+            torch.empty(getattr(p, "ds_shape", p.shape), dtype=torch.float32, device="meta"), p.requires_grad
+        )
+        for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise RingConfigError(
+            f"verify_first_batch: expected a model that can be copied, to run by itself, got"
+            f" {type(error).__name__}: {error}; a module that holds a mesh or a RingAttention cannot be"
+            " verified: let it ask engine.ring.attention() in its forward pass"
+        ) from error
+
+
+def filled(
+    alone: nn.Module, module: nn.Module, weights: dict[str, Tensor], device: torch.device
+) -> nn.Module:
+    """Return the copy with the weights and buffers of the engine's model, in float32 or float64."""
+    alone.to_empty(device=device)
+    state = dict(alone.named_parameters()) | dict(alone.named_buffers())
+    for name, value in [*weights.items(), *module.named_buffers()]:
+        wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        state[name].data = value.detach().to(device, wide, copy=True)
+    for name, part in alone.named_modules():
+        later = vars(module.get_submodule(name))  # the session, say: what was set after the copy was made
+        vars(part).update(
+            {key: value for key, value in later.items() if key[0] != "_" and vars(part).get(key) is None}
+        )
+    return alone.train()
+
+
+def arguments_for(
+    alone: nn.Module, kwargs: dict[str, Any], single: BatchSharding, divisor: float
+) -> dict[str, Any]:
+    """Return the arguments for all tokens at once: the loss is a mean over all labels of the world."""
+    given = dict(kwargs)
+    if isinstance(given.get("num_items_in_batch"), Tensor):
+        given["num_items_in_batch"] = given["num_items_in_batch"] * divisor
+    if not _is_of_transformers(alone):
+        return given
+    from ds_ring.integrations.deepspeed.batch import SHARDING
+    from ds_ring.integrations.transformers.attention_name import NAME
+
+    positions = given.get("position_ids")
+    if positions is not None and bool((positions == torch.arange(single.layout.tokens)).all()):
+        del given["position_ids"]  # the model numbers tokens by itself
+    if getattr(alone.config, "_attn_implementation", None) == NAME:
+        given[SHARDING] = single
+    return given | {"use_cache": False}
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return arguments with their tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(on_device(item, device) for item in value)
+    return value
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
+
+
+def choose_attention(alone: nn.Module, config: RingConfig) -> None:
+    """Give the copy its own attention where that is what the JSON asks for, else the ring's on one rank."""
+    if not _is_of_transformers(alone):
+        return
+    from ds_ring.integrations.transformers.attention_name import NAME
+    from ds_ring.integrations.transformers.images import attention_of_parts
+
+    asked, model = config.pattern, alone.config
+    # whether it is causal, and a window that is the model's, are what its own attention does
+    rest = asked.model_copy(update={"causal": True, "window": None})
+    own = rest == PatternConfig() and asked.window in (None, getattr(model, "sliding_window", None))
+    if not own:
+        alone.set_attn_implementation(attention_of_parts(alone, NAME))  # type: ignore[operator]
+        log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
+    elif getattr(model, "_attn_implementation", None) == NAME:
+        alone.set_attn_implementation("eager")  # type: ignore[operator]
+
 
 log = logging.getLogger(__name__)
 

@@ -20,25 +20,31 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
-from ds_ring.config.patterns import pattern_from_config
-from ds_ring.config.section import RingConfig, strip_section
+from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
 from ds_ring.health.watch import Watch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
-from ds_ring.integrations.deepspeed.auto_values import resolve_auto
-from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, agree_on_ranks_per_node
+from ds_ring.integrations.deepspeed.config_agreement import (
+    agree_on_config,
+    agree_on_ranks_per_node,
+    resolve_auto,
+)
 from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
-from ds_ring.integrations.deepspeed.evaluation import has_optimizer, only_evaluates, without_optimizer
-from ds_ring.integrations.deepspeed.features import refuse_direct_backward, refuse_features
+from ds_ring.integrations.deepspeed.features import (
+    has_optimizer,
+    only_evaluates,
+    refuse_direct_backward,
+    refuse_features,
+    without_optimizer,
+)
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
-from ds_ring.integrations.deepspeed.node_size import ranks_per_node
 from ds_ring.integrations.deepspeed.ring_use import RingUse
-from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, report_steps
+from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, ranks_per_node, report_steps
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.teach_compile import teach_compile
 from ds_ring.runtime.mesh import RingMesh

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.dense import Causal
+from ds_ring.masks.catalog import Causal
 from ds_ring.runtime.context import forward_passes
 
 _WHAT_TO_DO = (

@@ -2,7 +2,7 @@
 
 Owns `rank-N.metrics.json` and the one variable that says where it goes, DS_RING_RUN_FOLDER, which
 `ds-ring launch` sets where the cluster YAML names a `run_folder`; rank 0 writes the course of the run beside
-it (run_history.py). The status page reads the files, and who starts a job again asks in which step a rank
+it (run_report.py). The status page reads the files, and who starts a job again asks in which step a rank
 failed. Local to the rank: no collective. Without the variable nothing is written.
 
 [Note: whose loss]
@@ -31,12 +31,58 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.link_times import link_times
+from ds_ring.integrations.deepspeed.dynamic_ring import link_times
 from ds_ring.integrations.deepspeed.monitor import tokens_of
-from ds_ring.integrations.deepspeed.run_history import FILE, RunHistory
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.replaced_file import replace_text
 from ds_ring.runtime.trace import Trace
+
+# Keep the course of a run in one file: a line for each optimizer step, thinned out where it grows long.
+#
+# Owns `history.jsonl` of an attempt's folder, which rank 0 writes and the status page draws. Knows neither
+# torch nor DeepSpeed.
+
+FILE = "history.jsonl"
+MOST_LINES = 4000  # some 500 KB
+
+
+class RunHistory:
+    """Append lines to a file of at most `most_lines`: where they are more, every other one is left out.
+
+    From then on only every second step adds a line, then every fourth, and so on: the file is rewritten
+    log2(steps / most_lines) times in all, and its lines stay evenly spaced.
+
+    Args:
+        path: of the file.
+        most_lines: at least 2.
+    """
+
+    def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
+        self._path, self._most_lines = path, most_lines
+        self._lines: list[str] = []
+        self._every, self._count = 1, 0
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Append a line, or leave it out where lines are spaced; a full disk ends no training."""
+        self._count += 1
+        if (self._count - 1) % self._every:
+            return
+        line = json.dumps(figures) + "\n"
+        self._lines.append(line)
+        try:
+            if len(self._lines) > self._most_lines:
+                self._thin_out()
+            else:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(line)
+        except OSError:
+            pass
+
+    def _thin_out(self) -> None:
+        self._lines = self._lines[::2]
+        self._every *= 2
+        replace_text(self._path, "".join(self._lines))
+
 
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
 _LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
@@ -229,3 +275,17 @@ def _write(path: Path, figures: dict[str, Any]) -> None:
         replace_text(path, json.dumps(figures))
     except OSError:
         pass
+
+
+# Read how many ranks share a node, as the engine that started the job says it.
+#
+# Nothing else knows: torch.distributed numbers ranks and not nodes. torchrun sets LOCAL_WORLD_SIZE,
+# DeepSpeed's launcher LOCAL_SIZE. What follows for the order of hops stands in `schedule/rank_plan.py`.
+
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+
+def ranks_per_node() -> int | None:
+    """Return the ranks that share a node; None where no launcher has said so."""
+    texts = (os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES)
+    return next((int(text) for text in texts if text.isdecimal() and int(text)), None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op
+from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.shard import gather_sequence
 

@@ -26,15 +26,12 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
-from ds_ring.masks.dense import Causal, Full
-from ds_ring.masks.documents import Documents
+from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.windows import SlidingWindow
 from ds_ring.module import ring_attention
-from ds_ring.runtime.contexts import refusing_context
+from ds_ring.runtime.context import refusing_context
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.schedule.layout import Layout, PieceLayout
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
 _FULL = {AttnMaskType.no_mask, AttnMaskType.padding}

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.families import equip
+from ds_ring.integrations.transformers.families import check_outputs, equip
 from ds_ring.integrations.transformers.generation import allow_generation
-from ds_ring.integrations.transformers.heads import check_outputs
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
-from ds_ring.integrations.transformers.model_needs import SHARDING
 
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 

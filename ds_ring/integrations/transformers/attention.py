@@ -23,19 +23,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ds_ring.config.patterns import pattern_from_config
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_implementation
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.classes import check_class
+from ds_ring.integrations.transformers.checks import check_class
+from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, towers
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
-from ds_ring.integrations.transformers.model_needs import SHARDING
-from ds_ring.integrations.transformers.ring_cache import CachedSharding
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 

@@ -55,7 +55,7 @@ def _register() -> None:
     ) -> str:
         # A class that does not know the name: Falcon raises a KeyError, others go without.
         if requested_attention == NAME and not self._supports_attention_backend:
-            from ds_ring.integrations.transformers.classes import bypasses
+            from ds_ring.integrations.transformers.checks import bypasses
 
             raise bypasses(type(self))
         chosen: str = choose(self, requested_attention, *args, **kwargs)

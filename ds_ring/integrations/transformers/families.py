@@ -1,34 +1,352 @@
 """Give families of transformers models what they need beside the ring's attention.
 
 Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
-(rotary.py), numbering of tokens (numbering.py), router losses (router_loss.py), temperature by position
-(temperature.py), images (images.py), pooling heads (heads.py), and what the JSON's "long_sequence" asks for
-(tiled_head.py, tiled_layers.py, offloaded_checkpoints.py). A model that has none of these is left alone.
+(positions.py), numbering of tokens (positions.py), router losses (families.py), temperature by position
+(positions.py), images (images.py), pooling heads (families.py), and what the JSON's "long_sequence" asks for
+(long_sequence.py, long_sequence.py, long_sequence.py). A model that has none of these is left alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.sequence_sum import number_of, sequence_sum_op, shared_scale
+from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.heads import pool_over_ranks, pools_the_last_token
+from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
 from ds_ring.integrations.transformers.images import give_features, towers
-from ds_ring.integrations.transformers.loss_guard import LossGuard
-from ds_ring.integrations.transformers.numbering import check_numbers_once, numbering_of
-from ds_ring.integrations.transformers.offloaded_checkpoints import offload_checkpoints
-from ds_ring.integrations.transformers.rotary import give_length
-from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
-from ds_ring.integrations.transformers.temperature import tune_by_position
-from ds_ring.integrations.transformers.tiled_head import tile_loss
-from ds_ring.integrations.transformers.tiled_layers import tile_layers
+from ds_ring.integrations.transformers.long_sequence import offload_checkpoints, tile_layers, tile_loss
+from ds_ring.integrations.transformers.positions import (
+    check_numbers_once,
+    give_length,
+    numbering_of,
+    tune_by_position,
+)
+from ds_ring.runtime.mesh import RingMesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# Make heads that read one token of a sequence work on a ring: transformers' sequence classifiers.
+#
+# Owns the pooled logits of `GenericForSequenceClassification` (Llama, Qwen, Mistral, Gemma and the like,
+# reward models among them) over all ranks, and the refusal of outputs that are no tensor of local tokens.
+#
+# The score of each local token is computed as ever; what the head picks (the last token that is not padding)
+# is then put in place of all of them, so that the model's own indexing finds it on every rank.
+#
+# Shapes: B samples, S local tokens, L labels.
+
+def pools_the_last_token(model: nn.Module) -> bool:
+    """Return whether a model is a classifier whose pooled token is known and gathered here."""
+    return isinstance(model, GenericForSequenceClassification)
+
+
+def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
+    """Make the model's head read its token from the rank that has it; return the handles of the hooks."""
+    signature = inspect.signature(model.forward)
+    held: dict[str, Tensor | None] = {}
+    padding = model.config.get_text_config().pad_token_id
+    mesh = session.mesh
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
+
+    def after_score(_: nn.Module, args: tuple[Any, ...], logits_BSL: Tensor) -> Tensor:
+        sharding = session.batches.current
+        _refuse_short(model, sharding, mesh)
+        assert sharding.slots is not None
+        return _pooled_everywhere(logits_BSL, sharding.slots, held["input_ids"], padding, number_of(mesh))
+
+    assert isinstance(model.score, nn.Module), type(model.score)
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.score.register_forward_hook(after_score),
+    ]
+
+
+def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> None:
+    if sharding.mesh is not mesh:
+        raise RingShapeError(
+            f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens} tokens,"
+            " below min_sequence_length, where each rank takes whole samples and its loss would be a mean"
+            " over"
+            ' those; set "min_sequence_length": 0 in the "ring_attention" section'
+        )
+
+
+def _pooled_everywhere(
+    logits_BSL: Tensor, slots_S: Tensor, input_ids: Tensor | None, padding: int | None, mesh: int
+) -> Tensor:
+    """Return [B, S, L]: in every slot the logits of the sequence's last token that is not padding."""
+    # Where all tokens are padding that is the first one, as on one process; without a padding token, or
+    # without ids, the very last.
+    batch, tokens, _ = logits_BSL.shape
+    candidates_BS = slots_S.expand(batch, tokens)
+    if padding is not None and input_ids is not None:
+        candidates_BS = torch.where((input_ids == padding) & (slots_S >= 0), 0, candidates_BS)
+    last_B = sequence_max_op(candidates_BS.amax(dim=1), mesh)
+    mine_BS1 = (slots_S == last_B[:, None])[..., None]
+    pooled_BL = sequence_sum_op((logits_BSL * mine_BS1).sum(dim=1), mesh)
+    return pooled_BL[:, None].expand(-1, tokens, -1)
+
+
+def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> None:
+    """Refuse what a head made of this rank's tokens alone."""
+    if isinstance(output, Tensor | tuple):
+        raise RingConfigError(
+            f"{type(model).__name__}: expected a ModelOutput, got {type(output).__name__}, in which the loss"
+            " cannot be told from logits; leave out return_dict=False"
+        )
+    for name, value in output.items():
+        if (
+            not isinstance(value, Tensor)
+            or value.ndim < 2
+            or name == "image_hidden_states"  # of this rank's image tokens
+            or (name == "logits" and pools_the_last_token(model))
+        ):
+            continue
+        if name == "logits" and _is_pooled(model, value, local_tokens):
+            raise RingConfigError(_own_head(model, value))
+        if value.shape[1] != local_tokens or name in _OVER_TOKENS:
+            raise RingConfigError(
+                f"{type(model).__name__}: its output {name} {list(value.shape)} is read off, or normalized"
+                " over,"
+                f" this rank's {local_tokens} tokens, and not those of the whole sequence. On a ring a head"
+                " may"
+                " give each token a result of its own (language models, token classifiers), or pool the last"
+                " token (transformers' GenericForSequenceClassification); for any other one take the base"
+                " model"
+                " (without pooling layer: add_pooling_layer=False), and your own head on"
+                " engine.ring.gather(output.last_hidden_state); leave out logits_to_keep"
+            )
+
+
+def _is_pooled(model: nn.Module, logits: Tensor, local_tokens: int) -> bool:
+    """Return whether an output is one result for each sample, however many tokens there are."""
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    return logits.ndim == 2 and (classifies or logits.shape[1] != local_tokens)
+
+
+def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
+    """Return what to do instead of BERT's way, which reads the first token, or a mean of all."""
+    base = type(model.base_model)
+    pooler = "add_pooling_layer" in inspect.signature(base.__init__).parameters
+    return (
+        f"{type(model).__name__}: expected a result for each token, got logits {list(logits.shape)}, pooled"
+        " from this rank's tokens and not from those of the whole sequence. Take"
+        f" {base.__name__}{'(config, add_pooling_layer=False)' if pooler else ''} in a module of your own,"
+        " with a head on engine.ring.gather(output.last_hidden_state): [:, 0] is the first token of the"
+        " sequence there, every rank computes the same loss of it, and engine.backward takes that as it is."
+        " Classifiers that pool the last token (GenericForSequenceClassification: Llama, Qwen, Mistral) need"
+        " none of this"
+    )
+
+
+_OVER_TOKENS = ("start_logits", "end_logits", "pooler_output")
+
+
+# Compute the load balancing loss of a mixture of experts over all tokens of a sequence.
+#
+# Owns its formula on a ring. transformers' `load_balancing_loss_func` multiplies the share of tokens that an
+# expert gets by the mean probability that the router gives it: a product of means, which is no sum over
+# ranks. Each rank adds up its own tokens, `ds_ring::sequence_sum` adds the ranks, and the product is taken of
+# the totals. Tokens of padding do not count, as with an attention_mask on one process.
+#
+# Shapes: B samples, S local tokens, E experts.
+
+_FUNCTION = "load_balancing_loss_func"
+
+Sum = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Hold what a model's forward says of its load balancing loss."""
+
+    experts: int  # E
+    chosen: int  # experts for each token
+    weight: float  # of this loss beside the other one
+
+    def __call__(self, router_logits: Sequence[Tensor], counted_BS: Tensor | None, add_up: Sum) -> Tensor:
+        """Return the loss [], equal to transformers' over the tokens of all ranks that `add_up` sums over.
+
+        Args:
+            router_logits: of each layer, [B * S, E].
+            counted_BS: 1 for tokens that count, 0 for padding; None: all do.
+            add_up: sums a tensor over the ranks of the sequence.
+        """
+        device = router_logits[0].device
+        tokens_E = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        probability_E = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        rows = torch.zeros(1, dtype=torch.float32, device=device)
+        for logits in router_logits:
+            weights_NE = torch.softmax(logits.to(device).reshape(-1, self.experts), dim=-1).float()
+            counts_N1 = weights_NE.new_ones(weights_NE.shape[0], 1)
+            if counted_BS is not None:
+                counts_N1 = counted_BS.reshape(-1, 1).to(weights_NE)
+            chosen_NK = weights_NE.topk(self.chosen, dim=-1).indices
+            one_hot_NE = torch.zeros_like(weights_NE).scatter(-1, chosen_NK, 1.0)
+            tokens_E = tokens_E + (one_hot_NE * counts_N1).sum(dim=0)
+            probability_E = probability_E + (weights_NE * counts_N1).sum(dim=0)
+            rows = rows + counts_N1.sum()
+        # One message for all three: the product of the means is taken of totals.
+        tokens_E, probability_E, rows = add_up(torch.cat([tokens_E, probability_E, rows])).split(
+            [self.experts, self.experts, 1]
+        )
+        return (tokens_E / rows * (probability_E / rows)).sum() * self.experts
+
+
+def read_router_loss(model: nn.Module) -> RouterLoss | None:
+    """Read off the model's code what it computes of its routers; None where there is no such loss.
+
+    Raises:
+        RingConfigError: it has a loss of its routers that is another one.
+    """
+    # Its own code is read: which attributes hold the number of experts, how many are chosen and the weight.
+    # That its formula is the one here is tried on random numbers.
+    forward = inspect.unwrap(type(model).forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError):
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) == _FUNCTION]
+    if not calls:
+        return None
+    added = [
+        node.value.left
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.value, ast.BinOp)
+        and "aux_loss" in ast.unparse(node.value.right)
+    ]
+    values = [_value(model, node) for node in (*calls[0].args[1:3], *added)]
+    if len(calls) != 1 or len(values) != 3 or any(not isinstance(one, (int, float)) for one in values):
+        _refuse(model)
+    found = RouterLoss(int(values[0]), int(values[1]), float(values[2]))
+    if not _is_the_same(getattr(sys.modules[forward.__module__], _FUNCTION), found):
+        _refuse(model)
+    return found
+
+
+def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:
+    """Compare the model's function with ours on random routers, with and without padding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(12, ours.experts, generator=generator) for _ in range(2))
+    mask = (torch.arange(12).reshape(2, 6) % 5 > 0).long()
+    for counted in (None, mask):
+        try:
+            theirs = function(logits, ours.experts, ours.chosen, counted)
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            return False
+        if not torch.allclose(torch.as_tensor(theirs), ours(logits, counted, lambda x: x), rtol=1e-5):
+            return False
+    return True
+
+
+def _refuse(model: nn.Module) -> NoReturn:
+    raise RingConfigError(
+        f"{type(model).__name__}: its load balancing loss is not transformers' usual one, so a ring cannot"
+        " compute it over the whole sequence, and each rank's own would change the router's gradient; set"
+        " output_router_logits to False in the model's configuration"
+    )
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _value(model: nn.Module, node: ast.expr) -> Any:
+    """Return what `self.a.b` in a model's source is."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(model, node.value), node.attr, None)
+    return model if isinstance(node, ast.Name) and node.id == "self" else None
+
+
+# Guard a model's loss function: no mean over local tokens, no term that each rank computes of its own.
+#
+# Owns the checks of a loss that a transformers model computes itself. What such a loss must be is loss.py's.
+
+_FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
+
+
+class LossGuard:
+    """Wrap a model's loss function, and refuse labels that were not shifted before they were sharded.
+
+    Attributes:
+        own: what the loss function returned in this forward pass; None before.
+        scale: what the loss of a head that pools tokens is multiplied by, since every rank computes all of it
+            ([Note: gradient of what all ranks compute] in loss.py); None for a loss of tokens.
+    """
+
+    def __init__(self, loss_function: Callable[..., Tensor], scale: float | None = None) -> None:
+        self.loss_function = loss_function
+        self.own: Tensor | None = None
+        self.scale = scale
+        self._expected: tuple[Tensor, int] | None = None
+        self._divides = False
+
+    def start(self, items: object = None) -> None:
+        """Drop the loss of the forward pass before; `items` is num_items_in_batch of this one."""
+        self.own = self._expected = None
+        self._divides = items is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.scale is not None and kwargs.get("pooled_logits") is not None:
+            self.own = self.loss_function(*args, **kwargs) * self.scale
+            return self._given(self.own)
+        for key in ("shift_labels", "num_items_in_batch"):
+            if kwargs.get(key) is None:
+                raise RingShapeError(
+                    f"loss: expected {key} beside labels, got none: it would be a mean over this rank's"
+                    f" tokens, its labels shifted across a cut; {THROUGH_SHARD_BATCH}. A head that labels"
+                    " each token with its own class (token classification) takes no labels from shard_batch,"
+                    ' which shifts them: call it without, give the batch "shift_labels", aligned with the'
+                    " tokens, and take engine.ring.loss(output.logits, batch).backward_loss"
+                )
+        self.own = self.loss_function(*args, **kwargs)
+        return self._given(self.own)
+
+    def _given(self, loss: Tensor) -> Tensor:
+        """Return a copy for the model, which may add to it in place."""
+        copy = loss.clone()
+        self.expect(copy)
+        return copy
+
+    def expect(self, loss: Tensor) -> None:
+        """Take `loss` for the model's whole loss."""
+        self._expected = (loss, 0 if torch.compiler.is_compiling() else loss._version)
+
+    def check(self, model: PreTrainedModel, output: Any) -> None:
+        """Refuse a loss that the model computed by itself: it cannot know the tokens of other ranks."""
+        loss = getattr(output, "loss", None)
+        # TRL's head takes shift_labels and num_items_in_batch, and computes what a loss function would.
+        if loss is None or (type(output).__name__ == _FUSED and self._divides):
+            return
+        how = "by itself and not by its loss_function" if self._expected is None else ""
+        if self._expected is not None and not torch.compiler.is_compiling():
+            expected, version = self._expected
+            if loss is not expected or loss._version != version:
+                how = "and added a term to it that each rank would compute of its own tokens"
+        if how:
+            raise RingConfigError(
+                f"{type(model).__name__} computed a loss {how}; call it without labels, and take"
+                " engine.ring.loss(output.logits, batch).backward_loss"
+            )
 
 
 def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list[RemovableHandle]]:

@@ -3,7 +3,7 @@
 Owns which models inside a model read whole images (towers: they keep their own attention), and what the
 language part of a rank is given of them. Every rank runs the towers on all images of its batch, and takes the
 features of the image tokens that it has; so parameters of towers get the sum of the ranks' gradients, as all
-others do. Which feature is whose was counted before the batch was cut (image_batch.py).
+others do. Which feature is whose was counted before the batch was cut (batch.py).
 
 Shapes: B samples, T tokens, S local tokens, N image tokens of the batch, E width of the language part.
 
@@ -23,11 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import Batch
-from ds_ring.integrations.deepspeed.batch_sharding import ImageTokens
-from ds_ring.integrations.deepspeed.image_batch import places_of
+from ds_ring.integrations.deepspeed.batch import Batch, ImageNeeds, ImageTokens, places_of
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.model_needs import ImageNeeds
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.layout import Layout

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.chunked import Chunked
-from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.catalog import Causal, Chunked, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import NARROW, covers, patterns_of_types
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.windows import SlidingWindow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

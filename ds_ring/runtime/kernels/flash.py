@@ -24,8 +24,7 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.tiles import Kind, Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
-from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries
-from ds_ring.runtime.kernels.flash_on_cpu import OnCpu
+from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries, OnCpu
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Asked, PartialGrads, PartialOut
 from ds_ring.runtime.views import Two, Views
 

@@ -18,15 +18,320 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.kernels.flash_branches import branch_form
-from ds_ring.runtime.kernels.flash_pieces import OPEN, Piece, end_of, join_pieces, piece_of
-from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, each_tile
+from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.tiles import Axis, IntArray, Kind, Tiles
+from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
+from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
+
+# Tiles as pieces, each one window, and pieces joined to larger ones. Index arithmetic only.
+#
+# [Note: fewer calls]
+# Each call's result is merged into the accumulator, so calls cost more than their pairs. Neighbouring tiles
+# are joined where one window says what both attend to: FULL ones with a side in common, two triangles on one
+# diagonal with the square below between them, a triangle with what is FULL before it, a triangle with the
+# band that goes on from it.
+
+OPEN = -1  # of a window's side that hides nothing
+
+
+class Piece(NamedTuple):
+    """Hold a call of one sequence, repeated nowhere."""
+
+    q: Rows
+    k: Rows
+    left: int
+    right: int
+    head_in_group: int
+    bias: float
+
+    @property
+    def look(self) -> tuple[object, ...]:
+        """Return what pieces that may be joined have in common, beside their window."""
+        return self.q.step, self.k.step, self.head_in_group, self.bias
+
+    @property
+    def is_full(self) -> bool:
+        return self.left == OPEN and self.right == OPEN
+
+    @property
+    def is_triangle(self) -> bool:
+        """Return whether it is square and causal."""
+        return self.left == OPEN and self.right == 0 and self.q.length == self.k.length
+
+
+def piece_of(tile: Tile) -> Piece:
+    """Return a tile as a window; [Note: windows] in flash_calls.py."""
+    q, k = tile.q_rows, tile.k_rows
+    assert tile.kind != Kind.PARTIAL and tile.inside is None, "a tile that is no window"
+    windows = {
+        Kind.FULL: (OPEN, OPEN),
+        Kind.CAUSAL: (OPEN, 0),
+        Kind.INVERSE_CAUSAL: (0, OPEN),
+        Kind.BI_CAUSAL: (k.length - q.length, 0),
+    }
+    # of one query nothing is hidden: tiles have no rows or columns that see nothing
+    left, right = windows[tile.kind] if q.length > 1 else (OPEN, OPEN)
+    return Piece(q, k, left, right, tile.head_in_group, tile.bias)
+
+
+def end_of(rows: Rows) -> int:
+    """Return the slot at which the next member would stand."""
+    return rows.start + rows.length * rows.step
+
+
+def _and(first: Rows, second: Rows) -> Rows:
+    return first._replace(length=first.length + second.length)
+
+
+def join_pieces(pieces: list[Piece]) -> list[Piece]:
+    """Return fewer pieces with the same pairs; [Note: fewer calls]."""
+    full = [piece for piece in pieces if piece.is_full]
+    triangles = [piece for piece in pieces if piece.is_triangle and not piece.is_full]
+    others = [piece for piece in pieces if not piece.is_full and not piece.is_triangle]
+    full = _side_by_side(full, along_keys=False)
+    triangles, full = _diagonals(triangles, full)
+    full = _side_by_side(full, along_keys=True)
+    triangles, full = _diagonals(triangles, full)
+    triangles, others = _bands(triangles, others)
+    causal, full = _after_full(triangles, full)
+    return full + causal + others
+
+
+def _side_by_side(full: list[Piece], along_keys: bool) -> list[Piece]:
+    """Join FULL pieces with the same keys (or queries) and neighbouring queries (or keys)."""
+    alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    for piece in full:
+        alike[(*piece.look, piece.q if along_keys else piece.k)].append(piece)
+    found = []
+    for group in alike.values():
+        group.sort(key=lambda piece: (piece.k if along_keys else piece.q).start)
+        last = group[0]
+        for piece in group[1:]:
+            if along_keys and end_of(last.k) == piece.k.start:
+                last = last._replace(k=_and(last.k, piece.k))
+            elif not along_keys and end_of(last.q) == piece.q.start:
+                last = last._replace(q=_and(last.q, piece.q))
+            else:
+                found.append(last)
+                last = piece
+        found.append(last)
+    return found
+
+
+def _diagonals(triangles: list[Piece], full: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Join two triangles on one diagonal and the FULL rectangle below between them."""
+    squares: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    for piece in full:
+        squares[(*piece.look, piece.q, piece.k)].append(piece)
+    done: list[Piece] = []
+    for piece in sorted(triangles, key=lambda piece: (piece.q.start, piece.k.start)):
+        while done and (end_of(done[-1].q), end_of(done[-1].k)) == (piece.q.start, piece.k.start):
+            between = squares.get((*piece.look, piece.q, done[-1].k))
+            if not between or done[-1].look != piece.look:
+                break
+            between.pop()
+            before = done.pop()
+            piece = piece._replace(q=_and(before.q, piece.q), k=_and(before.k, piece.k))
+        done.append(piece)
+    return done, [piece for left in squares.values() for piece in left]
+
+
+def _bands(triangles: list[Piece], others: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Join a triangle as long as a window is wide and the band that goes on from it."""
+    bands = {(*p.look, p.q.start, p.k.start, p.left): p for p in others if p.left > 0 and p.right == 0}
+    left, joined = [], []
+    for piece in triangles:
+        band = bands.pop((*piece.look, end_of(piece.q), piece.k.start, piece.q.length), None)
+        if band is None:
+            left.append(piece)
+        else:
+            joined.append(band._replace(q=_and(piece.q, band.q)))
+    kept = [p for p in others if not (p.left > 0 and p.right == 0)]
+    return left, kept + joined + list(bands.values())
+
+
+def _after_full(triangles: list[Piece], full: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Join a triangle and a FULL piece of the same queries, whose keys stand before it."""
+    before: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    for piece in full:
+        before[(*piece.look, piece.q, end_of(piece.k))].append(piece)
+    causal = []
+    for piece in triangles:
+        whole = before.get((*piece.look, piece.q, piece.k.start))
+        causal.append(piece._replace(k=_and(whole.pop().k, piece.k)) if whole else piece)
+    return causal, [piece for left in before.values() for piece in left]
+
+
+# Tiles with a multiplicity that varies, as a sum of tiles without: what a kernel without a bias can compute.
+#
+# [Note: branch by branch]
+# The merge of partial results adds duplicates up exactly as log m does: attention over a sum of branches is
+# the merge of the branches' attentions, by their log-sum-exps (Ding et al. 2023, LongNet, equation 10; exact,
+# and with the global out and lse so are the gradients). So LongNet needs no bias: a branch of segments w and
+# rate r is causal attention on every r-th slot, segment by segment. A pair of several branches is computed
+# several times: 1.33 times the pairs at growth 2, 1.06 at growth 4.
+#
+# Two ways to the same sum. A weighted tile is the sum of its classes, each the tile restricted to every r-th
+# query and key: always right, since it needs nothing but the table; but the tiles of a branch are cut where
+# other branches' segments end. If the table knows its rule, the branches are cut anew from the runs that the
+# table covers: few large tiles. The second way is taken where both count as many pairs.
+
+MANY_RUNS = 256  # of one side, from which on branches are not cut anew
+
+
+def branch_form(tiles: Tiles) -> Tiles:
+    """Return tiles with the same sum of pairs in which no weight varies; [Note: branch by branch].
+
+    Tables without weights and with m = 1 throughout are returned as they are.
+    """
+    if not len(tiles) or ((tiles.weight < 0).all() and (tiles.multiplicity == 1).all()):
+        return tiles
+    anew = _cut_anew(tiles)
+    if anew is not None:
+        parts, pairs = _of_classes(tiles)
+        # by class there are at least so many tiles, each of which may be cut further
+        if len(anew) <= parts and int((anew.pairs * anew.multiplicity).sum()) == pairs:
+            return anew
+    return _by_class(tiles)
+
+
+def _of_classes(tiles: Tiles) -> tuple[int, int]:
+    """Count what `_by_class` would return: parts that are not empty, and pairs with their m."""
+    plain = tiles.weight < 0
+    parts, pairs = int(plain.sum()), int((tiles.pairs * tiles.multiplicity)[plain].sum())
+    for number, weights in enumerate(tiles.weights):
+        weighted = tiles.rows(tiles.weight == number)
+        if not len(weighted):
+            continue
+        least, most = distances_of_kind(weighted)
+        for residue, modulus in weights.classes:
+            q, k = weighted.q.residue(residue, modulus), weighted.k.residue(residue, modulus)
+            # positions of both sides have one step: query i and key j are apart + (i - j) * step
+            step, apart = q.position_step, q.position - k.position
+            above = np.maximum(-((apart - least) // step), -k.length)
+            below = np.minimum((most - apart) // step, q.length)
+            counts = _pairs_up_to(q.length, k.length, below) - _pairs_up_to(q.length, k.length, above - 1)
+            counts = np.where(above <= below, counts, 0)
+            parts, pairs = (
+                parts + int((counts > 0).sum()),
+                pairs + int((counts * weighted.multiplicity).sum()),
+            )
+    return parts, pairs
+
+
+def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
+    """Count pairs of 0 <= i < queries and 0 <= j < keys with i - j <= most."""
+    # row i has keys - max(i - most, 0) of them, if that is positive
+    whole = np.clip(most + 1, 0, queries)
+    last = np.clip(most + keys, whole, queries)
+    rows = last - whole
+    first = keys - (whole - most)
+    return whole * keys + rows * first - rows * (rows - 1) // 2
+
+
+def _by_class(tiles: Tiles) -> Tiles:
+    """Return weighted tiles as the sum of their classes, the others as they are."""
+    parts = [tiles.rows(tiles.weight < 0)]
+    for number, weights in enumerate(tiles.weights):
+        weighted = tiles.rows(tiles.weight == number)
+        if not len(weighted):
+            continue
+        least, most = distances_of_kind(weighted)
+        bare = replace(weighted, weight=np.full(len(weighted), -1, dtype=np.int64))
+        for residue, modulus in weights.classes:
+            q, k = bare.q.residue(residue, modulus), bare.k.residue(residue, modulus)
+            kept = (q.length > 0) & (k.length > 0)
+            # a triangle of every r-th token is cut at the same distances
+            rectangles = bare.of_kind(Kind.FULL).sides(q, k)
+            parts.append(cut_by_distance(rectangles, least[kept], most[kept]))
+    return Tiles.concat(parts)
+
+
+def _cut_anew(tiles: Tiles) -> Tiles | None:
+    """Return the tiles of the table's rule, branch by branch, on the slots that the table covers."""
+    if tiles.rule is None or tiles.masks:
+        return None
+    q, k = _runs(tiles.q), _runs(tiles.k)
+    if max(len(q.slot), len(k.slot)) > MANY_RUNS:
+        return None
+    i, j = np.repeat(np.arange(len(q.slot)), len(k.slot)), np.tile(np.arange(len(k.slot)), len(q.slot))
+    zeros = np.zeros(len(i), dtype=np.int64)
+    rectangles = Tiles(q.rows(i), k.rows(j), zeros, zeros - 1, zeros + 1, zeros - 1, zeros - 1)
+    return tiles_by_head(tiles.rule.branches_by_head, replace(rectangles, rule=tiles.rule), plain=True)
+
+
+def _runs(axis: Axis) -> Axis:
+    """Return the slots that some row covers as few runs; the first ones if they are too many."""
+    columns = (axis.slot, axis.slot_step, axis.position, axis.position_step, axis.length)
+    rows = np.unique(np.stack(columns, axis=1), axis=0)
+    slot, slot_step, position, step, length = rows.T
+    merged = _merged(rows)
+    if merged is not None:
+        return merged
+    size = int((slot + slot_step * (length - 1)).max()) + 1
+    where: IntArray = np.full(size, -1, dtype=np.int64)
+    row = np.repeat(np.arange(len(rows)), length)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
+    where[slot[row] + slot_step[row] * within] = position[row] + step[row] * within
+    slots = np.flatnonzero(where >= 0)
+    places = where[slots]
+    apart = np.stack([np.diff(slots), np.diff(places)], axis=1)
+    # a run ends at the point whose step differs from the one before it
+    turns = np.append(np.flatnonzero((apart[1:] != apart[:-1]).any(axis=1)) + 1, len(slots) - 1)
+    found: list[tuple[int, int]] = []
+    first = 0
+    while first < len(slots) and len(found) <= MANY_RUNS:
+        alone = first == len(slots) - 1 or apart[first].min() <= 0
+        last = first if alone else int(turns[np.searchsorted(turns, first, side="right")])
+        found.append((first, last))
+        first = last + 1
+    starts, ends = np.array(found).T
+    next_one = np.minimum(starts + 1, len(slots) - 1)
+    steps = [np.where(ends > starts, x[next_one] - x[starts], 1) for x in (slots, places)]
+    return Axis(slots[starts], steps[0], places[starts], steps[1], ends - starts + 1)
+
+
+def _merged(rows: IntArray) -> Axis | None:
+    """Return the runs that the densest rows make up, if all other rows lie inside; None if they do not.
+
+    Args:
+        rows: int64 [n, 5] of (slot, slot step, position, position step, length), as of an `Axis`.
+    """
+    several = rows[:, 4] > 1
+    if not several.any():
+        return None
+    dense = int(rows[several, 1].min())
+    base, others = rows[several & (rows[:, 1] == dense)], rows[~(several & (rows[:, 1] == dense))]
+    base = base[np.argsort(base[:, 0], kind="stable")]
+    found: list[list[int]] = []  # slot, position, position step, length
+    for slot, _, position, step, length in base.tolist():
+        ahead = (slot - found[-1][0]) // dense if found else 0  # tokens from the run's first one on
+        touches = bool(found) and slot == found[-1][0] + ahead * dense and ahead <= found[-1][3]
+        if touches and step == found[-1][2] and position == found[-1][1] + ahead * step:
+            found[-1][3] = max(found[-1][3], ahead + length)
+        elif touches and ahead < found[-1][3]:
+            return None
+        else:
+            found.append([slot, position, step, length])
+    slot, position, step, length = np.array(found).T
+    if (slot[1:] <= (slot + (length - 1) * dense)[:-1]).any():
+        return None
+    run = np.searchsorted(slot, others[:, 0], side="right") - 1
+    ahead = others[:, 0] - slot[run]
+    last = ahead + (others[:, 4] - 1) * others[:, 1]
+    inside = (run >= 0) & (ahead % dense == 0) & (last <= (length[run] - 1) * dense)
+    inside &= others[:, 2] == position[run] + ahead // dense * step[run]
+    inside &= (others[:, 4] == 1) | (others[:, 3] * dense == others[:, 1] * step[run])
+    if not inside.all() or len(found) > MANY_RUNS:
+        return None
+    return Axis(slot, np.full_like(slot, dense), position, step, length)
+
 
 MOST = 1 << 15  # maximum number of sequences of one call; CUDA has a grid of at most 65,535 of them
 GAP = 256  # a larger gap (slots, beyond the lengths of both sequences) costs more than another call

@@ -1,31 +1,326 @@
 """Attend by FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
 
-Owns the kernel; the functions that are compiled are flex_calls.py's. What is attended comes as tensors
+Owns the kernel; the functions that are compiled are flex.py's. What is attended comes as tensors
 (`runtime/block_mask.py`): a compiled function sees no number that differs from hop to hop.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import FlexKernelOptions
+from torch._higher_order_ops.flex_attention import (
+    flex_attention as forward_operator,
+)
+from torch._higher_order_ops.flex_attention import (
+    flex_attention_backward as backward_operator,
+)
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.block_mask import Asked, HopMask, HopTensors, hop_mask, known_side, side_is_fixed
-from ds_ring.runtime.kernels.flex_calls import Constants, compiled_call, is_compiled
-from ds_ring.runtime.kernels.flex_masks import ScoreTensors, constants_of_function, constants_of_rule
+from ds_ring.runtime.block_mask import (
+    Asked,
+    BandTensors,
+    HopMask,
+    HopTensors,
+    hop_mask,
+    known_side,
+    side_is_fixed,
+)
+from ds_ring.runtime.device import numbers_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
-from ds_ring.runtime.to_device import numbers_on
+
+# Make FlexAttention's mask_mod, score_mod and BlockMask from the tensors of a hop.
+#
+# Owns the functions that stand inside the compiled kernel. What they read are captured tensors, so that one
+# compiled function serves all hops ([Note: one compilation] in flex.py).
+#
+# [Note: labels for FlexAttention]
+# A table of tiles carries the pattern that it was cut from. For a pair the mask loads two labels for each
+# branch and two positions. So one compiled function serves all hops, ranks and layers, and all patterns with
+# as many branches and bands.
+
+class Same:
+    """Hold an object that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def constants_of_rule(rule: BoundPattern) -> Hashable:
+    """Return what `block_mask_of` and `score_mod_of` make constants of, for all hops with this rule."""
+    functions = tuple(tuple(map(constants_of_function, band[2])) for band in rule.bands)
+    branches = (len(rule.branches_by_head), len(rule.branches_by_head[0]))
+    return (*branches, functions, len(rule.mask_heads), rule.counts_twice)
+
+
+def constants_of_function(function: object) -> Hashable:
+    """Return what torch.compile makes constants of in a caller's function, or in what one captured.
+
+    Dynamo knows a function by its code; a captured tensor is an input, of a fixed shape.
+    """
+    if isinstance(function, FunctionType):
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+        return Same(function.__code__), constants_of_function((*captured, *(function.__defaults__ or ())))
+    if isinstance(function, Tensor):
+        return function.dtype, function.device, function.shape, function.stride(), function.requires_grad
+    if isinstance(function, tuple):
+        return tuple(map(constants_of_function, function))
+    plain = function is None or isinstance(function, (bool, int, float, str))
+    return (type(function), function) if plain else Same(function)
+
+
+class ScoreTensors(NamedTuple):
+    """Hold a caller's score_mod, and the numbers of the query heads, int64 [heads]."""
+
+    function: Callable[..., Tensor]
+    heads: Tensor
+
+
+def _at(table: Tensor, *indices: Tensor) -> Tensor:
+    """Return one element, as an operator: a joint graph is derived by a call; `table[i, j]` would read."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
+def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return m of a pair; what all branches have in common, be it the band or the masks, is left out."""
+    pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
+    heads = pairs[0][0].shape[0]
+
+    def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        total = None
+        for number, (q_label, k_label) in enumerate(pairs):
+            # One row of labels for all query heads of a K/V head, or one for each.
+            head_in_group = head % heads
+            own = _at(q_label, head_in_group, query)
+            # A token without a label (-1) sees nothing, not even another one without.
+            same = (own == _at(k_label, head_in_group, key)) & (own >= 0)
+            # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
+            if len(mask.bands) > 1:
+                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
+            total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
+        assert total is not None
+        return total
+
+    return count
+
+
+def _in_band(
+    mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """Return whether a pair lies within a band of distances and its masks show it."""
+    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
+    gap = q_position - k_position
+    visible = (gap >= band.least) & (gap <= band.most)
+    for function in band.functions:
+        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+        visible = visible & function(batch, number, q_position.long(), k_position.long())
+    return visible
+
+
+def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
+    """Return the BlockMask of a hop, its mask a function of captured tensors."""
+    count, q, k = _count(mask), mask.q, mask.k
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = count(batch, head, query, key) > 0
+        if len(mask.bands) == 1:
+            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
+        return visible
+
+    return BlockMask(
+        (q.position.shape[0], k.position.shape[0]),
+        *mask.partial_rows,
+        *mask.full_rows,
+        *mask.partial_columns,
+        *mask.full_columns,
+        BLOCK_SIZE=(block, block),
+        mask_mod=mask_mod,
+    )
+
+
+def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., Tensor]:
+    """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
+    count = _count(mask)
+    if scores is not None:
+        own, heads = scores
+
+        def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
+            score = own(score, batch, _at(heads, head), q_position, k_position)
+            return weighted(score, batch, head, query, key) if mask.counts_twice else score
+
+    def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # m is 0 for pairs that the mask hides: clamped, so that no log of 0 is formed.
+        return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
+
+    def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score
+
+    if scores is not None:
+        return changed
+    return weighted if mask.counts_twice else plain
+
+
+# Call PyTorch's FlexAttention operators for one hop, forward and backward.
+#
+# Owns what torch.compile compiles for the kernel `flex`, and the two functions as the kernel calls them.
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: HopTensors,
+    scores: ScoreTensors | None,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of one hop; the lse as the operator has it."""
+    blocks = block_mask_of(mask, block).as_tuple()
+    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
+    return out, lse
+
+
+# [Note: the backward operator]
+# The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
+# `flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
+# `_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+# joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With w =
+# exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    mask: HopTensors,
+    scores: ScoreTensors | None,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
+    joint: Callable[..., Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
+    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
+    graph: Any = None if joint is None else partial(joint, score_mod)
+    # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
+    dq, dk, dv, _ = backward_operator(
+        q, k, v, out, lse, grad_out, grad_lse, score_mod, graph, blocks, scale, options, (), ()
+    )
+    return dq, dk, dv
+
+
+def _gradient_of_score(
+    score_mod: Callable[..., Tensor],
+    score: Tensor,
+    batch: Tensor,
+    head: Tensor,
+    query: Tensor,
+    key: Tensor,
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Return the joint graph of a score_mod.
+
+    Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
+    find no gradient.
+    """
+    pull: Any = torch.func.vjp(lambda x: score_mod(x, batch, head, query, key), score)[1]
+    return [pull(grad)[0], None, None, None, None]
+
+
+# [Note: one compilation]
+# torch.compile makes constants of Python values and of sizes that it was not told about. So everything that
+# differs from hop to hop enters as a tensor whose token dimensions are marked dynamic (the batch too, from 2
+# samples on), the BlockMask is put together inside the compiled function, and inputs are contiguous (strides
+# are constants too). `Constants` names the rest, and each value of it has a code object of its own: Dynamo
+# makes a size symbolic at the second value that a code object sees, which Inductor's CUDA lowering of flex
+# refuses for heads, and it refuses the ninth compilation of a code object. The same value says which pass
+# compiles, and so which deadline it has (context.py): there is no second list.
+class Constants(NamedTuple):
+    """Hold what a compiled function takes for constants, beside the side of a block.
+
+    Attributes:
+        way: "forward", "backward", or "recomputed", the forward function with gradients.
+        device: of the tensors.
+        dtypes: of queries, of K, of V and of the gradient of the output (None in a forward pass).
+        has_grad_lse: there is a gradient of the lse.
+        inference: queries and keys are inference tensors.
+        one_sample: the batch is 1.
+        queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
+        sizes: query heads, K/V heads, head_dim of queries and of values.
+        rule: what of the mask stands in the code, `flex_masks.constants_of_rule`.
+        scale: of the scores.
+        scores: the score_mod, `flex_masks.constants_of_function`; None for none.
+        options: of FlexAttention, as pairs.
+    """
+
+    way: str
+    device: torch.device
+    dtypes: tuple[torch.dtype | None, ...]
+    has_grad_lse: bool
+    inference: tuple[bool, bool]
+    one_sample: bool
+    queries: int
+    sizes: tuple[int, int, int, int]
+    rule: Hashable
+    scale: float
+    scores: Hashable
+    options: tuple[tuple[str, Any], ...]
+
+
+_compiled: dict[tuple[str | None, Constants, int], Call] = {}
+
+
+def is_compiled(backend: str | None, constants: Constants, block: int) -> bool:
+    """Return whether `compiled_call` has been asked for this function before, or need not compile it."""
+    return backend is None or (backend, constants, block) in _compiled
+
+
+def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
+    """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
+    key = (backend, constants, block)
+    if key not in _compiled:
+        _compiled[key] = _made(backend, constants)
+    return _compiled[key]
+
+
+def _made(backend: str | None, constants: Constants) -> Call:
+    call: Any = _backward if constants.way == "backward" else _forward
+    if backend is None:
+        return partial(call, joint=_gradient_of_score) if call is _backward else _forward
+    # Dynamo keeps what it has seen of a function's inputs by file, line and name.
+    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
+    own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+_numbers = itertools.count()
+
 
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.masks.key_multiplicity import Weights
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Kind, Tiles, Weights
 from ds_ring.runtime.views import Views
 
 ALL_HEADS = slice(None)

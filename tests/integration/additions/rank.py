@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ds_ring
 from ds_ring import RingConfig, RingMesh, gather_sequence, make_layout, shard_sequence
-from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import pattern_from_config
 from ds_ring.integrations.multihead import equip  # type: ignore[import-not-found]
 from ds_ring.runtime.kernels.double import DoubleKernel  # type: ignore[import-not-found]
 

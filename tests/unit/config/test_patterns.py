@@ -19,7 +19,7 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
-from ds_ring.config.patterns import named_patterns, pattern_from_config
+from ds_ring.config.section import named_patterns, pattern_from_config
 from ds_ring.masks.pattern import Pattern
 
 SLICES: Any = [[[0, 8], [0, 8], "full"], [[8, 16], [0, 16], "causal"]]

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from ds_ring import registry
 from ds_ring.config.flat_keys import differing_keys
-from ds_ring.config.long_sequence_section import tile_tokens
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
-from ds_ring.config.section import RingConfig, strip_section
+from ds_ring.config.section import RingConfig, strip_section, tile_tokens
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from tests.clock import unqueued_seconds
 

@@ -24,6 +24,7 @@ from ds_ring import (
     SlidingWindow,
 )
 from ds_ring.masks.branches import LARGEST_LABEL, Branch, alike, product, subtract, union
+from ds_ring.masks.catalog import applies_window
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.partitions import (
     Primitive,
@@ -36,7 +37,6 @@ from ds_ring.masks.partitions import (
 )
 from ds_ring.masks.pattern import BoundPattern, Head, Pattern
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.masks.windows import applies_window
 from ds_ring.runtime.block_mask import hop_mask
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
@@ -224,7 +224,8 @@ def test_unions_count_each_pair_once() -> None:
     ids=str,
 )
 def test_unions_that_cannot_be_told_apart_are_refused_by_name(first: Pattern, second: Pattern) -> None:
-    with pytest.raises(RingPatternError, match=r"count once; got two patterns.*Write the whole mask as one MaskMod") as caught:
+    match = r"count once; got two patterns.*Write the whole mask as one MaskMod"
+    with pytest.raises(RingPatternError, match=match) as caught:
         first | second
     assert str(first) in str(caught.value) and str(second) in str(caught.value)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_ring.masks.dense import Causal
-from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.heads import HeadsOfPart
+from ds_ring.masks.catalog import Causal, Dilated, HeadsOfPart
 
 HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
 

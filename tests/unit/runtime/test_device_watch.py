@@ -15,12 +15,11 @@ import torch.distributed as dist
 from ds_ring.errors import RingConfigError, RingPeerError
 from ds_ring.health import watch
 from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.runtime import pending, streams, stuck_groups, waiting
+from ds_ring.runtime import device, waiting
 from ds_ring.runtime.checks import check_tensors
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.pending import DeviceWatch, Pending
-from ds_ring.runtime.waiting import Place
+from ds_ring.runtime.waiting import DeviceWatch, Pending, Place
 from ds_ring.schedule.grid import Grid
 
 OWN, PEER, SOON_S = 1, 2, 0.2
@@ -171,7 +170,7 @@ def test_a_device_that_fails_names_its_own_rank_and_accuses_nobody(came: Any, wo
 
 
 def test_a_device_that_never_comes_to_a_batch_names_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "BUSY_TIMEOUT_S", SOON_S)
+    monkeypatch.setattr(waiting, "BUSY_TIMEOUT_S", SOON_S)
     ring = Ring()
     ring.post(never, never)
     error = ring.broken()
@@ -213,7 +212,7 @@ def test_aborts_of_several_groups_are_under_way_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stuck: bool
 ) -> None:
     """(One after the other, the first one waited for ever: NCCL's communicators abort together.)"""
-    monkeypatch.setattr(stuck_groups, "ABORT_S", SOON_S if stuck else 10.0)
+    monkeypatch.setattr(waiting, "ABORT_S", SOON_S if stuck else 10.0)
     ring, over = Ring(), []
     together = threading.Barrier(3 if stuck else 2)
     for name in ("ring", "sequence"):
@@ -326,7 +325,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver([600, 600, 0, 600, 0])
-    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    monkeypatch.setattr(device, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def query() -> bool:
@@ -334,7 +333,7 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
 
     event = SimpleNamespace(cuda_event=4711, query=query)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
-    cuda = streams.CudaStreams(torch.device("cuda", 0))
+    cuda = device.CudaStreams(torch.device("cuda", 0))
     monkeypatch.setattr(cuda, "mark", lambda: event)
     ring = Ring()
     batch = Pending(
@@ -343,15 +342,15 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
     )  # type: ignore[arg-type, list-item]  # fmt: skip
     batch.wait()
     ring.mesh.settle()
-    assert [call[1:] for call in driver.calls[:2]] == [("mode", streams.THREAD_LOCAL), ("query", 4711)]
+    assert [call[1:] for call in driver.calls[:2]] == [("mode", device.THREAD_LOCAL), ("query", 4711)]
     threads = {thread for thread, *_ in driver.calls}
     assert len(threads) == 1 and threads != {threading.get_ident()} and ring.mesh.use.broken is None
 
 
 def test_a_query_that_fails_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_driver", lambda: Driver([700]))
+    monkeypatch.setattr(device, "_driver", lambda: Driver([700]))
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
-        streams.CudaStreams.reached(None, SimpleNamespace(cuda_event=1, query=fails))  # type: ignore[arg-type]
+        device.CudaStreams.reached(None, SimpleNamespace(cuda_event=1, query=fails))  # type: ignore[arg-type]
 
 
 def test_a_call_inside_the_capture_of_a_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,10 @@ from torch import Tensor
 from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreMod, Scores, Softcap
-from ds_ring.runtime import agreement, block_mask, exchange, first_pass
+from ds_ring.runtime import agreement, block_mask, exchange
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.contexts import context_for
-from ds_ring.runtime.kernels.flex import FlexKernel
-from ds_ring.runtime.kernels.flex_calls import _compiled
-from ds_ring.runtime.options import Options
+from ds_ring.runtime.context import Options, RingContext, context_for
+from ds_ring.runtime.kernels.flex import FlexKernel, _compiled
 from tests.cases import document_ids
 from tests.host_waits import DeviceWork, HostWaits, fake_ring
 
@@ -107,7 +104,7 @@ def passes(mesh: RingMesh, call: Call) -> list[Pass]:
     with (
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
-        mock.patch.object(first_pass, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
+        mock.patch.object(context, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
         mock.patch.object(RingContext, "_kernel", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)

@@ -25,8 +25,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels import Asked, get_kernel
 from ds_ring.runtime.kernels.flash import FlashKernel
-from ds_ring.runtime.kernels.flash_branches import branch_form
-from ds_ring.runtime.kernels.flash_calls import OPEN, FlashCall, flash_calls
+from ds_ring.runtime.kernels.flash_calls import OPEN, FlashCall, branch_form, flash_calls
 from ds_ring.runtime.kernels.flash_executors import Cudnn, Executor, Flash
 from ds_ring.runtime.kernels.interface import each_tile
 from ds_ring.runtime.kernels.reference import ReferenceKernel

@@ -10,8 +10,7 @@ import pytest
 from ds_ring import Dilated, Documents, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.runtime.kernels import flash_branches
-from ds_ring.runtime.kernels.flash_calls import flash_calls
+from ds_ring.runtime.kernels import flash_calls
 from ds_ring.schedule.choose import bound_to_one_head
 from tests.cases import longnet
 
@@ -43,14 +42,14 @@ def places(axis: Axis) -> dict[int, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_arithmetic_agrees_with_the_tiles(name: str, layout_name: str, monkeypatch) -> None:
     for tiles in tables(CASES[name], layout_name):
-        by_class = flash_branches._by_class(tiles)
-        parts, pairs = flash_branches._of_classes(tiles)
+        by_class = flash_calls._by_class(tiles)
+        parts, pairs = flash_calls._of_classes(tiles)
         assert pairs == int((by_class.pairs * by_class.multiplicity).sum()) and parts <= len(by_class)
         for axis in (tiles.q, tiles.k):
-            quick = flash_branches._runs(axis)
+            quick = flash_calls._runs(axis)
             with monkeypatch.context() as patch:
-                patch.setattr(flash_branches, "_merged", lambda rows: None)
-                slow = flash_branches._runs(axis)
+                patch.setattr(flash_calls, "_merged", lambda rows: None)
+                slow = flash_calls._runs(axis)
             assert places(quick) == places(slow) == places(axis)
 
 

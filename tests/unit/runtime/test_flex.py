@@ -24,13 +24,12 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime import block_mask
-from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, hop_mask
-from ds_ring.runtime.hop_geometry import geometry_of
+from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask
+from ds_ring.runtime.device import Kept
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.merge import merge_
-from ds_ring.runtime.to_device import Kept
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors

@@ -16,13 +16,10 @@ import ds_ring
 from ds_ring import build_plan, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.contexts import context_for
-from ds_ring.runtime.host_heads import HeadStream
-from ds_ring.runtime.host_memory import HostMemory
-from ds_ring.runtime.options import Options
+from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.kept_results import HeadStream, HostMemory
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.schedule.head_chunks import LONG_SHARD, heads_on_host
-from ds_ring.schedule.lowering import lower_rank
+from ds_ring.schedule.lowering import LONG_SHARD, heads_on_host, lower_rank
 from tests.one_rank import one_rank_mesh
 from tests.reference import dense_attention
 

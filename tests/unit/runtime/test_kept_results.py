@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_ring.runtime.host_memory import HostMemory
-from ds_ring.runtime.kept_results import KeptRows, kept_or_run
+from ds_ring.runtime.kept_results import HostMemory, KeptRows, kept_or_run
 
 
 class Pass(torch.autograd.Function):

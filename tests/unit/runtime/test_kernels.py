@@ -12,19 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.dense import Causal
+from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
 from ds_ring.masks.triangulation import cut_by_distance
 from ds_ring.registry import KERNELS as KERNEL_ROWS
 from ds_ring.registry import load
 from ds_ring.runtime.kernels import Kernel, get_kernel
-from ds_ring.runtime.kernels.calls import Sizes, calls
-from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.runtime.kernels.cpu import CpuKernel, Sizes, calls
 from ds_ring.runtime.merge import merge_
 from ds_ring.runtime.trace import is_fake
-from ds_ring.schedule.head_chunks import query_heads_of
 from ds_ring.schedule.layout import expand_runs
+from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import head_classes
 from tests.cases import document_ids
 from tests.reference import dense_attention, relative_error

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_ring.runtime.first_parts import FirstParts
+from ds_ring.runtime.chunks import FirstParts
 from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.merge import merge_
 from tests.merge_cases import cases, wrong

@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Causal, Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores
-from ds_ring.runtime.contexts import context_for, first_queries
+from ds_ring.runtime.context import Options, context_for, first_queries
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.options import Options
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingMeshError
-from ds_ring.runtime import sub_rings
+from ds_ring.runtime import mesh as mesh_module
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 
@@ -22,11 +22,11 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
         asked.append(grid)
         return ("ring", "ulysses", "sequence", "data", "cpu")
 
-    monkeypatch.setattr(sub_rings, "make_groups", make_groups)
+    monkeypatch.setattr(mesh_module, "make_groups", make_groups)
     order = (4, 5, 6, 7, 0, 1, 2, 3)
     for rank in range(8):
         mesh = RingMesh(Grid(8, 4, 1, order), rank, ranks_per_node=2)
-        found = sub_rings.make_sub_rings(mesh)
+        found = mesh_module.make_sub_rings(mesh)
         assert found.keys() == {1, 2, 4} and found[4] is mesh
         for size, one in found.items():
             assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
@@ -39,4 +39,4 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
 
 def test_ulysses_ranks_are_refused() -> None:
     with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got ulysses_size 2"):
-        sub_rings.make_sub_rings(RingMesh(Grid(4, 2, 2), 0))
+        mesh_module.make_sub_rings(RingMesh(Grid(4, 2, 2), 0))

@@ -7,9 +7,8 @@ import pytest
 
 from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.cache_layout import CacheLayout
 from ds_ring.schedule.choose import work_of_ranks
-from ds_ring.schedule.layout import ChunkLayout
+from ds_ring.schedule.layout import CacheLayout, ChunkLayout
 from tests.cases import LAYOUTS, document_ids, layout_for
 
 

@@ -10,8 +10,7 @@ from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.head_chunks import MANY_CHUNKS
-from ds_ring.schedule.lowering import lower_rank
+from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank
 from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.steps import Accumulate, Payload
 

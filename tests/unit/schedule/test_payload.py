@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.head_class import find_reads, tiles_of_payload
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.payload import find_reads, tiles_of_payload
 from ds_ring.schedule.plan import head_classes
 from tests.unit.masks.painting import paint
 from tests.unit.masks.test_dilated import in_order, runs

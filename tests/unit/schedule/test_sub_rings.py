@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.sub_rings import BatchLengths, Division, divide, shares
+from ds_ring.schedule.grid import BatchLengths, Division, divide, shares
 
 RINGS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=24).map(tuple)

@@ -9,7 +9,7 @@ import pytest
 from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
-from ds_ring.masks.slot_ranges import count_slots
+from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan, one_way, two_levels
 from ds_ring.schedule.rank_plan import Direction

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from ds_ring.errors import RingMeshError
+from ds_ring.health.joining import start_monitor
 from ds_ring.health.monitor import failure_detector
 from ds_ring.health.monitor.handshake import authenticate
 from ds_ring.health.monitor.server import EMPTY_S
-from ds_ring.health.rendezvous import start_monitor
 from tests.dist.light_ranks import LightRanks, verdict_seconds
 
 pytestmark = pytest.mark.alone

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config.text_file import write_at_once
+from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.integrations.checkpoint.file_record import FileRecord, record_files
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
+    FileRecord,
     accept_checkpoint,
     earlier_tags,
     faults_of,
     files_in,
     read_latest,
     read_manifest,
+    record_files,
     unfinished_tags,
     verify_checkpoint,
     write_manifest,

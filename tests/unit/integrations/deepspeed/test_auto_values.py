@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.auto_values import resolve_auto
+from ds_ring.integrations.deepspeed.config_agreement import resolve_auto
 
 HUGGING_FACE: dict[str, Any] = {  # the JSON of transformers' documentation, every "auto" in it
     "fp16": {"enabled": "auto", "loss_scale": 0},

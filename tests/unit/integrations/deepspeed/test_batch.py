@@ -16,10 +16,10 @@ from ds_ring.integrations.deepspeed.batch import (
     token_shape,
     valid_tokens,
 )
-from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.catalog import Causal, Full
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import make_layout
 
 IDS = torch.arange(1, 15).view(2, 7)
 

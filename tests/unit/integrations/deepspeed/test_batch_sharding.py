@@ -13,13 +13,12 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
     RecentBatches,
     RowsAttention,
 )
-from ds_ring.masks.dense import Causal, Full
+from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.contexts import context_for
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.options import Options
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.layouts import make_layout
+from ds_ring.schedule.layout import make_layout
 
 CONFIG = RingConfig(ring_size=2)
 MESH = RingMesh(Grid(2, 2), 0)

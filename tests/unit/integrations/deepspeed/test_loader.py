@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingConfig, RingMesh
-from ds_ring.config.patterns import pattern_from_config
+from ds_ring.config.section import pattern_from_config
 from ds_ring.integrations.deepspeed.dynamic_ring import (
     Assigned,
     AssignedBatches,
@@ -20,7 +20,7 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     DynamicRing,
     joined,
 )
-from ds_ring.integrations.deepspeed.packed_rows import PackedRows
+from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts

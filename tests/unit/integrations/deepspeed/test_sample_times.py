@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.config.section import RingConfig
-from ds_ring.integrations.deepspeed.sample_times import ModelSizes, Rates, SampleTimes
+from ds_ring.integrations.deepspeed.dynamic_ring import ModelSizes, Rates, SampleTimes
 from ds_ring.runtime.kernels import get_kernel
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)

@@ -13,14 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from ds_ring.config.patterns import pattern_from_config
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.masks.dense import Causal
-from ds_ring.masks.windows import SlidingWindow
+from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.runtime.mesh import RingMesh
 from tests.dist.test_long_sequence import Largest
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.mixtral import modeling_mixtral
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.router_loss import RouterLoss, read_router_loss
+from ds_ring.integrations.transformers.families import RouterLoss, read_router_loss
 
 EXPERTS, CHOSEN, RANKS, SAMPLES, TOKENS = 5, 2, 3, 2, 12
 

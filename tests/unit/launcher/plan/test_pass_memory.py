@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
-from ds_ring.schedule.head_chunks import chunk_bytes_on, head_chunks
+from ds_ring.schedule.lowering import chunk_bytes_on, head_chunks
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.oracle import exact_rows
 from ds_ring_launcher.plan.cost import Part, bytes_sent

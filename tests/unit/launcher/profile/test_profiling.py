@@ -15,8 +15,7 @@ import torch
 from ds_ring import Causal, RingConfigError, RingError, RingMesh, SlidingWindow
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
-from ds_ring.simulation.profile import COMPONENTS
-from ds_ring.simulation.source import Geometry
+from ds_ring.simulation.rank import COMPONENTS, Geometry
 from ds_ring_launcher.profile import pictures
 from ds_ring_launcher.profile.bars import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
 from ds_ring_launcher.profile.chrome import LINKS, chrome_trace

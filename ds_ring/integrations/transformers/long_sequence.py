@@ -1,0 +1,355 @@
+"""Give a causal language model a head whose logits are computed in tiles, with the loss.
+
+Owns when that is done, and what of a model must be as it is: the head is a Linear, and the loss is that of
+transformers' causal models. What stands for the logits is tiled.py's, the loss tiled.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ds_ring.config.section import Tile, tile_tokens
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.kept_results import LAYER_TENSORS, HostMemory
+from ds_ring.runtime.tiled import DeferredLogits, Job, tiled_call
+
+log = logging.getLogger(__name__)
+
+Loss = Callable[..., Tensor]
+
+
+def tile_loss(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
+    """Replace the head's forward and the loss function of `model`, where the JSON asks for it.
+
+    Raises:
+        RingConfigError: the JSON asks for it by name, and the model has another head or loss.
+    """
+    asked = session.config.long_sequence.tiled_loss
+    if asked is False:
+        return []
+    why_not = _why_not(model)
+    if why_not is not None:
+        if asked != "auto":
+            raise RingConfigError(
+                f'{type(model).__name__}: long_sequence.tiled_loss: {why_not}; set it to false or "auto"'
+            )
+        log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
+        return []
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    tile = tile_tokens(asked, head.out_features, session.device.type)
+    tiled = _TiledHead(head, tile, strict=asked != "auto")
+    head.forward = tiled.forward  # type: ignore[method-assign, assignment]
+    model.loss_function = tiled.loss_function(model.loss_function)
+    return tiled.watch(model, session)
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    """Return why the model's loss cannot be tiled; None if it can."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return "it has no language model's head (get_output_embeddings is None)"
+    if type(head) is not nn.Linear:
+        return f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
+    loss = getattr(model.loss_function, "loss_function", model.loss_function)
+    if loss is not ForCausalLMLoss:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return f"expected the loss of causal language models, ForCausalLMLoss, got {name}"
+    return None
+
+
+class _TiledHead:
+    """Hold back the logits of one model's head while its loss will be asked for.
+
+    Attributes:
+        deferring: whether the forward pass that is running wants a loss (labels, or training without any).
+    """
+
+    def __init__(self, head: nn.Linear, tile: int, strict: bool) -> None:
+        self._head, self._tile, self._strict = head, tile, strict
+        self._plain = head.forward
+        self.deferring = False
+
+    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
+        """Return logits, what stands for them, or what a job makes of the whole weight."""
+        # A job comes in by the module's call: at ZeRO 3 its hooks make the weight whole meanwhile.
+        if job is not None:
+            return job(hidden, self._head.weight, self._head.bias)
+        if not self.deferring:
+            return self._plain(hidden)
+        return DeferredLogits(hidden, self._call, self._tile, self._head.out_features, self._strict)
+
+    def _call(self, hidden: Tensor, job: Job) -> Tensor:
+        made: Tensor = self._head(hidden, job=job)
+        return made
+
+    def loss_function(self, plain: Loss) -> Loss:
+        """Return the model's loss function, for logits that are held back and for those that are not."""
+
+        def loss(logits: Any, labels: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(logits, DeferredLogits):
+                if self.deferring and self._strict:
+                    raise RingConfigError(
+                        "long_sequence.tiled_loss: expected the loss of what get_output_embeddings() gives,"
+                        f" got logits {list(logits.shape)} that were computed at once: this model does not"
+                        " call its head, or changes what it gives; set it to false"
+                    )
+                return plain(logits, labels, *args, **kwargs)
+            return logits.loss(kwargs["shift_labels"], kwargs["num_items_in_batch"])  # there: families.py
+
+        return loss
+
+    def watch(self, model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
+        """Find out before each forward pass whether it wants a loss; return the hooks' handles."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            trains = model.training and torch.is_grad_enabled()
+            wanted = trains or kwargs.get("labels") is not None
+            if wanted and torch.compiler.is_compiling():
+                if self._strict:
+                    raise RingConfigError(
+                        "long_sequence.tiled_loss: expected a model that is not compiled, got torch.compile:"
+                        ' its graph has the logits as a whole; set it to "auto" or false'
+                    )
+                wanted = False
+            self.deferring = wanted and not session.batches.is_off
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.deferring = False
+
+        return [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+
+# Compute the MLPs and the norms of a transformers model in tiles of tokens.
+#
+# Owns which modules are taken (MLPs of one input, the experts of a mixture, and the norms of the residual
+# stream, that treat tokens one by one) and how their forward is replaced. How tiles are run, forward and
+# backward, is runtime/tiled.py's. A whole mixture of experts is not taken: its router's results are read
+# for the load balancing loss.
+
+_MLPS = ("MLP", "FeedForward")  # what transformers' classes of one input end with
+_EXPERTS = "Experts"  # of hidden states, and of each token's experts and their weights
+_MIXES = ("Router", "Experts", "Attention", "Conv1d")  # in a module: it does more than an MLP does
+
+
+def tile_layers(model: PreTrainedModel, session: RingSession) -> None:
+    """Replace the forward of the model's MLPs, where the JSON asks for it.
+
+    Raises:
+        RingConfigError: the JSON asks for it by name, and the model has no MLP that can be tiled.
+    """
+    asked = session.config.long_sequence.tiled_mlp
+    if asked is False:
+        return
+    found, why_not = list(_token_by_token(model)), "it has no module that is known for one"
+    dropping = [type(one).__name__ for one in found if _draws_random_numbers(one)]
+    if dropping:
+        found, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
+    if not found:
+        if asked != "auto":
+            raise RingConfigError(
+                f"{type(model).__name__}: long_sequence.tiled_mlp: expected MLPs that treat tokens one by"
+                f' one, got none: {why_not}; set it to false or "auto"'
+            )
+        log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
+        return
+    widest = max(map(_widest, found))
+    for module in _norms(model, set(found)):
+        module.forward = _TiledModule(module, asked, session, widest).forward
+    for module in found:
+        module.forward = _TiledModule(module, asked, session, _widest(module)).forward
+        # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
+        set_z3_leaf_module(module, True)
+
+
+def _token_by_token(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the outermost modules that are MLPs, or the experts of a mixture."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not (_is_mlp(module) or _is_experts(module)):
+            continue
+        inside.update(module.modules())
+        yield module
+
+
+def _norms(model: PreTrainedModel, tiled: set[nn.Module]) -> Iterator[nn.Module]:
+    """Find the norms of the residual stream: a norm of q or k has the width of a head, and is left."""
+    inside = {part for module in tiled for part in module.modules()}
+    width = model.config.get_text_config().hidden_size
+    for module in model.modules():
+        shapes = _shapes(module)
+        if (
+            type(module).__name__.endswith("Norm")
+            and module not in inside
+            and shapes
+            and all(shape == (width,) for shape in shapes)
+            and len(_required(module)) == 1
+        ):
+            yield module
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    name = type(module).__name__
+    parts = {type(part).__name__ for part in module.modules()} - {name}
+    return (
+        name.endswith(_MLPS)
+        and len(_required(module)) == 1
+        and any(True for _ in module.parameters())
+        and not any(part.endswith(_MIXES) for part in parts)
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    given = [
+        one
+        for one in inspect.signature(module.forward).parameters.values()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return type(module).__name__.endswith(_EXPERTS) and len(given) == 3
+
+
+def _required(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [
+        one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+
+
+def _draws_random_numbers(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+class _TiledModule:
+    """Run one module tile by tile."""
+
+    def __init__(self, module: nn.Module, asked: Tile, session: RingSession, width: int) -> None:
+        self._module, self._asked, self._session = module, asked, session
+        self._plain = module.forward
+        self._width = width  # of the widest row inside: elements
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        if self._session.batches.is_off or torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        bound = inspect.signature(self._plain).bind(*args, **kwargs).arguments
+        inputs = [value for value in bound.values() if value is not None]
+        leading = inputs[0].shape[:-1]
+        if not all(isinstance(value, Tensor) and value.shape[:-1] == leading for value in inputs):
+            return self._as_it_is(*args, **kwargs)
+        experts_of_a_token = inputs[1].shape[-1] if len(inputs) > 1 else 1
+        tile = tile_tokens(self._asked, self._width * experts_of_a_token, inputs[0].device.type)
+        if leading.numel() <= tile:
+            return self._plain(*args, **kwargs)
+        return tiled_call(self._plain, inputs, list(self._module.parameters()), tile)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        name = type(self._module).__name__
+        if self._asked != "auto":
+            raise RingConfigError(
+                f"long_sequence.tiled_mlp: expected {name} to be called with tensors [..., tokens, width],"
+                ' got others; set it to "auto" or false'
+            )
+        _say_once(name)
+        return self._plain(*args, **kwargs)
+
+
+def _widest(module: nn.Module) -> int:
+    """Return the elements of the widest row that a token has in a module."""
+    shapes = _shapes(module)
+    if type(module).__name__.endswith(_EXPERTS):
+        shapes = [shape[1:] for shape in shapes]
+    return max(max(shape) for shape in shapes if shape)
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    # ds_shape: at ZeRO 3 a parameter that is not gathered has no shape of its own.
+    return [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
+
+
+@functools.cache
+def _say_once(name: str) -> None:
+    log.warning('tiled_mlp "auto": %s is called with other things than tokens, and stays whole', name)
+
+
+# Keep the checkpoints of a transformers model's layers in the host's memory.
+#
+# Owns how transformers' checkpointing is switched on and wrapped. What a layer's checkpoint is: its input,
+# and (kept_results.py) what attention's gradient needs of the ring. Where they go is kept_results.py's.
+
+_FUNCTION = "_gradient_checkpointing_func"  # by which transformers' layers call what checkpoints them
+
+
+@dataclass(frozen=True)
+class _Offloading:
+    """Checkpoint as `plain` does, with the tensors that it saves on the host."""
+
+    plain: Callable[..., Any]
+    memory: HostMemory
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(self.memory.put, self.memory.get):
+            return self.plain(function, *args, **kwargs)
+
+
+def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
+    """Checkpoint the model's layers and keep the checkpoints on the host, where the JSON asks for it.
+
+    Raises:
+        RingConfigError: the JSON asks for it by name, and the model cannot be checkpointed.
+    """
+    asked = session.config.long_sequence.offload_checkpoints
+    if asked is False or (asked == "auto" and session.device.type == "cpu"):
+        return []
+    name = type(model).__name__
+    if not model.supports_gradient_checkpointing:
+        if asked != "auto":
+            raise RingConfigError(
+                f"{name}: long_sequence.offload_checkpoints: expected a model whose layers can be"
+                ' checkpointed, got one that does not support it; set it to false or "auto"'
+            )
+        log.info('offload_checkpoints "auto": %s does not support checkpointing', name)
+        return []
+    if not model.is_activation_checkpointing:
+        log.info("%s: its layers are checkpointed from now on (long_sequence.offload_checkpoints)", name)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    memory = session.mesh.host_memory
+    memory.enabled = True
+    # A layer's input alone where all of attention is run again: more would stand on the device for nothing.
+    memory.ahead = 1 if session.config.recompute_attention is True else LAYER_TENSORS
+
+    def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours
+        for module in model.modules():
+            if _FUNCTION in module.__dict__:
+                setattr(module, _FUNCTION, _wrapped(module.__dict__[_FUNCTION], memory))
+
+    return [model.register_forward_pre_hook(before)]
+
+
+def _wrapped(function: Any, memory: HostMemory) -> _Offloading:
+    if isinstance(function, _Offloading):
+        return function
+    inner = getattr(function, "func", function)
+    if getattr(inner, "__module__", "").startswith("deepspeed."):
+        raise RingConfigError(
+            "long_sequence.offload_checkpoints: expected layers that are checkpointed by torch, got"
+            " DeepSpeed's checkpointing, which keeps them itself: set it to false, and"
+            ' "cpu_checkpointing": true in "activation_checkpointing"'
+        )
+    return _Offloading(function, memory)

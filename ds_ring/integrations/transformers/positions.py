@@ -1,0 +1,266 @@
+"""Give models that number their tokens by themselves the numbers of the whole batch, or refuse them.
+
+Owns the position ids of RoBERTa-like models, which count from `padding_idx + 1` and leave padding out, and
+the check that whatever a model calls `position_ids` inside is what it was given.
+
+Shapes: B samples, T global tokens, S local tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.transformers.generation import CachedSharding
+from ds_ring.runtime.context import refusing_context
+from ds_ring.runtime.mesh import RingMesh
+
+_FROM_IDS = "create_position_ids_from_input_ids"
+
+
+def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
+    """Return how the model numbers tokens by their ids (RoBERTa, XLM-R, CamemBERT); None if it does not."""
+    for module in model.modules():
+        kind = type(module)
+        derives = hasattr(kind, _FROM_IDS) or hasattr(sys.modules.get(kind.__module__), _FROM_IDS)
+        padding = getattr(module, "padding_idx", None)
+        if derives and hasattr(module, "position_embeddings") and isinstance(padding, int):
+            return _Numbering(padding)
+    return None
+
+
+class _Numbering:
+    """Count as fairseq does: real tokens from padding_idx + 1, padding has padding_idx."""
+
+    def __init__(self, padding_idx: int) -> None:
+        self.padding_idx = padding_idx
+
+    def __call__(self, prepared: Batch) -> Tensor:
+        """Return position ids [B or 1, T]; with documents, tokens count within each."""
+        first = self.padding_idx + 1
+        ids_BT = prepared.get("input_ids")
+        if ids_BT is None:
+            return prepared["position_ids"] + first
+        real_BT = ids_BT != self.padding_idx
+        if DOCUMENT_IDS in prepared:
+            return torch.where(real_BT, prepared["position_ids"] + first, self.padding_idx)
+        return real_BT.long().cumsum(dim=1) * real_BT + self.padding_idx
+
+
+def check_numbers_once(model: nn.Module, mesh: RingMesh) -> list[RemovableHandle]:
+    """Compare every `position_ids` inside the model with what it was given, in its first forward pass.
+
+    Returns the handles of the hooks.
+    """
+    # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
+    # place of its first message of attention). Compiled graphs are not looked at.
+    given: list[Tensor] = []
+    handles: list[RemovableHandle] = []
+    signature = inspect.signature(model.forward)
+
+    def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            bound = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+            given[:] = [bound["position_ids"]] if isinstance(bound.get("position_ids"), Tensor) else []
+
+    def after_model(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for handle in handles:
+                handle.remove()
+
+    def before_part(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not given:
+            return
+        bound = inspect.signature(part.forward).bind_partial(*args, **kwargs).arguments
+        used = bound.get("position_ids")
+        if isinstance(used, Tensor) and not _same(used, given[0]):
+            error = RingPatternError(
+                f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself"
+                " and not by"
+                " the position_ids that the model was given, so their positions in the sequence would be"
+                " lost;"
+                " use a model that hands its position_ids down"
+            )
+            refusing_context(mesh, error).refuse(error)
+
+    handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
+    handles.append(model.register_forward_hook(after_model))
+    for part in model.modules():
+        if part is not model and "position_ids" in inspect.signature(part.forward).parameters:
+            handles.append(part.register_forward_pre_hook(before_part, with_kwargs=True))
+    return handles
+
+
+def _same(used: Tensor, given: Tensor) -> bool:
+    """Return whether the numbers are the same, on whatever further axes."""
+    if used.shape[-1] != given.shape[-1]:
+        return False
+    return bool((used == given).all())
+
+
+# Give rotary embeddings that depend on the length of the sequence that of the whole batch.
+#
+# Owns how they get the greatest position of the whole batch. transformers' dynamic NTK and LongRoPE (and own
+# code of models such as PhiMoE) choose their frequencies by `max(position_ids)`, which on a shard is the
+# shard's own.
+#
+# So one slot more, with the greatest position of the batch, stands behind the position ids while such a
+# module runs, and its row of the result is taken off again: whatever a module computes from the maximum is
+# then what one process computes, without knowledge of its code. The position travels with the batch's
+# sharding as a tensor, so that a compiled graph serves every length.
+#
+# Shapes: B samples, S local tokens, D rotary dimensions.
+
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def give_length(model: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
+    """Give every rotary embedding in `model` that depends on the length that of the whole batch.
+
+    Returns the handles of the hooks.
+
+    Raises:
+        RingConfigError: a module computes it inside a layer that may be computed again in the backward pass,
+            or takes no position_ids.
+    """
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        if depends_on_length(module):
+            check_rotary(model, name, module)
+            handles += _hook(module, batches)
+    return handles
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a rotary embedding's frequencies change with the greatest position."""
+    types = getattr(module, "rope_type", None)
+    if types is None:
+        return False
+    names = types.values() if isinstance(types, dict) else (types,)
+    return any(kind in str(name) for name in names for kind in _BY_LENGTH) or _reads_the_maximum(module)
+
+
+def _reads_the_maximum(module: nn.Module) -> bool:
+    """Return whether a model's own code (PhiMoE's) asks for the greatest position itself."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return False
+    return "max(position_ids" in source or "position_ids.max(" in source
+
+
+def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Refuse a rotary embedding that cannot be told the length; see `give_length`."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    if any(isinstance(parent, GradientCheckpointingLayer) for parent in around):
+        reason = "computed inside each layer, again in the backward pass of a checkpointed one"
+    elif "position_ids" not in inspect.signature(module.forward).parameters:
+        reason = "computed without position_ids"
+    else:
+        return
+    raise RingConfigError(
+        f"{type(model).__name__} cannot run on a ring: its rotary embedding {type(module).__name__}"
+        " (rope_type"
+        f" {module.rope_type!r}) depends on the length of the whole sequence, and is {reason}; set"
+        ' rope_parameters["rope_type"] of the model\'s configuration to one that does not depend on it'
+        " (default, linear, yarn, llama3)"
+    )
+
+
+def _hook(module: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
+    signature = inspect.signature(module.forward)
+    place = list(signature.parameters).index("position_ids")
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "position_ids" in kwargs:
+            return args, kwargs | {"position_ids": _with_longest(kwargs["position_ids"], batches)}
+        longer = _with_longest(args[place], batches)
+        return (*args[:place], longer, *args[place + 1 :]), kwargs
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output[..., :-1, :]
+        return tuple(part[..., :-1, :] for part in output)
+
+    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+
+def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
+    """Return position ids [..., S] and, behind them, the greatest of the batch: [..., S + 1]."""
+    longest = batches.current.longest.to(position_ids)
+    return torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], dim=-1)
+
+
+# Scale queries by their place in the whole sequence, where a model does so by their place in its tensor.
+#
+# Owns Llama 4's temperature tuning: layers without rotary embedding multiply each query by
+# 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)), and count p from the first token that they are
+# given.
+#
+# Shapes: B samples, S local tokens, H query heads, D head dim.
+
+def tune_by_position(model: nn.Module) -> list[RemovableHandle]:
+    """Make layers with temperature tuning count in the whole sequence; return the hooks' handles."""
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            handles += _Tuning(module).hook()
+    return handles
+
+
+class _Tuning:
+    """Scale the queries of one layer, in place of the layer."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._sharding: BatchSharding | None = None
+
+    def hook(self) -> list[RemovableHandle]:
+        module = self._module
+        return [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.q_proj.register_forward_hook(self._scaled),
+            # also after an error: without a ring the layer scales by itself
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sharding = kwargs.get(SHARDING)
+        if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
+            raise RingConfigError(
+                f"{type(self._module).__name__}: config.attn_temperature_tuning scales queries by their place"
+                " in the sequence, which a compiled model is not told; do not compile it, or set it to False,"
+                " if that is your model"
+            )
+        if not isinstance(
+            sharding, CachedSharding
+        ):  # whose new tokens every rank has: the layer counts right
+            self._sharding, self._module.attn_temperature_tuning = sharding, False
+
+    def _scaled(self, _: nn.Module, args: tuple[Any, ...], queries_BSE: Tensor) -> Tensor:
+        """Return the projected queries [B, S, H * D], scaled as the layer would do it."""
+        if self._sharding is None:
+            return queries_BSE
+        positions_S = self._sharding.with_slots(queries_BSE.device).slots
+        assert positions_S is not None
+        steps_S = torch.floor((positions_S.float() + 1.0) / self._module.floor_scale)
+        scale_S = torch.log1p(steps_S) * self._module.attn_scale + 1.0
+        return (queries_BSE * scale_S[:, None]).to(queries_BSE.dtype)
+
+    def _after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._sharding is not None:
+            self._sharding, self._module.attn_temperature_tuning = None, True

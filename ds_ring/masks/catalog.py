@@ -1,0 +1,461 @@
+"""Everything, and everything before: the two patterns that have no argument."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ds_ring.checked_numbers import true_or_false, whole_number
+from ds_ring.errors import RingPatternError, shown
+from ds_ring.masks.branches import Branch, alike, overlapping
+from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range
+from ds_ring.masks.pattern import Head, Pattern, check_numbers
+from ds_ring.masks.tiles import UNBOUNDED, IntArray
+from ds_ring.registry import JsonKey
+
+
+@dataclass(frozen=True)
+class Full(Pattern):
+    """Attend to every key from every query."""
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(),)
+
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """Attend to the query itself and to what came before."""
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(least=0),)
+
+
+# Sliding windows: over the nearest tokens, and over every n-th of them.
+
+@dataclass(frozen=True)
+class SlidingWindow(Pattern):
+    """Attend to the `window` positions that end with the query itself (Beltagy et al. 2020, Longformer).
+
+    Attributes:
+        window: number of positions seen, itself included, as in Mistral and FlashAttention's
+            window_size = (window - 1, 0).
+        causal: False sees window - 1 positions on either side as well.
+
+    Raises:
+        RingPatternError: the window is not a positive integer.
+    """
+
+    window: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "window")
+        true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(least=0 if self.causal else 1 - self.window, most=self.window - 1),)
+
+
+@dataclass(frozen=True)
+class DilatedWindow(Pattern):
+    """Attend to `window` positions `rate` apart that end with the query itself (Longformer's dilated window).
+
+    Attributes:
+        window: number of positions seen, itself included; they reach back (window - 1) x rate tokens.
+        rate: distance of one position seen to the next; 1 is `SlidingWindow`.
+        causal: False sees window - 1 positions on either side as well.
+
+    Raises:
+        RingPatternError: a number that is not a positive integer.
+    """
+
+    window: int
+    rate: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "window", "rate")
+        true_or_false(self.causal, "DilatedWindow: causal", RingPatternError)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        reach = (self.window - 1) * self.rate
+        # the remainder picks every `rate`-th position, the band how many of them
+        return (alike(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
+
+
+def applies_window(pattern: Pattern, least: int, most: int) -> bool:
+    """Return whether a sliding window with these bounds is all that limits how far a pattern sees.
+
+    Args:
+        pattern: alone or put together with `&`.
+        least, most: of query position - key position.
+    """
+    windowed = any(isinstance(part, SlidingWindow) for part in pattern.conjuncts)
+    return windowed and pattern.distance == (least, most)
+
+
+# Attention within chunks of fixed length (Llama 4's local layers).
+
+@dataclass(frozen=True)
+class Chunked(Pattern):
+    """Attend to the query itself and to earlier keys in the query's own chunk of `chunk` tokens.
+
+    Attributes:
+        chunk: tokens of a chunk; the first begins at position 0.
+        causal: False also attends to later keys of the chunk.
+
+    Raises:
+        RingPatternError: the chunk is not a positive integer.
+    """
+
+    json_key = JsonKey("chunk", "tokens see their own chunk of n tokens only, as in Llama 4")
+    chunk: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "chunk")
+        true_or_false(self.causal, "Chunked: causal", RingPatternError)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (alike(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
+
+
+# Packed documents: a token attends only within its own document. Owns that pattern and nothing else.
+
+@dataclass(frozen=True)
+class Documents(Pattern):
+    """Attend within one document only; a negative id marks padding, which sees nothing.
+
+    Attributes:
+        starts, ids, tokens: stretches of equal ids, as in `Table`.
+    """
+
+    starts: tuple[int, ...]
+    ids: tuple[int, ...]
+    tokens: int
+
+    def __init__(self, document_ids: Any | None = None, *, position_ids: Any | None = None) -> None:
+        """Read the documents off one packed sequence.
+
+        Args:
+            document_ids: int [T] or [1, T], equal within a document.
+            position_ids: int [T] or [1, T] that restart at 0 with every document, as Hugging Face packs.
+
+        Raises:
+            RingPatternError: neither or both given, or not one sequence of integers.
+        """
+        if (document_ids is None) == (position_ids is None):
+            got = "neither" if document_ids is None else "both"
+            raise RingPatternError(
+                f"Documents: expected one of the two, got {got}: give exactly one of document_ids and"
+                " position_ids"
+            )
+        values = _one_sequence(document_ids if position_ids is None else position_ids)
+        if position_ids is not None:
+            # a position that does not follow the one before it begins a document
+            values = np.cumsum(np.diff(values, prepend=-1) != 1)
+        starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+        object.__setattr__(self, "starts", tuple(starts.tolist()))
+        object.__setattr__(self, "ids", tuple(values[starts].tolist()))
+        object.__setattr__(self, "tokens", len(values))
+
+    @cached_property
+    def _table(self) -> Table:
+        """Keep the table, since what it derives from the ids is kept with it."""
+        return Table(self.starts, self.ids, self.tokens)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (alike(self._table),)
+
+    def __str__(self) -> str:
+        # numbers hash alike in every process, and ranks compare this text
+        digest = hash((self.starts, self.ids))
+        return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
+
+
+def _one_sequence(values: Any) -> IntArray:
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise RingPatternError(
+            f"Documents: expected integers of shape [T] or [1, T], got {shown(values)}"
+            f" ({type(error).__name__} in numpy); pass a list, a numpy array or a tensor on the CPU"
+        ) from error
+    if array.ndim == 2 and len(array) == 1:
+        array = array[0]
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or not len(array):
+        raise RingPatternError(
+            f"Documents: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
+            " for a batch of several packed sequences make one Documents for each"
+        )
+    # as int64 these would be negative, which means padding
+    if array.dtype == np.uint64 and int(array.max()) >= 1 << 63:
+        raise RingPatternError(f"Documents: expected integers below 2**63, got {int(array.max())}")
+    return array.astype(np.int64)
+
+
+# Dilated attention (Ding et al. 2023, LongNet) as ONE attention over the union of its branches' keys.
+#
+# LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
+# log m added to the score, m the number of branches in which a pair takes part. How such a sum becomes few
+# tiles is in `nested_dilations.py`.
+
+HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Describe several branches of (segment length, dilation rate), mixed by their softmax denominators.
+
+    A pair takes part in branch i if both lie in the same segment of length w_i and both stand at offset
+    o(h, i) modulo r_i inside it, and, if causal, the key is not after the query.
+
+    Attributes:
+        segment_lengths: w_i in tokens, strictly increasing; longer than the sequence means all of it.
+        dilation_rates: r_i, strictly increasing, one for each segment length.
+        causal: no key after its query.
+        head_offsets: "paper": h mod r_i; "paper_kv": the same with the K/V head; "torchscale":
+            h // ceil(H / r_i); "zero".
+
+    Raises:
+        RingPatternError: lists of different length, not positive, not increasing; unknown offset rule.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool = True
+    head_offsets: str = "paper"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            values = _whole_numbers(getattr(self, name), name)
+            object.__setattr__(self, name, values)
+            if any(b <= a for a, b in itertools.pairwise(values)):
+                raise RingPatternError(
+                    f"Dilated: {name}: expected strictly increasing numbers, got {list(values)}"
+                )
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise RingPatternError(
+                "Dilated: expected one dilation rate for each segment length: got"
+                f" {len(self.segment_lengths)} lengths"
+                f" and {len(self.dilation_rates)} rates"
+            )
+        true_or_false(self.causal, "Dilated: causal", RingPatternError)
+        if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
+            raise RingPatternError(
+                f"Dilated: head_offsets: expected one of {', '.join(HEAD_OFFSETS)}, got"
+                f" {shown(self.head_offsets)}"
+            )
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
+        numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
+        return tuple(alike(Residue(w, r, o), least) for w, r, o in numbers)
+
+    def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
+        """Return o(h, i) of every branch."""
+        if self.head_offsets == "zero":
+            return (0,) * len(self.dilation_rates)
+        if self.head_offsets == "torchscale":
+            # ceil(H / r) consecutive heads share an offset
+            return tuple(head // -(-query_heads // rate) for rate in self.dilation_rates)
+        # by the K/V head, all query heads of a group read the same tokens
+        index = head if self.head_offsets == "paper" else head // (query_heads // kv_heads)
+        return tuple(index % rate for rate in self.dilation_rates)
+
+
+def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
+    """Return the numbers of a list.
+
+    Raises:
+        RingPatternError: no list, an empty one, or one of anything but positive integers.
+    """
+    if not isinstance(given, (list, tuple)) or not given:
+        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
+    try:
+        return tuple(whole_number(x, name, RingPatternError) for x in given)
+    except RingPatternError:
+        text = shown(list(given)).removeprefix("list ")
+        raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None
+
+
+# A prefix that sees itself both ways, with causal attention behind it (PrefixLM, as in T5 and PaliGemma).
+
+@dataclass(frozen=True)
+class PrefixLM(Pattern):
+    """Attend to the query itself, to what came before, and within the first `prefix` tokens both ways.
+
+    Attributes:
+        prefix: number of tokens that see one another.
+
+    Raises:
+        RingPatternError: the prefix is not a positive integer.
+    """
+
+    json_key = JsonKey(
+        "prefix",
+        "the first n tokens see one another both ways; all others are causal",
+        {
+            "causal": "hides no later token",
+            "window": "hides later tokens all the same",
+            "chunk": "hides later tokens all the same",
+            "segment_lengths": "hides later tokens all the same",
+        },
+    )
+    prefix: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "prefix")
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        # the second branch has only keys after their query, so no pair is in both
+        prefix = in_range(0, self.prefix)
+        return Branch(least=0), Branch(prefix, prefix, most=-1)
+
+
+# Attention sinks: the first tokens, seen by all (Xiao et al. 2023, StreamingLLM).
+
+@dataclass(frozen=True)
+class Sinks(Pattern):
+    """Attend to the first `sinks` tokens; meant for `SlidingWindow(w) | Sinks(n)`.
+
+    Attributes:
+        sinks: number of tokens that all see.
+        causal: a query among them sees none after itself.
+
+    Raises:
+        RingPatternError: the number of sinks is not a positive integer.
+    """
+
+    sinks: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "sinks")
+        true_or_false(self.causal, "Sinks: causal", RingPatternError)
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(ALL, in_range(0, self.sinks), least=0 if self.causal else -UNBOUNDED),)
+
+
+# Masks by slices, as in MagiAttention: rectangles of positions, each with a kind.
+
+SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")
+_FORM = '((q_start, q_end), (k_start, k_end), kind), such as ((0, 8), (0, 8), "causal")'
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Slices(Pattern):
+    """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
+
+    A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
+    all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
+    what lies on and right of the diagonal through the upper left corner, "bi-causal" to what lies between.
+
+    Attributes:
+        slices: no pair of positions in two of them.
+
+    Raises:
+        RingPatternError: none, one of another form, an empty range, an unknown kind, or two that overlap.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slices, (list, tuple)) or not self.slices:
+            raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
+        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
+        object.__setattr__(self, "slices", checked)
+        branches = self.branches(Head())
+        first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
+        if len(first):
+            one, other = self.slices[first[0]], self.slices[second[0]]
+            raise RingPatternError(
+                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
+                f" {list(other)}, which overlap; cut one of them"
+            )
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return tuple(_branch(*one) for one in self.slices)
+
+
+def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
+    # q - k on the diagonal through the lower right corner, and through the upper left one
+    least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
+    most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
+    return Branch(in_range(*queries), in_range(*keys), least, most)
+
+
+def _checked(number: int, given: Any) -> Slice:
+    where = f"Slices: slice {number}"
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
+    *ranges, kind = given
+    if not isinstance(kind, str) or kind not in SLICE_KINDS:
+        raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
+    queries, keys = (
+        _checked_range(f"{where}: {name}", one)
+        for name, one in zip(("q_range", "k_range"), ranges, strict=True)
+    )
+    return queries, keys, kind
+
+
+def _checked_range(where: str, given: Any) -> tuple[int, int]:
+    if not isinstance(given, (list, tuple)) or len(given) != 2:
+        raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
+    start, end = given
+    # a range may begin at 0, which `whole_number` refuses
+    if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
+        start = whole_number(start, f"{where}: start", RingPatternError)
+    end = whole_number(end, f"{where}: end", RingPatternError)
+    if start >= end:
+        raise RingPatternError(f"{where}: expected start below end, got {start} and {end}")
+    return start, end
+
+
+# Some of a model's heads: Ulysses gives a rank a part of them, and what a head sees goes by its number.
+#
+# [Note: numbers of heads]
+# The offsets of a dilated pattern depend on the number of a query head among all heads of the model. A
+# Ulysses rank, which has a part of the heads, uses the same numbers.
+
+@dataclass(frozen=True)
+class HeadsOfPart(Pattern):
+    """Describe the pattern of the heads that a Ulysses rank has, numbered from 0 there.
+
+    Attributes:
+        whole: the pattern of all heads.
+        part: which of `parts` equal, consecutive parts of the heads these are.
+    """
+
+    whole: Pattern
+    part: int
+    parts: int
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        number = self.part * head.query_heads + head.number
+        return self.whole.branches(Head(number, self.parts * head.query_heads, self.parts * head.kv_heads))
+
+    def __str__(self) -> str:
+        return f"{self.whole} (part {self.part} of {self.parts} of the heads)"
+
+
+# The first queries of a sequence only: the mask of a recomputation that reuses the results of later ones.
+
+@dataclass(frozen=True)
+class FirstQueries(Pattern):
+    """Let queries at positions below `count` attend to all keys, and later queries to none.
+
+    Attributes:
+        count: number of queries, at least 1.
+    """
+
+    count: int
+
+    def branches(self, head: Head) -> tuple[Branch, ...]:
+        return (Branch(queries=in_range(0, self.count)),)
