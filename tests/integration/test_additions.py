@@ -24,7 +24,7 @@ TOUCHED: dict[str, tuple[str, tuple[str, str, str] | None]] = {
         "masks/block_causal.py",
         (
             "__init__.pyi",
-            "from ds_ring.masks.catalog import",
+            "from ds_ring.masks.catalog import Chunked",
             "from ds_ring.masks.block_causal import BlockCausal as BlockCausal",
         ),
     ),
