@@ -1,0 +1,224 @@
+"""Tables of everything that ds_ring replaces, wraps or hooks in another package.
+
+Each adapter (for DeepSpeed, for transformers, for trainers) holds one table. No other file assigns an attribute
+of a foreign object or registers a hook; tests/test_architecture.py checks this.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+from ds_ring.errors import RingConfigError
+
+Stage = Literal[
+    "at_import", "at_enable", "at_initialize", "at_exit", "in_loader", "around_init", "around_call",
+    "before_forward", "around_forward", "after_forward", "around_loss", "around_generate", "in_backward",
+    "around_backward", "around_step", "around_save", "around_load", "around_compile", "around_off",
+]  # fmt: skip
+Kind = Literal["replaced", "wrapped", "hook", "set", "added", "registered"]
+_HOOKS = {
+    "before_forward": "register_forward_pre_hook",
+    "after_forward": "register_forward_hook",
+    "in_backward": "register_hook",  # of a tensor
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One change to an object of another package.
+
+    Attributes:
+        target: "torch.load", or an attribute of an object that `Table.apply` is given by name: "engine.step".
+            The target of a hook is the object itself: "engine".
+        stage: when the change acts. The feature has a part of this name: feature.around_step, say.
+        kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or "added"
+            (a new attribute): the value. "hook": a function that torch calls, with keyword arguments too (or
+            with the gradient, if the target is a tensor). "registered": a function without arguments, which
+            `apply` calls and which changes the target in an official way.
+        feature: name of what asks for the change.
+        versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
+        when: the condition in words; "" if always.
+        options: names of options of the hook's registration that are True.
+    """
+
+    target: str
+    stage: Stage
+    kind: Kind
+    feature: str
+    reason: str
+    versions: str = ""
+    when: str = ""
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{self.target} [{self.versions}]" if self.versions else self.target
+        why = f"{self.reason}; if {self.when}" if self.when else self.reason
+        return f"{self.stage:<15} {self.kind:<10} {what} ({self.feature}): {why}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """An applied row. `undo` takes it back; `handle` is the one of a hook."""
+
+    row: Row
+    undo: Callable[[], object]
+    handle: Any = None
+
+
+_tables: list[Table] = []
+_of_process: set[tuple[Table, str]] = set()  # features that changed classes, modules or the interpreter
+_of_subject: weakref.WeakKeyDictionary[Any, set[tuple[Table, str]]] = weakref.WeakKeyDictionary()
+
+
+class Table:
+    """Rows in the order in which they are applied: of two that wrap one method, the later one is outside.
+
+    Args:
+        package: the distribution whose objects the rows change.
+        versions: of it, for which the rows were written.
+        rows: in order.
+        classes: dotted names of the classes of the objects with which targets begin, {"engine":
+            "deepspeed..."}, and of objects inside these, {"engine.checkpoint_engine": ...}; "" for any class.
+    """
+
+    def __init__(self, package: str, versions: str, rows: Sequence[Row], classes: Mapping[str, str]) -> None:
+        self.package, self.versions, self.rows, self.classes = package, versions, tuple(rows), dict(classes)
+        _tables.append(self)
+
+    def apply(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> list[Change]:
+        """Apply the rows of `features` to `objects`, in the table's order; all of them or none.
+
+        Args:
+            features: by name, objects whose attributes are named like the stages of the feature's rows.
+            subject: the session for which `describe` lists the rows; None for changes of the whole process.
+            objects: by the names with which targets begin. Rows of objects that are not given are left out.
+
+        Raises:
+            RingConfigError: the installed package has no such target.
+        """
+        changes: list[Change] = []
+        try:
+            for row in self.rows:
+                root = row.target.partition(".")[0]
+                is_given = root in objects or root not in self.classes
+                if is_given and row.feature in features and self._is_for_installed(row):
+                    changes.append(self._apply(row, getattr(features[row.feature], row.stage), objects))
+        except BaseException:
+            undo(changes)
+            raise
+        found = _of_process if subject is None else _of_subject.setdefault(subject, set())
+        found.update((self, change.row.feature) for change in changes)
+        return changes
+
+    @contextmanager
+    def applied(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> Iterator[None]:
+        """Apply the rows inside the context only."""
+        changes = self.apply(features, subject, **objects)
+        try:
+            yield
+        finally:
+            undo(changes)
+
+    def check(self) -> None:
+        """Raise RingConfigError for the first row whose target the installed package does not have."""
+        for row in filter(self._is_for_installed, self.rows):
+            begins = [name for name in self.classes if f"{row.target}.".startswith(f"{name}.")]
+            begin = max(begins, key=len, default="")
+            name = row.target.removeprefix(begin).strip(".")
+            try:
+                if not begin:
+                    owner, name = self._owner(row, {})
+                    _get(owner, name)
+                elif self.classes[begin]:
+                    owner = pkgutil.resolve_name(self.classes[begin])
+                    if name and row.kind != "added" and not _instances_have(owner, name):
+                        raise self._lacks(row)
+            except (ImportError, AttributeError, KeyError):
+                raise self._lacks(row) from None
+
+    def _owner(self, row: Row, objects: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the object that has the target's last name, and that name."""
+        path, _, name = row.target.rpartition(".")
+        root, _, inner = path.partition(".")
+        if root in objects:
+            return functools.reduce(getattr, inner.split(".") if inner else (), objects[root]), name
+        return pkgutil.resolve_name(path), name
+
+    def _apply(self, row: Row, part: Any, objects: Mapping[str, Any]) -> Change:
+        if row.kind == "registered":
+            part()
+            return Change(row, lambda: None)
+        if row.kind == "hook":
+            options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
+            handle = getattr(objects[row.target], _HOOKS[row.stage])(part, **options)
+            return Change(row, handle.remove, handle)
+        try:
+            owner, name = self._owner(row, objects)
+            before = None if row.kind == "added" else _get(owner, name)
+        except (ImportError, AttributeError, KeyError):
+            raise self._lacks(row) from None
+        own = name in (owner if isinstance(owner, dict) else vars(owner))
+        _set(owner, name, _around(before, part) if row.kind == "wrapped" else part)
+        return Change(row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name)))
+
+    def _is_for_installed(self, row: Row) -> bool:
+        return not row.versions or version(self.package) in SpecifierSet(row.versions, prereleases=True)
+
+    def _lacks(self, row: Row) -> RingConfigError:
+        return RingConfigError(
+            f"{row.target}: expected it in {self.package} {row.versions or self.versions}, got {self.package}"
+            f" {version(self.package)} without it; install a version that this row was written for: {row}"
+        )
+
+
+def _around(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return part(call, *args, **kwargs)
+
+    return wrapped
+
+
+def _get(owner: Any, name: str) -> Any:
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _instances_have(kind: type, name: str) -> bool:
+    """Return whether objects of a class have an attribute: the class has it, or a method of it assigns it."""
+    return hasattr(kind, name) or any(
+        re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(one)) for one in kind.__mro__[:-1]
+    )
+
+
+def undo(changes: list[Change]) -> None:
+    """Take changes back, the latest first."""
+    while changes:
+        changes.pop().undo()
+
+
+def describe(subject: Any = None) -> str:
+    """Return the rows that apply to a session and its process, by table; without a session all rows."""
+    features = None if subject is None else _of_process | _of_subject.get(subject, set())
+    lines = []
+    for table in _tables:
+        rows = [row for row in table.rows if features is None or (table, row.feature) in features]
+        lines += [f"{table.package} {table.versions}", *(f"  {row}" for row in rows)] if rows else []
+    return "\n".join(lines)

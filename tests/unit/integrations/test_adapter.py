@@ -1,0 +1,85 @@
+"""The table of changes to other packages: order, errors, undoing and what is printed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations import adapter
+from ds_ring.integrations.adapter import Row, Table, describe, undo
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the tables of a test away from the real ones."""
+    monkeypatch.setattr(adapter, "_tables", [])
+
+
+def part(said: list[str], word: str) -> Any:
+    def around(call: Any, *args: Any) -> Any:
+        said.append(word)
+        return call(*args)
+
+    def hook(*_: Any) -> None:
+        said.append(word)
+
+    return SimpleNamespace(around_forward=around, before_forward=hook, after_forward=hook, at_enable={})
+
+
+def table(*rows: Row) -> Table:
+    return Table("torch", ">=2", rows, {"model": "torch.nn.Module", "any": ""})
+
+
+@pytest.mark.usefixtures("tables")
+def test_rows_run_in_the_order_of_the_table_and_are_taken_back() -> None:
+    made = table(
+        Row("model.forward", "around_forward", "wrapped", "inner", "a"),
+        Row("model", "before_forward", "hook", "second", "b"),
+        Row("model", "before_forward", "hook", "first", "b", options=("prepend",)),
+        Row("model", "after_forward", "hook", "second", "b"),
+        Row("model.forward", "around_forward", "wrapped", "outer", "c", when="asked"),
+        Row("any", "before_forward", "hook", "inner", "an object that is not given"),
+    )
+    model, said, subject = torch.nn.Identity(), list[str](), torch.nn.Identity()
+    features = {name: part(said, name) for name in ("outer", "second", "first", "inner")}
+    changes = made.apply(features, subject, model=model)
+    assert model(3) == 3 and said == ["first", "second", "outer", "inner", "second"]
+    named = [line.split()[2] for line in describe(subject).splitlines()[1:]]
+    assert named == ["model.forward", "model", "model", "model", "model.forward", "any"]
+    assert describe(torch.nn.Identity()) == "" and "(outer): c; if asked" in describe()
+    undo(changes)
+    said.clear()
+    assert model(3) == 3 and said == [] and "forward" not in vars(model)
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_row_without_its_target_is_one_error_that_names_it_and_changes_nothing() -> None:
+    rows = (
+        Row("model.forward", "around_forward", "wrapped", "one", "a"),
+        Row("model.forwards", "around_forward", "wrapped", "one", "a renamed method"),
+    )
+    model = torch.nn.Identity()
+    with pytest.raises(
+        RingConfigError, match=r"model\.forwards: expected it in torch >=2, got torch 2\."
+    ) as e:
+        table(*rows).apply({"one": part([], "")}, model=model)
+    assert "a renamed method" in str(e.value) and "forward" not in vars(model)
+    with pytest.raises(RingConfigError, match=r"model\.forwards: expected"):
+        table(*rows).check()
+    for lost in ("torch.no_such_function", "torch.no_such_module.load", "no_such_package.load"):
+        with pytest.raises(RingConfigError, match=lost):
+            table(Row(lost, "at_enable", "set", "one", "b")).check()
+    table(rows[0], Row("model.training", "at_enable", "set", "one", "assigned by __init__")).check()
+    table(Row("torch.gone", "at_enable", "set", "one", "b", versions="<2")).check()  # of other versions
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_function_of_a_module_is_replaced_inside_the_context_only() -> None:
+    before, rows = torch.load, (Row("torch.load", "around_load", "replaced", "one", "a"),)
+    with table(*rows).applied({"one": SimpleNamespace(around_load=len)}):
+        assert torch.load is len
+    assert torch.load is before
