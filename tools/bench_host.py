@@ -77,7 +77,7 @@ class DeviceExchange(Exchange):
     def route(self, *sides: Sequence[Message]) -> Route:
         route = super().route(*sides)
         # NCCL's way: one Work for all messages of a batch
-        return route._replace(peers=[tuple(rank for (rank,) in route.peers)])
+        return route._replace(peers=route.all_peers)
 
     def start(self, *given: Any) -> Pending:
         pending = super().start(*given)

@@ -205,9 +205,15 @@ def active_fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+def _place(device: torch.device) -> tuple[torch.device, int, Any]:
+    """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
+    mode = active_fake_mode()
+    return device, stream_of(device) if mode is None else 0, mode
+
+
 def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
-    key = (ranges.tobytes(), device, active_fake_mode())
+    key = (ranges.tobytes(), *_place(device))
     found = _kept.get(key)
     if found is None:
         index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
@@ -218,7 +224,7 @@ def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
 @torch.inference_mode(False)  # a training step may read them, too
 def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
-    key = (numbers, device, dtype, active_fake_mode())
+    key = (numbers, dtype, *_place(device))
     found = _kept.get(key)
     if found is None:
         tensor = to_device(torch.tensor(numbers, dtype=dtype), device)

@@ -35,18 +35,18 @@ class Route(NamedTuple):
     Attributes:
         receives, sends: ranks in the group, in order.
         peers: for each message the world rank that it depends on.
+        all_peers: the same for one Work that stands for the whole batch (NCCL).
         sizes: what a batch adds to the counters.
         group: the process group that carries the messages; None for the world.
-        device: device of the tensors.
         streams: the streams that wait for the works; None if the host waits.
     """
 
     receives: tuple[int, ...]
     sends: tuple[int, ...]
     peers: list[tuple[int, ...]]
+    all_peers: list[tuple[int, ...]]
     sizes: BatchSizes
     group: ProcessGroup | None
-    device: torch.device
     streams: Streams | None
 
 
@@ -110,7 +110,7 @@ class Exchange:
         peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
         of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
         streams = self._streams_that_wait(like, group)
-        return Route(of, to, peers, sizes, group, like.device, streams)
+        return Route(of, to, peers, [tuple(sorted({*receives, *sends}))], sizes, group, streams)
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return the object that orders the streams of a tensor's device."""
@@ -132,9 +132,7 @@ class Exchange:
             if self.mesh.watch is not None:
                 self.mesh.watch.accuse(peers[0], cause)
             raise blame(self.mesh, hop, peers[0], cause) from error
-        peers = route.peers
-        if len(works) < len(peers):  # one Work for the whole batch
-            peers = [tuple(sorted({rank for (rank,) in peers}))]
+        peers = route.peers if len(works) == len(route.peers) else route.all_peers
         pending = self._pending(works, peers, place, route.group, route.streams, sent, received)
         self._latest = pending
         return pending

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from ds_ring import Causal, RingMesh, RingPeerError
-from ds_ring.runtime import context
+from ds_ring.runtime import context as context_module
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.cpu import CpuKernel
@@ -34,7 +34,7 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
     context = context_for(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
-        mock.patch.object(context, "COMPILES_NOTHING", set()),  # as if the CPU compiled
+        mock.patch.object(context_module, "COMPILES_NOTHING", set()),  # as if the CPU compiled
         mock.patch.object(CpuKernel, "backward", backward),
     ):
         before = time.monotonic()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
+from ds_ring.runtime import device
 from ds_ring.runtime.buffers import ALIGNMENT, Block, BufferKind, Buffers, kind_of
 from ds_ring.runtime.views import Pair
 
@@ -78,3 +82,13 @@ def test_buffers_of_an_inference_pass_serve_training() -> None:
         pair = take(Buffers()).pair(kind())
     assert not pair.first.is_inference()
     pair.first.zero_()
+
+
+def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:
+    """Its copy is ordered before later work of the stream that made it, and of no other stream."""
+    found = []
+    for stream in (0, 1, 0):
+        monkeypatch.setattr(device, "stream_of", lambda _, stream=stream: stream)
+        found.append((device.numbers_on((1, 2), CPU), device.slot_index(np.array([[0, 2]]), CPU)))
+    assert all(a is b for a, b in zip(found[0], found[2], strict=True))
+    assert not any(a is b for a, b in zip(found[0], found[1], strict=True))

@@ -17,6 +17,7 @@ from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreMod, Scores, Softcap
 from ds_ring.runtime import agreement, block_mask, exchange
+from ds_ring.runtime import context as context_module
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, RingContext, context_for
 from ds_ring.runtime.kernels.flex import FlexKernel, _compiled
@@ -104,7 +105,7 @@ def passes(mesh: RingMesh, call: Call) -> list[Pass]:
     with (
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
-        mock.patch.object(context, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
+        mock.patch.object(context_module, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
         mock.patch.object(RingContext, "_kernel", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)
