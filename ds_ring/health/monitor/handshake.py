@@ -11,6 +11,9 @@ role, so that no answer serves another connection, another rank or the other dir
 
 What comes before the welcome is untrusted: lines are short, and only these forms are read.
 
+`multiprocessing.connection` has a handshake, too, and cannot replace this one: its calls block, so that one
+stranger would stop the monitor; its digest is MD5 before Python 3.12, and covers neither rank nor role.
+
 [Note: what the handshake protects]
 The monitor listens on loopback for a job of one host, otherwise on the address by which the store was
 reached. Messages after the handshake are neither signed nor encrypted.

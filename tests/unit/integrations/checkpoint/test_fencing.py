@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.lock import LOCK, FolderLocks
+from ds_ring.integrations.checkpoint.lock import LOCK, OWNER, FolderLocks
 
 HOLD = """
 import sys
@@ -46,11 +47,11 @@ def test_a_newer_attempt_takes_over_and_the_older_one_is_refused(
     newer = FolderLocks(("run", 2))
     newer.claim(tmp_path)
     newer.require_still(tmp_path)
-    assert json.loads((tmp_path / LOCK).read_text())["attempt"] == 2
+    assert json.loads((tmp_path / OWNER).read_text())["attempt"] == 2
     said = older.communicate("\n", timeout=60)[0].splitlines()
     assert len(said) == 2 and all(line.startswith("RingCheckpointError") for line in said)
     assert "a newer one that saves here now" in said[0] and "expected no other job" in said[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, OWNER]
 
 
 @pytest.mark.parametrize("attempt", [None, ("another run", 2), ("run", 1)])
@@ -59,3 +60,21 @@ def test_others_are_refused(
 ) -> None:
     with pytest.raises(RingCheckpointError, match="expected no other job that saves here"):
         FolderLocks(attempt).claim(tmp_path)
+
+
+def test_a_claim_outlives_its_folder_and_ends_with_its_engine(tmp_path: Path) -> None:
+    """Engines of one process share a claim, a folder that is made anew is claimed anew."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    first, second = FolderLocks(), FolderLocks()
+    first.claim(folder)
+    second.claim(folder)
+    other = [sys.executable, "-c", HOLD.replace('("run", 1)', "None"), str(folder)]
+    shutil.rmtree(folder)
+    folder.mkdir()
+    first.claim(folder)
+    del first
+    refused = subprocess.run(other, input="", capture_output=True, text=True)
+    assert "expected no other job that saves here, got process" in refused.stderr, refused
+    del second
+    assert subprocess.run(other, input="", capture_output=True, text=True).stdout == "held\n"
