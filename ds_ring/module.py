@@ -29,7 +29,7 @@ from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
-from ds_ring.runtime.call import attend, attend_replicated, constant, handle_of, refusing_handle
+from ds_ring.runtime.autograd import attend, attend_replicated, constant, handle_of, refusing_handle
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of
 from ds_ring.runtime.mesh import RingMesh

@@ -21,7 +21,7 @@ from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
-from ds_ring.runtime.call import attend, refusing_handle
+from ds_ring.runtime.autograd import attend, refusing_handle
 from ds_ring.runtime.checks import why_not_an_operand
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout

@@ -43,18 +43,15 @@ LAYERS = [
 SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
 IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
-    "runtime.chunks": {"runtime.kernels", "runtime.merge"},  # the hops of a ring pass
     "runtime.buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
-    "runtime.autograd": {"runtime.merge"},  # the accumulators' dtype
+    "runtime.autograd": {"runtime.exchange", "runtime.merge"},  # the all-to-all; the accumulators' dtype
     "runtime.replicated": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
     "runtime.kernels.flex": {"runtime.block_mask"},
     "runtime.context": {"runtime.exchange", "runtime.kernels"},  # makes both, uses neither
     "runtime.tiled": {"runtime.merge"},  # the accumulators' dtype
-    "runtime.agreement": {"runtime.exchange"},
     "runtime.process_groups": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
-    "runtime.ulysses": {"runtime.exchange"},
     "integrations.deepspeed.batch_sharding": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},

@@ -20,30 +20,174 @@ grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.runtime.context import RingContext, context_of, first_queries
+from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
+from ds_ring.runtime.buffers import PreparedPasses
+from ds_ring.runtime.checks import why_not_an_operand, why_not_this_derivative
+from ds_ring.runtime.context import (
+    Options,
+    RingContext,
+    context_for,
+    context_of,
+    first_queries,
+    refusing_context,
+)
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host, stand_ins
 from ds_ring.runtime.merge import accumulator_dtype
-from ds_ring.runtime.prepared import PreparedPasses
+from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import is_fake
-from ds_ring.runtime.ulysses import (
-    gradients_to_heads,
-    gradients_to_tokens,
-    heads_to_tokens,
-    tokens_to_heads,
-)
+from ds_ring.schedule.layout import Layout
+
+# Trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
+#
+# Owns the differentiable all-to-all as the operator `ds_ring::swap_heads_tokens`. The U ranks of a Ulysses
+# group hold consecutive parts of one ring shard; before the pass each gets the whole shard of H / U heads,
+# after it everything goes back. Like every operator that sends, it agrees with all ranks of the sequence
+# first; the checks of q, k and v are made here, before they are taken apart.
+
+HEADS, TOKENS = 1, 2
+
+
+class Swap(NamedTuple):
+    """Describe one of the four all-to-alls of a step; each takes all tensors of its place at once.
+
+    Attributes:
+        split_dim: the dimension that is split over the Ulysses ranks.
+        join_dim: the dimension along which their parts are joined.
+        gradient: name of the swap that is this one's gradient.
+    """
+
+    split_dim: int
+    join_dim: int
+    gradient: str
+
+
+# Two operations under four names: ranks agree on the name, so swaps of two places in a step cannot meet.
+_SWAPS = {
+    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+    "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
+    "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
+    "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
+}
+
+
+@torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    """Run the all-to-all of that name, for each of some [B, H, S, D]."""
+    context = context_of(handle)
+    with context.mesh.in_call():
+        context.agree(name, tensors[0], tensors[-1], _why_not_split(context, name, tensors))
+        swap, mesh = _SWAPS[name], context.mesh
+        # A sequence of one rank has none; its all-to-all hands the parts back.
+        exchange = context.exchange or Exchange(mesh)
+        by_rank = zip(*(x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors), strict=True)
+        packets = [_pack(parts) for parts in by_rank]
+        received = exchange.all_to_all(packets, mesh.ulysses_group)
+        del packets
+        shapes = [_part_shape(x, mesh.ulysses_size, swap) for x in tensors]
+        from_ranks = zip(*(_unpack(one, tensors, shapes) for one in received), strict=True)
+        return [torch.cat(parts, dim=swap.join_dim) for parts in from_ranks]
+
+
+# [Note: packets]
+# All tensors of a place go in one message to each rank: an all-to-all costs its latency once and not three
+# times. They may differ in dtype, so a packet is bytes, and wider elements stand first: each is aligned.
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+
+
+def _pack(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of some tensors as one; [Note: packets]."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
+
+
+def _part_shape(x: Tensor, size: int, swap: Swap) -> list[int]:
+    shape = list(x.shape)
+    shape[swap.split_dim] //= size
+    return shape
+
+
+def _unpack(packet: Tensor, like: Sequence[Tensor], shapes: Sequence[list[int]]) -> list[Tensor]:
+    """Return views of the tensors in a packet, with the dtypes of `like`."""
+    if len(like) == 1:
+        return [packet]
+    found: dict[int, Tensor] = {}
+    offset = 0
+    for index in _order(like):
+        size = math.prod(shapes[index]) * like[index].element_size()
+        part = packet[offset : offset + size].view(like[index].dtype)
+        found[index] = part.view(shapes[index])
+        offset += size
+    return [found[index] for index in range(len(like))]
+
+
+def _why_not_split(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:
+    """Return why q, k and v cannot be taken apart; what comes after them was made by this package."""
+    if name == "Ulysses of q, k, v":
+        q, k, v = tensors
+        try:
+            context.check(q, k, v, parts=context.mesh.ulysses_size)
+        except RingError as error:
+            return error
+    return None
+
+
+@swap_op.register_fake
+def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    size, swap = context_of(handle).mesh.ulysses_size, _SWAPS[name]
+    shapes = [list(x.shape) for x in tensors]
+    for shape in shapes:
+        shape[swap.split_dim] //= size
+        shape[swap.join_dim] *= size
+    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+
+
+def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
+    ctx.name, ctx.handle = inputs[1:]
+
+
+def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    return swap_op(grads, _SWAPS[ctx.name].gradient, ctx.handle), None, None
+
+
+swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
+
+
+def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor]:
+    """Turn [B, H, S / U, D] of all heads into [B, H / U, S, D] of this rank's heads, for each."""
+    return swap_op([q, k, v], "Ulysses of q, k, v", handle)
+
+
+def heads_to_tokens(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads, for each."""
+    return swap_op(results_BHSD, "Ulysses of out", handle)
+
+
+def gradients_to_heads(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn what a pass back takes, the gradient of out first, as `tokens_to_heads` does q, k and v."""
+    return swap_op(results_BHSD, "Ulysses of the gradient of out", handle)
+
+
+def gradients_to_tokens(gradients_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
+    """Turn dq, dk and dv as `heads_to_tokens` does results."""
+    return swap_op(gradients_BHSD, "Ulysses of dq, dk, dv", handle)
 
 
 def _pass_of(
@@ -440,3 +584,133 @@ def _backward_placed(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None)
 
 
 placed_attention_op.register_autograd(_backward_placed, setup_context=_setup_placed)
+
+
+# Run one call of attention: find its context, also in compiled code, check its tensors, call the operator.
+#
+# Owns what stands between the public calls in module.py and the operators.
+
+_HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
+
+
+def constant(scale: Any) -> Any:
+    """Return a scale as something that torch.compile takes for a constant."""
+    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
+        return _HEX, float(scale).hex()
+    return scale
+
+
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
+@torch.compiler.assume_constant_result
+def handle_of(
+    pattern: Pattern,
+    layout: Layout | str,
+    mesh: RingMesh,
+    settings: tuple[Any, ...],  # the first options, in order; the scale as `constant` makes it
+    score_mod: ScoreFunction | None,
+    why_not: str | None,  # why the call cannot be honoured, if it is known already
+    in_a_graph: bool,
+) -> int:
+    """Return the number by which the operator finds its arguments: [Note: handles in compiled code]."""
+    check_mesh(mesh)
+    scale, *others = settings
+    is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
+    number: Any = float.fromhex(scale[1]) if is_text else scale
+    try:
+        if why_not is not None:
+            raise RingConfigError(why_not)
+        mod = None if score_mod is None else ScoreMod(score_mod)
+        options = replace(Options(number, *others), score_mod=mod)
+        context = context_for(pattern, layout, mesh, options)
+    except RingError as error:
+        context = refusing_context(mesh, error)
+    context.in_a_graph |= in_a_graph
+    return context.handle
+
+
+def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
+    if q_positions is None or isinstance(q_positions, Tensor):
+        return q_positions
+    try:
+        return torch.as_tensor(q_positions)
+    except Exception:
+        got = shown(q_positions).removeprefix("list ")
+        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
+        raise
+
+
+@torch.compiler.assume_constant_result
+def refusing_handle(
+    mesh: RingMesh, why: str, in_a_graph: bool, error: type[RingError] = RingConfigError
+) -> int:
+    """Return the number of a context whose calls are refused, on all ranks."""
+    context = refusing_context(mesh, error(why))
+    context.in_a_graph |= in_a_graph
+    return context.handle
+
+
+@torch.compiler.assume_constant_result
+def _refuse(handle: int, why: str) -> None:
+    context_of(handle).refuse(RingShapeError(why))
+
+
+@torch.compiler.assume_constant_result
+def _differentiable(handle: int, in_a_graph: bool) -> int:
+    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
+    why = why_not_this_derivative()
+    if why is None:
+        return handle
+    if not in_a_graph:  # functorch would raise before the operator's body
+        context_of(handle).refuse(RingConfigError(why))
+    return refusing_handle(context_of(handle).mesh, why, in_a_graph)
+
+
+def _check_operands(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object
+) -> None:
+    """Refuse what the operator's body would not get to see, for all ranks to hear."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        why = None if x is None and name == "sinks" else why_not_an_operand(name, x)
+        if why is not None:
+            _refuse(handle, why)
+    if not isinstance(return_lse, bool):
+        _refuse(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse)."""
+    handle = _differentiable(handle, torch.compiler.is_compiling())
+    _check_operands(q, k, v, handle, sinks, return_lse)
+    if ulysses_size == 1:
+        out, lse = ring_attention_op(q, k, v, handle, sinks)
+        return (out, lse) if return_lse else out
+    q, k, v = tokens_to_heads(q, k, v, handle)
+    out, lse = ring_attention_op(q, k, v, handle, sinks)
+    if not return_lse:
+        return heads_to_tokens([out], handle)[0]
+    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)
+    return out, lse.squeeze(-1)
+
+
+def attend_replicated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    q_positions: Sequence[int] | Tensor | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out [B, H, Q, E] of queries that every rank has; with `return_lse` (out, lse)."""
+    handle = _differentiable(handle, torch.compiler.is_compiling())
+    _check_operands(q, k, v, handle, sinks, return_lse)
+    results = replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle, sinks)
+    return results if return_lse else results[0]

@@ -13,16 +13,17 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
-from ds_ring.runtime.trace import is_fake
+from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.runtime.views import Pair, Two, Views
-from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Send
+from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 MOST = 32  # pairs that a block keeps
@@ -316,3 +317,49 @@ class RingBuffers:
 
 def _slots(first: Tensor, second: Tensor, start: int, end: int) -> Two:
     return first[:, :, start:end], second[:, :, start:end]
+
+
+# Cache what a ring pass computes once for all passes of a shape: buffer sizes and message routes.
+#
+# Owns this bookkeeping; holds no tensor.
+#
+# [Note: what a pass finds out once]
+# The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
+# pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of the
+# buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their route is
+# made. `python -m tools.bench_host` measures the host time of a hop; tests/unit/runtime/test_host_calls.py
+# bounds the number of Python calls.
+
+class PreparedBatch(NamedTuple):
+    """The route of a batch, as the exchange computed it, and the sizes of its messages, for traces."""
+
+    route: Any
+    posted: PostedBatch
+
+
+class PreparedPass:
+    """What is cached for one schedule and tensors of one shape.
+
+    Attributes:
+        batches: by batch number, for the batches that were posted at least once.
+    """
+
+    def __init__(self) -> None:
+        self.batches: dict[int, PreparedBatch] = {}
+        self._kinds: dict[int, Kinds] = {}
+
+    def kinds_of(self, chunk: HeadChunk) -> Kinds:
+        """Return the buffer kinds of a chunk; the caller adds those that are missing."""
+        return self._kinds.setdefault(chunk.kv_heads.start, {})
+
+
+class PreparedPasses:
+    """The cached data of all passes of one exchange; an entry lives as long as its schedule."""
+
+    def __init__(self) -> None:
+        self._passes: WeakKeyDictionary[Schedule, dict[Any, PreparedPass]] = WeakKeyDictionary()
+
+    def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
+        """Return what is cached for this schedule and K and V of this shape, dtype and device."""
+        key = (k.shape, v.shape, k.dtype, k.device, is_fake(k))
+        return self._passes.setdefault(schedule, {}).setdefault(key, PreparedPass())

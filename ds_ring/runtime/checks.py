@@ -1,6 +1,6 @@
 """Check what one rank can say about its own tensors, with no other rank in mind.
 
-Owns the limits on q, k and v and the messages about them. Telling the other ranks is agreement.py's.
+Owns the limits on q, k and v and the messages about them. Telling the other ranks is exchange.py's.
 """
 
 from __future__ import annotations

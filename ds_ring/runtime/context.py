@@ -32,10 +32,9 @@ from ds_ring.errors import (
 from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreMod, Scores
-from ds_ring.runtime.agreement import agree, begin_to_agree
 from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.device import active_fake_mode, to_device
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, agree, begin_to_agree
 from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
@@ -596,7 +595,7 @@ def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
     """Return a context whose every call raises `error`, for arguments that are wrong before any call.
 
     The error is not raised at once, because the other ranks are about to call and would wait ([Note:
-    refusals] in agreement.py). Also, in a compiled graph only an operator can raise an error unchanged.
+    refusals] in exchange.py). Also, in a compiled graph only an operator can raise an error unchanged.
     """
     key = (type(error), str(error))
     return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))

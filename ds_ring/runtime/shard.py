@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingError, RingLayoutError, RingShapeError, shown
-from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.checks import why_not_an_operand
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout

@@ -1,6 +1,6 @@
 """Count what Ulysses' all-to-alls of a layer send, and their time. Arithmetic.
 
-A pass forward turns q, k and v into all tokens of some heads and out back (runtime/ulysses.py); a pass back
+A pass forward turns q, k and v into all tokens of some heads and out back (runtime/autograd.py); a pass back
 does the same to the gradient of out and to dq, dk, dv. Of what it has a rank sends (U - 1) / U (Jacobs et al.
 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is computed meanwhile.
 """

@@ -44,9 +44,8 @@ from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
-from ds_ring.runtime.agreement import agree
 from ds_ring.runtime.autograd import replicated_attention_op
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.grid import Grid

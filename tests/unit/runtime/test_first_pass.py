@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreMod, Scores, Softcap
-from ds_ring.runtime import agreement, block_mask, exchange
+from ds_ring.runtime import block_mask, exchange
 from ds_ring.runtime import context as context_module
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, RingContext, context_for
@@ -183,7 +183,7 @@ def test_the_most_patience_that_a_rank_asks_for_is_every_ranks(mesh: RingMesh) -
     found = []
     for others, own in ((FIRST_S, 0), (0, 0), (0, FIRST_S), (FIRST_S, FIRST_S), (0, 0)):
         with mock.patch.object(exchange.Exchange, "spread", heard(others)):
-            agreement.agree(made, "attention forward", {}, patience_s=own)
+            exchange.agree(made, "attention forward", {}, patience_s=own)
         found.append(made.deadline_s)
     assert found == [FIRST_S, HOP_S, FIRST_S, FIRST_S, HOP_S]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ds_ring import build_plan
 from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.messages import Message, check_messages
-from ds_ring.runtime.prepared import PreparedPasses
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
