@@ -20,17 +20,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import psutil
-import torch
-import torch.distributed as dist
 
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
 from ds_ring.health.monitor import failure_detector, handshake
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch, keep_for_ever, peer_error
 from ds_ring.schedule.grid import Grid
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch.
 
 # Keep a collective of one number under way while ranks come: it breaks in a neighbour of a rank that dies.
 #
@@ -44,11 +47,15 @@ class FirstCollective:
     """Sum one number over the default group, which is gloo's, in the background."""
 
     def __init__(self) -> None:
+        import torch
+
         self._number = torch.zeros(1)
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """Take part from now on."""
+        import torch.distributed as dist
+
         self._work = dist.all_reduce(self._number, async_op=True)
 
     def is_broken(self) -> bool:
@@ -80,6 +87,7 @@ class FirstCollective:
 #
 # A torch Store has all of it. Named here so that joining needs no torch: a process without it can be a rank
 # (`tools/simulate_cluster.py` starts a thousand).
+
 
 class Store(Protocol):
     """Keep texts by name for all ranks. A store that is lost raises a RuntimeError, as torch's does."""
@@ -514,6 +522,8 @@ def join_monitor(
         RingPeerError: another rank died meanwhile, or did not come in time; names it.
         RingMeshError, RingConfigError: of `rendezvous.join`.
     """
+    import torch.distributed as dist
+
     if grid.world_size == 1 or dist.get_backend() == "fake":
         return None
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

@@ -28,9 +28,6 @@ from contextlib import suppress
 from multiprocessing import util
 from typing import Any, Generic, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.monitor.failure_detector import GRACE_S, Fault
 from ds_ring.health.monitor.waits import ranges_of
@@ -297,6 +294,8 @@ class _Call(Generic[T]):
         self.act, self.wake = act, threading.Event()
         self.results: list[T] = []
         self.error: BaseException | None = None
+        import torch
+
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.device = torch.cuda.current_device() if cuda else None  # a thread has its own
 
@@ -305,6 +304,8 @@ class _Call(Generic[T]):
         return bool(self.results) or self.error is not None
 
     def run(self) -> None:
+        import torch
+
         try:
             if self.device is not None:
                 torch.cuda.set_device(self.device)
@@ -383,6 +384,8 @@ def verdict(watch: Watch) -> Fault | None:
 
 def is_of_distributed(error: BaseException) -> bool:
     """Return whether torch.distributed raised this error because a peer or a connection failed."""
+    import torch.distributed as dist
+
     if isinstance(error, RingError) or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
