@@ -27,7 +27,7 @@ from ds_ring import (
 )
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import Remainder, Segment, in_range, labelled
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Pattern, QueryHead
 
 TOKENS = 93
 HEADS, KV_HEADS = 4, 2
@@ -51,7 +51,7 @@ class EvenSegments(Pattern):
 
     length: int
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         both = labelled(Segment(self.length)) & labelled(Remainder(2))
         return (Branch(both, both, least=0), Branch(in_range(0, 5), in_range(60, 70), most=-1))
 

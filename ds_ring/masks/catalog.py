@@ -1,4 +1,13 @@
-"""Everything, and everything before: the two patterns that have no argument."""
+"""The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is a class here.
+
+- `Full`, `Causal`
+- `SlidingWindow`, `DilatedWindow`, `Sinks`: near tokens, every n-th of them, and the first tokens
+- `Chunked`, `PrefixLM`, `Documents`, `Slices`: parts of the sequence
+- `Dilated`: LongNet
+- `HeadsOfPart`, `FirstQueries`: some heads, or some queries, of another pattern; made by ds_ring itself
+
+Masks that are a function of single pairs are `mask_mod.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.branches import Branch, alike, overlapping
 from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range
-from ds_ring.masks.pattern import Head, Pattern, check_numbers
+from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED, IntArray
 from ds_ring.registry import JsonKey
 
@@ -22,7 +31,7 @@ from ds_ring.registry import JsonKey
 class Full(Pattern):
     """Attend to every key from every query."""
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(),)
 
 
@@ -30,11 +39,9 @@ class Full(Pattern):
 class Causal(Pattern):
     """Attend to the query itself and to what came before."""
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(least=0),)
 
-
-# Sliding windows: over the nearest tokens, and over every n-th of them.
 
 @dataclass(frozen=True)
 class SlidingWindow(Pattern):
@@ -56,8 +63,19 @@ class SlidingWindow(Pattern):
         check_numbers(self, "window")
         true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(least=0 if self.causal else 1 - self.window, most=self.window - 1),)
+
+
+def applies_window(pattern: Pattern, least: int, most: int) -> bool:
+    """Return whether a sliding window with these bounds is all that limits how far a pattern sees.
+
+    Args:
+        pattern: alone or put together with `&`.
+        least, most: of query position - key position.
+    """
+    windowed = any(isinstance(part, SlidingWindow) for part in pattern.conjuncts)
+    return windowed and pattern.distance == (least, most)
 
 
 @dataclass(frozen=True)
@@ -81,24 +99,34 @@ class DilatedWindow(Pattern):
         check_numbers(self, "window", "rate")
         true_or_false(self.causal, "DilatedWindow: causal", RingPatternError)
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
         # the remainder picks every `rate`-th position, the band how many of them
         return (alike(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
 
 
-def applies_window(pattern: Pattern, least: int, most: int) -> bool:
-    """Return whether a sliding window with these bounds is all that limits how far a pattern sees.
+@dataclass(frozen=True)
+class Sinks(Pattern):
+    """Attend to the first `sinks` tokens (Xiao et al. 2023, StreamingLLM): `SlidingWindow(w) | Sinks(n)`.
 
-    Args:
-        pattern: alone or put together with `&`.
-        least, most: of query position - key position.
+    Attributes:
+        sinks: number of tokens that all see.
+        causal: a query among them sees none after itself.
+
+    Raises:
+        RingPatternError: the number of sinks is not a positive integer.
     """
-    windowed = any(isinstance(part, SlidingWindow) for part in pattern.conjuncts)
-    return windowed and pattern.distance == (least, most)
 
+    sinks: int
+    causal: bool = True
 
-# Attention within chunks of fixed length (Llama 4's local layers).
+    def __post_init__(self) -> None:
+        check_numbers(self, "sinks")
+        true_or_false(self.causal, "Sinks: causal", RingPatternError)
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(ALL, in_range(0, self.sinks), least=0 if self.causal else -UNBOUNDED),)
+
 
 @dataclass(frozen=True)
 class Chunked(Pattern):
@@ -120,11 +148,41 @@ class Chunked(Pattern):
         check_numbers(self, "chunk")
         true_or_false(self.causal, "Chunked: causal", RingPatternError)
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (alike(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
 
 
-# Packed documents: a token attends only within its own document. Owns that pattern and nothing else.
+@dataclass(frozen=True)
+class PrefixLM(Pattern):
+    """Attend causally, and within the first `prefix` tokens both ways (as in T5 and PaliGemma).
+
+    Attributes:
+        prefix: number of tokens that see one another.
+
+    Raises:
+        RingPatternError: the prefix is not a positive integer.
+    """
+
+    json_key = JsonKey(
+        "prefix",
+        "the first n tokens see one another both ways; all others are causal",
+        {
+            "causal": "hides no later token",
+            "window": "hides later tokens all the same",
+            "chunk": "hides later tokens all the same",
+            "segment_lengths": "hides later tokens all the same",
+        },
+    )
+    prefix: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "prefix")
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        # the second branch has only keys after their query, so no pair is in both
+        prefix = in_range(0, self.prefix)
+        return Branch(least=0), Branch(prefix, prefix, most=-1)
+
 
 @dataclass(frozen=True)
 class Documents(Pattern):
@@ -164,15 +222,14 @@ class Documents(Pattern):
         object.__setattr__(self, "tokens", len(values))
 
     @cached_property
-    def _table(self) -> Table:
-        """Keep the table, since what it derives from the ids is kept with it."""
+    def _table(self) -> Table:  # cached, because the table caches what it derives from the ids
         return Table(self.starts, self.ids, self.tokens)
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (alike(self._table),)
 
     def __str__(self) -> str:
-        # numbers hash alike in every process, and ranks compare this text
+        # tuples of ints have the same hash in every process, and ranks compare this text
         digest = hash((self.starts, self.ids))
         return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
 
@@ -198,18 +255,89 @@ def _one_sequence(values: Any) -> IntArray:
     return array.astype(np.int64)
 
 
-# Dilated attention (Ding et al. 2023, LongNet) as ONE attention over the union of its branches' keys.
-#
-# LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
-# log m added to the score, m the number of branches in which a pair takes part. How such a sum becomes few
-# tiles is in `nested_dilations.py`.
+SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")
+_FORM = '((q_start, q_end), (k_start, k_end), kind), such as ((0, 8), (0, 8), "causal")'
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Slices(Pattern):
+    """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
+
+    A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
+    all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
+    what lies on and right of the diagonal through the upper left corner, "bi-causal" to what lies between.
+
+    Attributes:
+        slices: no pair of positions in two of them.
+
+    Raises:
+        RingPatternError: none, one of another form, an empty range, an unknown kind, or two that overlap.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slices, (list, tuple)) or not self.slices:
+            raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
+        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
+        object.__setattr__(self, "slices", checked)
+        branches = self.branches(QueryHead())
+        first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
+        if len(first):
+            one, other = self.slices[first[0]], self.slices[second[0]]
+            raise RingPatternError(
+                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
+                f" {list(other)}, which overlap; cut one of them"
+            )
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return tuple(_branch(*one) for one in self.slices)
+
+
+def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
+    # q - k on the diagonal through the lower right corner, and through the upper left one
+    least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
+    most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
+    return Branch(in_range(*queries), in_range(*keys), least, most)
+
+
+def _checked(number: int, given: Any) -> Slice:
+    where = f"Slices: slice {number}"
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
+    *ranges, kind = given
+    if not isinstance(kind, str) or kind not in SLICE_KINDS:
+        raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
+    queries, keys = (
+        _checked_range(f"{where}: {name}", one)
+        for name, one in zip(("q_range", "k_range"), ranges, strict=True)
+    )
+    return queries, keys, kind
+
+
+def _checked_range(where: str, given: Any) -> tuple[int, int]:
+    if not isinstance(given, (list, tuple)) or len(given) != 2:
+        raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
+    start, end = given
+    # a range may begin at 0, which `whole_number` refuses
+    if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
+        start = whole_number(start, f"{where}: start", RingPatternError)
+    end = whole_number(end, f"{where}: end", RingPatternError)
+    if start >= end:
+        raise RingPatternError(f"{where}: expected start below end, got {start} and {end}")
+    return start, end
+
 
 HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
 
 
 @dataclass(frozen=True)
 class Dilated(Pattern):
-    """Describe several branches of (segment length, dilation rate), mixed by their softmax denominators.
+    """Dilated attention (Ding et al. 2023, LongNet): branches of (segment length, dilation rate).
+
+    LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
+    log m added to the score, m the number of branches in which a pair takes part (`nested_dilations.py`).
 
     A pair takes part in branch i if both lie in the same segment of length w_i and both stand at offset
     o(h, i) modulo r_i inside it, and, if causal, the key is not after the query.
@@ -251,7 +379,7 @@ class Dilated(Pattern):
                 f" {shown(self.head_offsets)}"
             )
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
         numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
         return tuple(alike(Residue(w, r, o), least) for w, r, o in numbers)
@@ -283,150 +411,13 @@ def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
         raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None
 
 
-# A prefix that sees itself both ways, with causal attention behind it (PrefixLM, as in T5 and PaliGemma).
-
-@dataclass(frozen=True)
-class PrefixLM(Pattern):
-    """Attend to the query itself, to what came before, and within the first `prefix` tokens both ways.
-
-    Attributes:
-        prefix: number of tokens that see one another.
-
-    Raises:
-        RingPatternError: the prefix is not a positive integer.
-    """
-
-    json_key = JsonKey(
-        "prefix",
-        "the first n tokens see one another both ways; all others are causal",
-        {
-            "causal": "hides no later token",
-            "window": "hides later tokens all the same",
-            "chunk": "hides later tokens all the same",
-            "segment_lengths": "hides later tokens all the same",
-        },
-    )
-    prefix: int
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "prefix")
-
-    def branches(self, head: Head) -> tuple[Branch, ...]:
-        # the second branch has only keys after their query, so no pair is in both
-        prefix = in_range(0, self.prefix)
-        return Branch(least=0), Branch(prefix, prefix, most=-1)
-
-
-# Attention sinks: the first tokens, seen by all (Xiao et al. 2023, StreamingLLM).
-
-@dataclass(frozen=True)
-class Sinks(Pattern):
-    """Attend to the first `sinks` tokens; meant for `SlidingWindow(w) | Sinks(n)`.
-
-    Attributes:
-        sinks: number of tokens that all see.
-        causal: a query among them sees none after itself.
-
-    Raises:
-        RingPatternError: the number of sinks is not a positive integer.
-    """
-
-    sinks: int
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "sinks")
-        true_or_false(self.causal, "Sinks: causal", RingPatternError)
-
-    def branches(self, head: Head) -> tuple[Branch, ...]:
-        return (Branch(ALL, in_range(0, self.sinks), least=0 if self.causal else -UNBOUNDED),)
-
-
-# Masks by slices, as in MagiAttention: rectangles of positions, each with a kind.
-
-SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")
-_FORM = '((q_start, q_end), (k_start, k_end), kind), such as ((0, 8), (0, 8), "causal")'
-Slice = tuple[tuple[int, int], tuple[int, int], str]
-
-
-@dataclass(frozen=True)
-class Slices(Pattern):
-    """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
-
-    A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
-    all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
-    what lies on and right of the diagonal through the upper left corner, "bi-causal" to what lies between.
-
-    Attributes:
-        slices: no pair of positions in two of them.
-
-    Raises:
-        RingPatternError: none, one of another form, an empty range, an unknown kind, or two that overlap.
-    """
-
-    slices: tuple[Slice, ...]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.slices, (list, tuple)) or not self.slices:
-            raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
-        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
-        object.__setattr__(self, "slices", checked)
-        branches = self.branches(Head())
-        first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
-        if len(first):
-            one, other = self.slices[first[0]], self.slices[second[0]]
-            raise RingPatternError(
-                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
-                f" {list(other)}, which overlap; cut one of them"
-            )
-
-    def branches(self, head: Head) -> tuple[Branch, ...]:
-        return tuple(_branch(*one) for one in self.slices)
-
-
-def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
-    # q - k on the diagonal through the lower right corner, and through the upper left one
-    least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
-    most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
-    return Branch(in_range(*queries), in_range(*keys), least, most)
-
-
-def _checked(number: int, given: Any) -> Slice:
-    where = f"Slices: slice {number}"
-    if not isinstance(given, (list, tuple)) or len(given) != 3:
-        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
-    *ranges, kind = given
-    if not isinstance(kind, str) or kind not in SLICE_KINDS:
-        raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
-    queries, keys = (
-        _checked_range(f"{where}: {name}", one)
-        for name, one in zip(("q_range", "k_range"), ranges, strict=True)
-    )
-    return queries, keys, kind
-
-
-def _checked_range(where: str, given: Any) -> tuple[int, int]:
-    if not isinstance(given, (list, tuple)) or len(given) != 2:
-        raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
-    start, end = given
-    # a range may begin at 0, which `whole_number` refuses
-    if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
-        start = whole_number(start, f"{where}: start", RingPatternError)
-    end = whole_number(end, f"{where}: end", RingPatternError)
-    if start >= end:
-        raise RingPatternError(f"{where}: expected start below end, got {start} and {end}")
-    return start, end
-
-
-# Some of a model's heads: Ulysses gives a rank a part of them, and what a head sees goes by its number.
-#
-# [Note: numbers of heads]
-# The offsets of a dilated pattern depend on the number of a query head among all heads of the model. A
-# Ulysses rank, which has a part of the heads, uses the same numbers.
-
 @dataclass(frozen=True)
 class HeadsOfPart(Pattern):
-    """Describe the pattern of the heads that a Ulysses rank has, numbered from 0 there.
+    """The pattern of the heads that a Ulysses rank has, numbered from 0 there.
+
+    [Note: numbers of heads]
+    The offsets of a dilated pattern depend on the number of a query head among all heads of the model. A
+    Ulysses rank has a part of the heads, and uses the same numbers.
 
     Attributes:
         whole: the pattern of all heads.
@@ -437,19 +428,21 @@ class HeadsOfPart(Pattern):
     part: int
     parts: int
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         number = self.part * head.query_heads + head.number
-        return self.whole.branches(Head(number, self.parts * head.query_heads, self.parts * head.kv_heads))
+        return self.whole.branches(
+            QueryHead(number, self.parts * head.query_heads, self.parts * head.kv_heads)
+        )
 
     def __str__(self) -> str:
         return f"{self.whole} (part {self.part} of {self.parts} of the heads)"
 
 
-# The first queries of a sequence only: the mask of a recomputation that reuses the results of later ones.
-
 @dataclass(frozen=True)
 class FirstQueries(Pattern):
     """Let queries at positions below `count` attend to all keys, and later queries to none.
+
+    This is the mask of a recomputation of the first queries, which reuses the results of later ones.
 
     Attributes:
         count: number of queries, at least 1.
@@ -457,5 +450,5 @@ class FirstQueries(Pattern):
 
     count: int
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(queries=in_range(0, self.count)),)

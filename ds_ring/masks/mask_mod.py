@@ -1,11 +1,20 @@
-"""`MaskMod`: a FlexAttention mask function as a pattern. Owns its checks, and nothing of tiles or blocks.
-
-The other patterns are labels and bands, in numpy; what a function shows is evaluated with tensors.
+"""`MaskMod`: a FlexAttention mask function as a pattern, and what a trace of the function says about it.
 
 [Note: a mask function is a branch]
-A `MaskMod` is one branch with a predicate. The predicate is evaluated inside blocks of 256 positions
-(`joins.py`). The trace says whether it depends on the head or the batch, and its digest is part of the header
-that ranks compare ([Note: the trace of a mask] in mask_mod.py).
+A `MaskMod` is one branch with a mask function, which is evaluated inside blocks of 256 x 256 positions
+(`joins.py`).
+
+[Note: the trace of a mask]
+The function is traced with 0-d tensors, as FlexAttention does, and the graph is functionalized: writes to the
+function's own tensors become plain operators, so a write that is left goes to an argument or to a captured
+tensor, and is refused. Batch or head matter if the graph uses them. The digest hashes the graph and the
+captured tensors: it is equal on two ranks only if both are. It is part of the header that ranks compare. A
+second trace must have the same digest; a function that counts its calls does not.
+
+[Note: all pairs at once]
+A call through vmap costs a millisecond, and a strided layout can have thousands of small tiles. A graph that
+has only elementwise operators and look-ups of integers gives the same result for broadcast tensors as for
+0-d tensors under vmap, so the graph is called directly. (With captured floats, type promotion could differ.)
 """
 
 from __future__ import annotations
@@ -23,26 +32,21 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.branches import Branch
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import IntArray, MaskFunction
 
-# The graph of a mask function: what can be read off it. Owns its refusals, and knows no pattern.
-#
-# [Note: the trace of a mask]
-# The function is traced with 0-d tensors, as FlexAttention does. In the graph it can be read off exactly
-# whether batch or head reach the result (and_masks calls `batch.new_ones`, which takes no value from it), and
-# which tensors were captured. The graph in a canonical form, with a hash of those tensors, is the digest:
-# equal on two ranks only if the functions are the same one. A second trace has to be equal: a counter would
-# show.
-
-# Operators that take shape and dtype of their first argument, but none of its values.
-_SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like")
+_aten = torch.ops.aten
+# `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
+_CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
+_STATE_DEPTH = 4  # how deep nested functions are searched for captured values
+_SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
 
 
 def refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
@@ -68,23 +72,23 @@ def first_line(error: Exception) -> str:
 
 
 def graph_of(function: MaskFunction) -> fx.GraphModule:
-    """Trace a mask function with 0-d tensors.
+    """Trace a mask function with 0-d tensors; see [Note: the trace of a mask].
 
     Raises:
-        RingPatternError: it raises, returns no boolean tensor without dimensions, or has side effects.
+        RingPatternError: it raises, returns no boolean tensor without dimensions, draws random numbers, or
+            writes to its arguments or captured tensors.
     """
     arguments = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
-    # make_fx returns the graph alone; the type of the result is checked as well
     results = []
 
-    def kept(*args: Tensor) -> Any:
+    def with_result(*args: Tensor) -> Any:  # make_fx returns the graph alone
         results.append(function(*args))
         return results[-1]
 
     try:
         # without that mode, table[position] would read the position as a Python number
         with torch.no_grad(), TransformGetItemToIndex():
-            graph = make_fx(kept, tracing_mode="real")(*arguments)
+            traced = make_fx(with_result, tracing_mode="real")(*arguments)
     except Exception as error:
         raise refusal(
             function, "a mask_mod(batch, head, q_position, k_position)", first_line(error)
@@ -96,89 +100,44 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
         got = f"{result.dtype} of shape {tuple(result.shape)}"
         raise refusal(function, "a boolean tensor without dimensions", got)
     # torch.cond and while_loop keep their branches as submodules of the graph
-    if any(
-        node.op == "get_attr" and not isinstance(constant_of(graph, node), Tensor)
-        for node in graph.graph.nodes
-    ):
+    if any(isinstance(module, fx.GraphModule) for module in traced.children()):
         raise refusal(function, "torch operators on tensors", "control flow (torch.cond, while_loop)")
-    _refuse_side_effects(function, graph)
-    return graph
-
-
-def _refuse_side_effects(function: MaskFunction, graph: fx.GraphModule) -> None:
+    no_writes = "a mask that writes to no tensor but its own"
+    try:
+        with torch.no_grad():
+            functional = torch.func.functionalize(lambda *args: traced(*args))
+            graph = make_fx(functional, decomposition_table=_CREATE)(*arguments)
+    except Exception as error:
+        raise refusal(function, no_writes, first_line(error)) from error
     for node in graph.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise refusal(function, "a mask without random numbers", f"a call of {node.target}")
-        written = [
-            value
-            for value, argument in zip(node.args, node.target._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        # the function may write to what a call of its own made, not to arguments or captured tensors
-        if any(_origin(value).op != "call_function" for value in written if isinstance(value, fx.Node)):
-            raise refusal(function, "a mask that writes to no tensor but its own", f"a call of {node.target}")
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view shows."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        arguments = zip(node.args, node.target._schema.arguments, strict=False)
-        # an argument with alias information may share its memory with the result
-        viewed = [v for v, a in arguments if a.alias_info is not None and isinstance(v, fx.Node)]
-        if not viewed:
-            break
-        node = viewed[0]
-    return node
-
-
-def dependence_of(graph: fx.GraphModule) -> tuple[bool, bool]:
-    """Return whether values of batch and of head reach the result."""
-    nodes = list(graph.graph.nodes)
-    batch, head = nodes[:2]
-    writes = any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in nodes)
-    # back from the result; from every node where something is written in place, which no edge shows
-    reached, left = set(), nodes if writes else [nodes[-1]]
-    while left:
-        node = left.pop()
-        if node not in reached:
-            reached.add(node)
-            left += [] if _takes_no_value(node) else node.all_input_nodes
-    asked = {used for node in reached if not _takes_no_value(node) for used in node.all_input_nodes}
-    return batch in asked, head in asked
+        if node.target._schema.is_mutable:
+            raise refusal(function, no_writes, f"a call of {node.target}")
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def is_elementwise(graph: fx.GraphModule) -> bool:
     """Return whether the graph may be called with tensors that broadcast; [Note: all pairs at once]."""
-    nodes = graph.graph.nodes
-    constants = [constant_of(graph, node) for node in nodes if node.op == "get_attr"]
-    calls = [node for node in nodes if node.op == "call_function"]
-    return not any(x.is_floating_point() or x.is_complex() for x in constants) and all(
-        _takes_no_value(node) or _is_look_up(graph, node) or _is_pointwise(node) for node in calls
-    )
 
+    def accepts(node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            constant = constant_of(graph, node)
+            return not (constant.is_floating_point() or constant.is_complex())
+        if node.op != "call_function":
+            return True
+        if not node.all_input_nodes:  # it makes a tensor
+            return node.kwargs.get("dtype") in (torch.bool, torch.int32, torch.int64)
+        if node.target is not _aten.index.Tensor:
+            return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+        table, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
+        return table.op == "get_attr" and len(indices) == constant_of(graph, table).dim()
 
-def _is_pointwise(node: fx.Node) -> bool:
-    operator = node.target
-    if not isinstance(operator, torch._ops.OpOverload):
-        return False
-    return torch.Tag.pointwise in operator.tags and not operator._schema.is_mutable
-
-
-def _is_look_up(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node reads one element of a captured table."""
-    if node.target is not torch.ops.aten.index.Tensor:
-        return False
-    table, indices = node.args
-    if not isinstance(table, fx.Node) or table.op != "get_attr":
-        return False
-    return isinstance(indices, list) and len(indices) == constant_of(graph, table).dim()
-
-
-def _takes_no_value(node: fx.Node) -> bool:
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name.removeprefix("aten::") in _SHAPE_ONLY
+    return all(map(accepts, graph.graph.nodes))
 
 
 def constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
@@ -192,42 +151,25 @@ def digest_of(graph: fx.GraphModule) -> str:
     numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
     found = hashlib.sha256()
 
-    def shown(x: Any) -> Any:
+    def text_of(x: Any) -> Any:
         if isinstance(x, fx.Node):
             return numbers[x]
         # the kind of device only: its number differs from rank to rank
         return x.type if isinstance(x, torch.device) else x
 
     for node in graph.graph.nodes:
-        target = _hash_of(constant_of(graph, node)) if node.op == "get_attr" else str(node.target)
-        # how a function calls its arguments is no part of what it does
-        target = node.op if node.op == "placeholder" else target
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), shown)
+        target = str(node.target)
+        if node.op == "get_attr":
+            tensor = constant_of(graph, node).detach().cpu().contiguous()
+            # as bytes: numpy has no bfloat16
+            data = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+            values = hashlib.sha256(data.numpy().tobytes()).hexdigest()
+            target = f"{tensor.dtype} {tuple(tensor.shape)} {values}"
+        elif node.op == "placeholder":
+            target = node.op  # how a function calls its arguments is no part of what it does
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), text_of)
         found.update(f"{node.op} {target} {arguments}\n".encode())
     return found.hexdigest()[:16]
-
-
-def _hash_of(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    # as bytes: numpy has no bfloat16
-    data = values.view(torch.uint8) if values.numel() and values.dtype != torch.bool else values
-    digest = hashlib.sha256(bytes(data.numpy().tobytes())).hexdigest()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
-
-
-# The trace of a mask_mod: what it depends on, which tensors it captured, and its values.
-#
-# Owns what a trace says about a mask function (whether it depends on batch or head, and a digest that ranks
-# compare) and its evaluation by vmap, as FlexAttention does it. `mask_mod.py` reads the graph; the pattern is
-# in `mask_mod.py`.
-#
-# [Note: all pairs at once]
-# A call through vmap costs a millisecond, and a strided layout can have thousands of small tiles. A graph
-# that has only elementwise operators and look-ups of integers gives the same result for broadcast tensors as
-# for 0-d tensors under vmap, so such a graph is called directly. (With captured floats type promotion could
-# differ.)
-
-_STATE_DEPTH = 4  # how deep nested functions are searched for captured values
 
 
 class MaskFacts(NamedTuple):
@@ -255,8 +197,8 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
     """Trace a mask function twice and compare the two graphs.
 
     Raises:
-        RingPatternError: it raises, returns anything but a 0-d boolean tensor, draws random numbers, writes
-            to its arguments or captured tensors, or gives two different graphs.
+        RingPatternError: see `graph_of`; or the two graphs differ, or Python's or numpy's random numbers are
+            drawn.
     """
     # Random numbers of Python and numpy leave no node in the graph, but they change this state.
     before = random.getstate(), repr(np.random.get_state())
@@ -266,13 +208,13 @@ def trace_mask(function: MaskFunction) -> MaskFacts:
         raise refusal(function, "a mask that is the same at every call", "two traces that differ")
     if before != (random.getstate(), repr(np.random.get_state())):
         raise refusal(function, "a mask without random numbers", "one that draws them")
-    by_batch, by_head = dependence_of(first)
-    constants = (constant_of(first, node) for node in first.graph.nodes if node.op == "get_attr")
+    batch, head, *nodes = first.graph.nodes
+    constants = (constant_of(first, node) for node in nodes if node.op == "get_attr")
     # several nodes may read the same captured tensor
     unique = {id(tensor): tensor for tensor in constants}
     versions = tuple((tensor, version_of(tensor)) for tensor in unique.values())
     elementwise = first.forward if is_elementwise(first) else None
-    return MaskFacts(by_batch, by_head, contents, versions, elementwise)
+    return MaskFacts(bool(batch.users), bool(head.users), contents, versions, elementwise)
 
 
 def evaluate(
@@ -391,9 +333,6 @@ def _call(
     return found
 
 
-_SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
-
-
 @dataclass(frozen=True)
 class MaskMod(Pattern):
     """Attend by a FlexAttention `mask_mod` of global positions; torch's `and_masks`, `or_masks` compose it.
@@ -446,12 +385,12 @@ class MaskMod(Pattern):
         Raises:
             RingPatternError: it is no mask.
         """
-        # the dataclass is frozen; `AskedMask.check` compares with it later
+        # the dataclass is frozen; `HeadMask.check` compares with it later
         self.__dict__["_captured"] = list(captured_values(self.function))
         return trace_mask(self.function)
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
-        return (Branch(masks=(AskedMask(self, (head.number,)),)),)
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(masks=(HeadMask(self, (head.number,)),)),)
 
     def __str__(self) -> str:
         """Return the function by name, with a digest of its code and of what it captured."""
@@ -464,12 +403,12 @@ class MaskMod(Pattern):
 
 
 @dataclass(frozen=True)
-class AskedMask:
-    """Represent a function as a `PairMask`: see `masks/tiles.py`.
+class HeadMask:
+    """Represent the function of a `MaskMod`, for some query heads, as a `PairMask` of `masks/tiles.py`.
 
     Attributes:
         whole: the pattern.
-        heads: numbers of the query heads it is asked for; empty where all are alike.
+        heads: numbers of the query heads; empty if the function does not depend on the head.
     """
 
     whole: MaskMod
@@ -486,9 +425,9 @@ class AskedMask:
     def is_causal(self) -> bool:
         return self.whole.is_known_causal
 
-    def for_heads(self, heads: tuple[int, ...]) -> AskedMask:
-        """Ask for other heads; for none in particular where the function does not depend on them."""
-        return AskedMask(self.whole, heads if self.whole.facts.by_head else ())
+    def for_heads(self, heads: tuple[int, ...]) -> HeadMask:
+        """Return the same mask for other heads."""
+        return HeadMask(self.whole, heads if self.whole.facts.by_head else ())
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Try the function at some positions, once for each kind of call; see `Pattern.check`."""

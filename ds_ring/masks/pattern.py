@@ -25,7 +25,7 @@ from ds_ring.masks.tiles import IntArray, MaskFunction, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
 
-class Head(NamedTuple):
+class QueryHead(NamedTuple):
     """Identify a query head: its number, and the number of query heads and K/V heads of the model."""
 
     number: int = 0
@@ -43,7 +43,7 @@ class Pattern(ABC):
     json_key: ClassVar[JsonKey | None] = None
 
     @abstractmethod
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         """Return the branches whose sum a query head attends to.
 
         At least one, the same number for each head.
@@ -57,7 +57,7 @@ class Pattern(ABC):
     @cached_property
     def _of_one_head(self) -> tuple[Branch, ...]:
         """Return the branches of head 0, for properties that are the same for all heads."""
-        return self.branches(Head())
+        return self.branches(QueryHead())
 
     @cached_property
     def distance(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Pattern(ABC):
 
         Two K/V heads whose bound patterns are equal read the same tokens and share one plan.
         """
-        each = [self.branches(Head(head, query_heads, kv_heads)) for head in heads]
+        each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
         # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
         # equal need one entry only.
         together = [_asked_together(each, branches) for branches in each]
@@ -116,14 +116,14 @@ class Pattern(ABC):
         """Return m, how often query position q attends to key position k (0: not at all).
 
         Args:
-            head, query_heads, kv_heads: the query head, see `Head`.
+            head, query_heads, kv_heads: the query head, see `QueryHead`.
             q, k: int arrays of positions that broadcast.
         """
         total: Any = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
         # Labels are defined for positions >= 0; `mask` removes padding (position -1) afterwards.
         ours, theirs = (np.maximum(x, 0).reshape(-1) for x in (q, k))
         gap = q - k
-        for branch in self.branches(Head(head, query_heads, kv_heads)):
+        for branch in self.branches(QueryHead(head, query_heads, kv_heads)):
             q_label, k_label = branch.labels(ours, theirs)
             q_label, k_label = q_label.reshape(q.shape), k_label.reshape(k.shape)
             found = (q_label == k_label) & (q_label >= 0) & (gap >= branch.least) & (gap <= branch.most)
@@ -164,7 +164,7 @@ class Pattern(ABC):
         """
         either = Union(self, _checked(other, "|"))
         # Raise here, at the line of the user that has the mistake, not later when a plan is built.
-        either.branches(Head())
+        either.branches(QueryHead())
         return either
 
 
@@ -208,7 +208,7 @@ class BoundPattern(Pattern):
 
     branches_by_head: tuple[tuple[Branch, ...], ...]
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return self.branches_by_head[min(head.number, len(self.branches_by_head) - 1)]
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
@@ -287,7 +287,7 @@ class Intersection(Pattern):
     first: Pattern
     second: Pattern
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return product(self.first.branches(head), self.second.branches(head))
 
     @property
@@ -310,7 +310,7 @@ class Union(Pattern):
     first: Pattern
     second: Pattern
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         found = union(self.first.branches(head), self.second.branches(head))
         if found is None:
             raise RingPatternError(

@@ -140,6 +140,7 @@ def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
 
 # The multiplicity m of a pair (how often it counts), if m varies inside a tile: a function of positions.
 
+
 @dataclass(frozen=True)
 class Weights:
     """The multiplicity m of a pair: the number of residue classes that contain both of its positions.

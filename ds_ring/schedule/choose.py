@@ -30,7 +30,7 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.blocks import block_intervals, cut_at_blocks
 from ds_ring.masks.partitions import Residue, Table
-from ds_ring.masks.pattern import BoundPattern, Head, Pattern
+from ds_ring.masks.pattern import BoundPattern, QueryHead, Pattern
 from ds_ring.masks.tiles import Axis, IntArray
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, ResidueLayout
@@ -50,7 +50,7 @@ FEW_RANKS = 8
 
 def is_dilated(pattern: Pattern) -> bool:
     """Return whether a dilation is among what a pattern is made of."""
-    primitives = (one for branch in pattern.branches(Head()) for one in branch.queries.primitives)
+    primitives = (one for branch in pattern.branches(QueryHead()) for one in branch.queries.primitives)
     return any(isinstance(one, Residue) for one in primitives)
 
 
@@ -364,12 +364,13 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
 
 def _dilations_in(pattern: Pattern) -> list[Residue]:
     """Return the dilations of a pattern, shortest segment first; of two dilated patterns, the first one's."""
-    primitives = (branch.queries.primitives for branch in pattern.branches(Head()))
+    primitives = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
     residues = ([one for one in some if isinstance(one, Residue)] for some in primitives)
     return sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
 
 
 # The layout of packed documents, each cut zigzag by itself: even work for documents of different lengths.
+
 
 @dataclass(frozen=True)
 class DocumentZigzag(PieceLayout):
@@ -412,5 +413,5 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
 
 def _tables_in(pattern: Pattern) -> list[Table]:
     """Return the tables of ids that tell what may attend to what, each once."""
-    sides = (side for branch in pattern.branches(Head()) for side in (branch.queries, branch.keys))
+    sides = (side for branch in pattern.branches(QueryHead()) for side in (branch.queries, branch.keys))
     return list(dict.fromkeys(one for side in sides for one in side.primitives if isinstance(one, Table)))

@@ -69,6 +69,7 @@ from ds_ring.schedule.rank_plan import (
 #
 # Owns the translation in both directions. `head_class.py` owns who sends them.
 
+
 class Reads(NamedTuple):
     """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader.
 

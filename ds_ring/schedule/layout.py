@@ -280,6 +280,7 @@ def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
 
 # Build a layout by its name. The names and their builders are rows of `ds_ring/registry.py`.
 
+
 def check_layout_name(name: str) -> None:
     """Refuse what `make_layout` does not know.
 
@@ -353,6 +354,7 @@ def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, bl
 # Lay out a cache of keys and values: a prompt as a ring pass left it, and what was generated after it.
 #
 # Owns that arithmetic; `integrations/transformers/generation.py` holds the tensors.
+
 
 @dataclass(frozen=True)
 class CacheLayout(Layout):

@@ -46,6 +46,7 @@ from ds_ring.masks.tiles import (
 # `build_plan` takes the order whose busiest network adapter sends less. In one ring of all ranks one adapter
 # of eight sends; with two levels all of them do. Batches, buffers and the ring pass are the same in both.
 
+
 class Direction(NamedTuple):
     """A direction in which shards travel, for at most `limit` hops; [Note: two levels].
 

@@ -335,9 +335,7 @@ def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
 def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
     posted = (step for one in chunk.steps.rounds for step in one.posted)
     copies = {step.packed for step in posted if isinstance(step, Send)}
-    freed = [
-        step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies
-    ]
+    freed = [step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies]
     texts = [_put(chunk, step) for step in part.arrived if isinstance(step, Accumulate)]
     if names := [name_of(buffer) for buffer in freed if buffer != RESULTS]:
         texts.append(f"free {' '.join(names)}")

@@ -21,7 +21,7 @@ import torch
 
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import ALL, Residue, Table
-from ds_ring.masks.pattern import Head, Pattern
+from ds_ring.masks.pattern import QueryHead, Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 
 RATES = Path(__file__).with_name("rates.json")
@@ -41,7 +41,7 @@ class Fastest(NamedTuple):
 @lru_cache(maxsize=64)
 def kind_of(pattern: Pattern) -> str:
     """Return the kind of tiles that a pattern has: the words of `tools/gpu_rates.py`."""
-    branches = pattern.branches(Head(0, 1, 1))
+    branches = pattern.branches(QueryHead(0, 1, 1))
     primitives = [one for branch in branches for one in branch.queries.primitives]
     if any(isinstance(one, Residue) for one in primitives):
         return "LongNet"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_ring.masks.branches import Branch, alike
 from ds_ring.masks.partitions import Segment
-from ds_ring.masks.pattern import Head, Pattern, check_numbers
+from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.registry import JsonKey
 
 
@@ -22,5 +22,5 @@ class BlockCausal(Pattern):
     def __post_init__(self) -> None:
         check_numbers(self, "block")
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return Branch(least=0), alike(Segment(self.block), most=-1)

@@ -35,7 +35,7 @@ from ds_ring.masks.partitions import (
     in_range,
     labelled,
 )
-from ds_ring.masks.pattern import BoundPattern, Head, Pattern
+from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.runtime.block_mask import hop_mask
 from ds_ring.schedule.layout import expand_runs
@@ -161,7 +161,7 @@ class Blocks(Pattern):
 
     length: int
 
-    def branches(self, head: Head) -> tuple[Branch, ...]:
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (alike(Segment(self.length)),)
 
 

@@ -1,0 +1,56 @@
+"""What a trace says about a mask function: what it depends on, how it may be called, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
+
+from ds_ring import RingPatternError
+from ds_ring.masks.mask_mod import trace_mask
+from tests.masks import MaskFunction, causal
+
+IDS = torch.arange(64)
+
+
+def first_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (h < 2) & (q >= k)
+
+
+def adds_to_its_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    own = q.new_zeros(())
+    own += b
+    return q + own >= k
+
+
+def own_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.arange(64)[q] > k  # not a captured one
+
+
+@pytest.mark.parametrize(
+    ("function", "by_batch", "by_head", "elementwise"),
+    [
+        (and_masks(causal, lambda b, h, q, k: IDS[q] == IDS[k]), False, False, True),
+        (first_heads, False, True, True),
+        (adds_to_its_own, True, False, True),
+        (own_table, False, False, False),
+    ],
+)
+def test_facts_of_a_mask(function: MaskFunction, by_batch: bool, by_head: bool, elementwise: bool) -> None:
+    facts = trace_mask(function)
+    found = facts.by_batch, facts.by_head, facts.elementwise is not None
+    assert found == (by_batch, by_head, elementwise)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda q: IDS.view(8, 8).add_(0), lambda q: IDS.add_(q), lambda q: q.add_(1), lambda q: q.sub_(q)],
+)
+def test_a_mask_that_writes_to_what_is_not_its_own_is_refused(write: MaskFunction) -> None:
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        write(q)
+        return q >= k
+
+    with pytest.raises(RingPatternError, match="writes to no tensor but its own"):
+        trace_mask(function)
