@@ -5,14 +5,13 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
 
     cli.py       the command and its subcommands (commands/): options, and who does the work
     tables.py    tables that fit the terminal
-    cluster/     YAML -> a frozen model (cluster_file.py, cluster.py; hostfile.py: DeepSpeed's hosts), and
-                 what must hold on this machine before anything is started (checks.py)
-    engines/     job -> command line, one file an engine; what runs in a rank that mpirun or srun started
-    run/         job.py goes into an engine, invocation.py comes out; start.py is one attempt of a job,
-                 here or on all hosts (remote.py, agent.py); process.py runs a command line and ends every
-                 process it led to (marked.py, guardian.py); rank.py runs inside a rank; relaunch.py
-                 starts a job until it is done; run_folder.py has the layout of a run's folder;
-                 local_ranks.py runs a function on ranks of this machine
+    cluster/     YAML -> a frozen model (cluster_file.py, cluster.py), and what must hold on this machine
+                 before anything is started (checks.py)
+    engines/     job -> command line; one file an engine holds all that is said about it
+    run/         job.py: what goes into an engine, and what it makes; start.py: one attempt of a job, here or
+                 on all hosts (agent.py); process.py: a command line, and the end of all processes that it
+                 started (guardian.py); rank.py: inside a rank; relaunch.py: attempts until the job is done;
+                 run_folder.py: the layout of a run's folder; local_ranks.py: a function on local ranks
     doctor/      what is wrong with hosts, network and ring (findings.py)
     status/      what is known of a run (run_status.py), as a table and as a page
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables

@@ -23,7 +23,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC
 from ds_ring_launcher.cluster.cluster_file import read_cluster
-from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.hardware import read_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 

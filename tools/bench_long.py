@@ -31,11 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 from ds_ring import SlidingWindow
 from ds_ring.config.section import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.hardware_file import read_hardware
-from ds_ring_launcher.plan.model_memory import Moment
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.hardware import read_hardware
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import FLOAT, Moment, Zero
 from ds_ring_launcher.plan.training_setting import Setting
-from ds_ring_launcher.plan.zero_memory import FLOAT, Zero
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tables import console, print_table
 

@@ -32,14 +32,13 @@ from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.lowering import chunk_bytes_on
-from ds_ring_launcher.plan.cost import Part, bytes_sent
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.hardware_file import read_hardware
-from ds_ring_launcher.plan.model_memory import attention_alone
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.hardware import read_hardware
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import Zero, attention_alone
 from ds_ring_launcher.plan.pass_memory import PassShape, pass_memory
+from ds_ring_launcher.plan.pass_time import Part, bytes_sent
 from ds_ring_launcher.plan.training_setting import ELEMENT_BYTES, Setting
-from ds_ring_launcher.plan.zero_memory import Zero
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 HEAD_DIM = 64

@@ -30,9 +30,9 @@ from ds_ring_launcher.plan.hardware import Hardware, hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.run.local_ranks import run_ranks
-from ds_ring_launcher.tune.clock import Clock
-from ds_ring_launcher.tune.description import describe_hardware
+from ds_ring_launcher.tune.measurements import Clock
 from ds_ring_launcher.tune.request import request_from
+from ds_ring_launcher.tune.result import describe_hardware
 from ds_ring_launcher.tune.search import tune
 
 PATTERNS: dict[str, dict[str, Any]] = {

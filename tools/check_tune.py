@@ -26,8 +26,7 @@ from tqdm import tqdm
 
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.clock import Clock
-from ds_ring_launcher.tune.passes import Passes
+from ds_ring_launcher.tune.measurements import Clock, Passes
 from ds_ring_launcher.tune.request import Request, request_from
 from ds_ring_launcher.tune.result import Result
 from ds_ring_launcher.tune.search import device_of, tune

@@ -13,11 +13,11 @@ import argparse
 from dataclasses import replace
 
 from ds_ring import Causal
-from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import slowest_passes, total_cost
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.training_setting import Setting
-from ds_ring_launcher.plan.zero_memory import Zero
 
 HEADS, HEAD_DIM = 32, 128
 

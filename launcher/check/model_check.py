@@ -33,9 +33,19 @@ from ds_ring.integrations.deepspeed.first_batch import (
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
 
-from .small_batches import Form, Given, make_form, needs_documents
 from .small_config import read_config, shrink
-from .small_model import HAVE_A_LOSS, SAMPLES, build, make_batch, section_for, usual_head
+from .small_model import (
+    HAVE_A_LOSS,
+    SAMPLES,
+    Form,
+    Given,
+    build,
+    make_batch,
+    make_form,
+    needs_documents,
+    section_for,
+    usual_head,
+)
 
 Result = Literal["exact", "refused", "WRONG", "invalid"]
 

@@ -5,6 +5,8 @@ Looks at this machine only. What the YAML itself may say is cluster.py's.
 
 from __future__ import annotations
 
+import random
+import secrets
 import shutil
 import socket
 
@@ -12,7 +14,6 @@ from ds_ring.config.json_text import is_file
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
-from . import ports
 from .cluster import Cluster
 from .yaml_file import missing_file
 
@@ -45,9 +46,9 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
     """Return the YAML's port, known to be free where the master is this machine, or one that is free here."""
     if cluster.master_port is None:
         # With a master elsewhere this is only a good guess: nobody can ask its ports from here.
-        return ports.choose_free_port()
+        return choose_free_port()
     if _master_is_here(cluster, node_rank):
-        ports.require_free(cluster.master_port)
+        require_free(cluster.master_port)
     return cluster.master_port
 
 
@@ -63,3 +64,59 @@ def require_program(name: str, search_path: str, advice: str) -> None:
     """Raise RingConfigError unless the program `name` is on `search_path`."""
     if shutil.which(name, path=search_path) is None:
         raise RingConfigError(f"expected the program {name} on PATH, got none; {advice}")
+
+
+# Below the kernel's ephemeral range (32768 up), so that between our look and the engine's bind, seconds
+# later, no outgoing connection and no bind to port 0 of another program takes it. DeepSpeed's and torchrun's
+# default, 29500, is where everybody collides; it is left out.
+_CANDIDATES = range(20000, 29500)
+_ATTEMPTS = 200
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on `port` now, on all interfaces as torch's store does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be listened on
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def choose_free_port() -> int:
+    """Return a port that is free here, drawn at random so that two launches at once do not meet."""
+    draw = random.SystemRandom()
+    for _ in range(_ATTEMPTS):
+        port = draw.choice(_CANDIDATES)
+        if is_free(port):
+            return port
+    raise RingConfigError(
+        f"expected a free port from {_CANDIDATES.start} to {_CANDIDATES.stop}, got none in {_ATTEMPTS} "
+        "tries; set master_port in the YAML"
+    )
+
+
+def require_free(port: int) -> None:
+    """Raise RingConfigError if somebody listens on `port` here."""
+    if not is_free(port):
+        raise RingConfigError(
+            f"expected master_port {port} to be free, got a port in use; end the run that holds it "
+            f"(ss -ltnp 'sport = :{port}' names it), or leave master_port out and a free one is taken"
+        )
+
+
+# The ranks of one launch authenticate their connections by a secret, new for each launch. It is an
+# environment variable: inherited on this machine, sent to the standard input of an agent on another one. It
+# never stands on a command line, in a file or in a log.
+
+_BYTES = 32
+
+
+def secret_for(cluster: Cluster) -> str | None:
+    """Return a new secret of 64 hex digits where one call starts all ranks, and otherwise None."""
+    # Hosts that are started each by its own call have no channel on which to agree: who wants a secret there
+    # exports the same DS_RING_SECRET on every host, and the ranks inherit it.
+    # 32 bytes, so that nobody guesses it from one answer of the handshake.
+    return secrets.token_hex(_BYTES) if cluster.is_local or cluster.reaches_out else None

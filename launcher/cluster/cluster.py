@@ -15,9 +15,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
 
-from ..run.invocation import SECRET_VARIABLE
+from ..run.job import LOOPBACK, SECRET_VARIABLE
 
-LOOPBACK = "127.0.0.1"
 MOST_SLOTS = 4096  # of one host: more than any has devices or cores
 _MOST_LETTERS = 4096  # Linux's own limit of a path; of a variable it is 128 KiB
 LOCAL_NAME = "localhost"

@@ -51,20 +51,19 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..cluster import checks
     from ..cluster.cluster_file import read_cluster
     from ..doctor import hosts as doctor_hosts
-    from ..doctor import run as doctor_run
-    from ..doctor.findings import WRONG, judge_hosts
+    from ..doctor.findings import WRONG, judge_hosts, own_machine, ring_findings
     from ..run.job import Job
 
     refuse_extra("doctor", extra_args)
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
         folder = Path(name)
-        cluster = read_cluster(options.config or doctor_run.own_machine(folder))
+        cluster = read_cluster(options.config or own_machine(folder))
         node_rank = checks.resolve_node_rank(cluster, options.node_rank)
         port = cluster.master_port or checks.resolve_port(cluster, node_rank)
         job = Job(cluster, node_rank, port, folder, dict(os.environ))
         findings = judge_hosts(cluster, doctor_hosts.ask(job, options.host_seconds))
         if not options.no_ring:
-            findings += doctor_run.ring_findings(job, findings, options.seconds)
+            findings += ring_findings(job, findings, options.seconds)
     _show(findings, job, options.json)
     return int(any(finding.state == WRONG for finding in findings))
 

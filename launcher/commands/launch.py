@@ -45,10 +45,10 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ..cluster import checks, placement, secret
+    from ..cluster import checks, placement
     from ..cluster.cluster_file import read_cluster
-    from ..run import open_files, process, relaunch
-    from ..run.job import Job
+    from ..run import process, relaunch
+    from ..run.job import Job, raise_file_limit
     from ..run.start import start
 
     cluster = read_cluster(options.config)
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         return _print_sbatch(cluster, options.config, extra_args)
     caller = dict(os.environ)
     cluster = placement.placed(cluster, caller)
-    told = secret.secret_for(cluster)
+    told = checks.secret_for(cluster)
 
     if options.dry_run:
         # Named and not made: the script that is printed makes it.
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         _print(Job(cluster, node_rank, port, folder, caller, extra_args, told, attempt))
         return 0
 
-    open_files.raise_file_limit()
+    raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
         job = Job(cluster, node_rank, port, Path(name), caller, extra_args, told)
         if cluster.run_folder is not None:

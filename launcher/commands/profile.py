@@ -11,18 +11,97 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .parsers import Commands, add_command, add_json, print_json, refuse_extra, require_sizes
-from .profile_report import print_memory, print_times, row_of, times_of
-from .shapes import add_shapes, config_of, pattern_of, source_of
+from .parsers import (
+    MIB,
+    Commands,
+    add_command,
+    add_json,
+    add_shapes,
+    config_of,
+    pattern_of,
+    print_json,
+    refuse_extra,
+    require_sizes,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
     from ds_ring.masks.pattern import Pattern
 
-    from ..profile.job import Job
-    from ..profile.measure import RingRun
+    from ..profile.measure import Job, RingRun
     from ..profile.timeline import Timeline
+
+
+def row_of(run: RingRun) -> dict[str, Any]:
+    """Return a ring for machines; bytes, those of `at_peak` of the rank that needs most."""
+    from ..profile.pictures import parts_of
+
+    return {
+        "run": run.kind,
+        "ring_size": run.ring_size,
+        "layout": run.layout_name,
+        "peak_bytes": run.peak_bytes,
+        "ring_rank": run.busiest,
+        "at_peak": parts_of(run.ranks[run.busiest].memory),
+        "peak_bytes_by_rank": [rank.memory.peak_bytes for rank in run.ranks],
+    }
+
+
+def times_of(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline for machines; milliseconds by ring rank."""
+    from ..profile.timeline import WHATS
+
+    ranks = range(timeline.ring_size)
+    spent = {
+        f"{what}_ms": [round(timeline.total_us(rank, what) / 1e3, 3) for rank in ranks] for what in WHATS
+    }
+    return {
+        "timeline": timeline.kind, "ring_size": timeline.ring_size, "note": timeline.note,
+        "wall_ms": round(timeline.end_us / 1e3, 3), **spent,
+    }  # fmt: skip
+
+
+def print_memory(job: Job, runs: list[RingRun]) -> None:
+    """Print a table of peaks and their parts, a row for each ring."""
+    from rich.table import Table
+
+    from ..profile.pictures import LABELS, bars_of, one_over_p, shown_parts
+    from ..tables import print_table
+
+    bars = bars_of(runs)
+    parts, line = shown_parts(bars), one_over_p(bars)
+    table = Table(title=f"{job.title}: MiB of the rank that needs most", caption_justify="left")
+    for name in ("ring", "run", "layout", "rank", "peak", "of 1/P", *(LABELS[part] for part in parts)):
+        table.add_column(name, justify="left" if name in ("run", "layout") else "right")
+    for run, bar in zip(runs, bars, strict=True):
+        table.add_row(
+            str(bar.ring_size), bar.kind, run.layout_name, str(bar.ring_rank), f"{bar.total_bytes / MIB:.2f}",
+            f"{bar.total_bytes / line.at(bar.ring_size):.3f}",
+            *(f"{bar.parts[part] / MIB:.2f}" for part in parts),
+        )  # fmt: skip
+    print_table(table)
+
+
+def print_times(timelines: list[Timeline]) -> None:
+    """Print a table for each timeline, a row for each rank."""
+    from rich.table import Table
+
+    from ..profile.timeline import WHATS
+    from ..tables import console, print_table
+
+    for timeline in timelines:
+        said = f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}"
+        console().print(said, markup=False)
+        table = Table(caption=f"ms of {timeline.end_us / 1e3:.1f}")
+        for name in ("rank", *WHATS):
+            table.add_column(name, justify="right")
+        for rank in range(timeline.ring_size):
+            spent = [timeline.total_us(rank, what) for what in WHATS]
+            table.add_row(str(rank), *(f"{us / 1e3:.1f}" for us in spent))
+        print_table(table)
+
 
 _HELP = "draw what each rank of a ring needs and does, with real ranks of this machine or virtual ones"
 _DESCRIPTION = (
@@ -123,8 +202,8 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     config, source = config_of(options), source_of(options)
     from ds_ring.runtime.context import Options
 
-    from ..plan.layer_mix import mix_of
-    from ..profile.job import Job
+    from ..plan.model_file import mix_of
+    from ..profile.measure import Job
 
     how = Options(
         kernel=config.kernel,
@@ -150,8 +229,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
-    from ..plan.layer_mix import said_of
-    from ..plan.model_file import with_layer_types
+    from ..plan.model_file import said_of, with_layer_types
 
     if options.hf_config is None:
         return said_of(None, options.layers)
@@ -233,8 +311,7 @@ class _Ticks:
 
 def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timeline]:
     from ..profile.measure import REAL
-    from ..profile.replay import replay
-    from ..profile.timeline import timeline_of
+    from ..profile.timeline import replay, timeline_of
 
     cores = len(os.sched_getaffinity(0))
     where = f"one machine with {cores} {'cores' if cores > 1 else 'core'}"
@@ -248,8 +325,8 @@ def _write(
     options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
-    from ..profile.chrome import chrome_trace
     from ..profile.pictures import draw_memory, draw_steps, draw_timeline
+    from ..profile.timeline import chrome_trace
 
     trace = folder / "trace.json"
     trace.write_text(json.dumps(chrome_trace(timelines, job.title)) + "\n")

@@ -8,8 +8,18 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from .parsers import Commands, add_command, add_json, print_json, refuse_extra
-from .shapes import MIB, add_shapes, config_of, pattern_of, source_of
+from .parsers import (
+    MIB,
+    Commands,
+    add_command,
+    add_json,
+    add_shapes,
+    config_of,
+    pattern_of,
+    print_json,
+    refuse_extra,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig

@@ -81,7 +81,7 @@ def _show(status: RunStatus, options: argparse.Namespace) -> None:
 def _write_page(folder: Path) -> None:
     from ds_ring.errors import RingConfigError
 
-    from ..status.keeper import write_page
+    from ..status.page import write_page
 
     try:
         write_page(folder)

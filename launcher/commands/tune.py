@@ -7,7 +7,14 @@ import json
 import os
 
 from ..tune.arguments import declare
-from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
+from .parsers import (
+    Commands,
+    add_command,
+    refuse_extra,
+    require_deadline,
+    require_memory,
+    require_sizes,
+)
 
 _MOST = {
     "tokens": 2**30,
@@ -57,7 +64,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_deadline(options.deadline_seconds)
     from ..plan.model_file import with_layer_types
     from ..run.local_ranks import run_ranks
-    from ..tune.run import read
+    from ..tune.__main__ import read
 
     if options.hf_config is not None:
         options.hf_config = json.dumps(with_layer_types(options.hf_config))
@@ -69,7 +76,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
     _require_devices(options)
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
-    from ..tune.run import run as work
+    from ..tune.__main__ import run as work
 
     run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
     return 0

@@ -36,8 +36,7 @@ from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.rank import Geometry, shard_of
 
-from ..profile.job import Job
-from ..profile.measure import measure_rank
+from ..profile.measure import Job, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32

@@ -6,8 +6,7 @@ import sys
 
 from ds_ring.errors import RingConfigError
 
-from ..run.invocation import Invocation
-from ..run.job import Job
+from ..run.job import Invocation, Job
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -16,7 +15,7 @@ def deepspeed(job: Job) -> Invocation:
     """Return the call of DeepSpeed's launcher on one host, by its module: its script need not be on PATH."""
     # Always with a hostfile: without one it reads /job/hostfile where that exists, and trains locally with a
     # warning where it does not. `--no_ssh` makes a hostfile of one line a plain local run. Other hosts are
-    # reached by remote.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
+    # reached by start.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
     cluster = job.cluster
     hostfile = job.folder / "hostfile"
     slots, include = _slots(job)

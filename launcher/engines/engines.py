@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..run.invocation import Invocation
-from ..run.job import Job
+from ..run.job import Invocation, Job
 from .deepspeed import deepspeed
 from .mpirun import mpirun
 from .slurm import slurm

@@ -8,8 +8,7 @@ import sys
 
 from ds_ring.errors import RingConfigError
 
-from ..run.invocation import Invocation
-from ..run.job import Job
+from ..run.job import Invocation, Job
 
 _MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
 # mpirun forwards this signal to all ranks on all hosts, where mpi_rank.py takes it for SIGTERM. At SIGTERM

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from ..cluster.cluster import Cluster
-from ..run.invocation import Invocation
-from ..run.job import Job
+from ..run.job import Invocation, Job
 from ..run.run_folder import PREEMPTED
 
 _PLACE_MODULE = "ds_ring_launcher.engines.slurm_rank"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..run.invocation import Invocation
-from ..run.job import Job
+from ..run.job import Invocation, Job
 
 
 def torchrun(job: Job) -> Invocation:

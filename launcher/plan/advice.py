@@ -2,14 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, islice
 from typing import NamedTuple
 
-from .capacity_search import fewest_devices, longest_sequence
-from .cost import EXPOSED
-from .estimate import Estimate
-from .hiding import Hiding, hiding_shard, waiting
-from .remedies import Remedy, remedies
+from .estimate import Estimate, estimate
+from .node_orders import Hiding, hiding_shard, waiting
+from .options import (
+    OptionSet,
+    can_hold,
+    fewest_devices,
+    longest_sequence,
+    peak_bytes,
+    sets_that_fit,
+)
+from .pass_time import EXPOSED
+from .training_setting import Setting
+
+# Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
+# data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
+# options.py, then both together, then more devices, and last a shorter sequence.
+
+MOST_LINES, MOST_OF_THESE_DEVICES = 5, 3  # proposals in all; of them on the devices at hand
+ROUGHLY = 1.05  # of what a device has: more by a search's estimate needs no plan of the whole ring
+MOST_RANKS = 256  # of a ring that is proposed: the estimate grows as its square, 4096 ranks take minutes
+
+
+class Remedy(NamedTuple):
+    """Describe a change after which the run fits."""
+
+    change: str  # options of `ds-ring plan`, or a key of DeepSpeed's JSON
+    peak_bytes: int  # of a device then
+    host_bytes: int  # of a node's host then
+    step_s: float  # seconds of a step then
+    setting: Setting  # with the change in it
+
+
+class _Change(NamedTuple):
+    text: str
+    apply: Callable[[Setting], Setting]
+
+
+def remedies(setting: Setting) -> tuple[Remedy, ...]:
+    """Return at most five changes that each make the setting fit, cheapest first."""
+    changes = list(_changes(setting))
+    found = chain(_on_these_devices(setting, changes), _more_devices(setting), _shorter(setting))
+    return tuple(islice(found, MOST_LINES))
+
+
+def _changes(setting: Setting) -> Iterator[_Change]:
+    """Yield every change on the same devices for the same sequence, cheapest first."""
+    zero, model = setting.zero, setting.model
+    if zero.stage and zero.bucket_elements > model.largest_parameter:
+        largest = model.largest_parameter
+        yield _Change(
+            f'"reduce_bucket_size": {largest} in zero_optimization',
+            lambda s: replace(s, zero=replace(s.zero, bucket_elements=largest)),
+        )
+    ring = setting.devices // setting.ulysses_size
+    if ring > setting.ring_size:
+        yield _Change(f"--ring-size {ring}", lambda s: replace(s, ring_size=ring))
+    for stage in range(zero.stage + 1, 4):
+        yield _Change(f"--zero-stage {stage}", _with_stage(stage))
+    if setting.batch > 1:
+        half = setting.batch // 2
+        yield _Change(f"--batch {half}", lambda s: replace(s, batch=half))
+    if setting.batch > 3:
+        yield _Change("--batch 1", lambda s: replace(s, batch=1))
+
+
+def _with_stage(stage: int) -> Callable[[Setting], Setting]:
+    return lambda setting: replace(setting, zero=replace(setting.zero, stage=stage))
+
+
+def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
+    """Yield changes that are enough and options that are; where none is, a change with options."""
+    enough = (one for change in changes for one in _found(change.text, change.apply(setting)))
+    found = list(islice(chain(enough, _with_options("", setting)), MOST_OF_THESE_DEVICES))
+    both = (one for change in changes for one in _with_options(change.text, change.apply(setting)))
+    yield from found or islice(both, MOST_OF_THESE_DEVICES)
+
+
+def _with_options(text: str, setting: Setting) -> Iterator[Remedy]:
+    """Yield the cheapest sets of options that make a setting fit."""
+    local = -(-setting.tokens // setting.ring_size)
+    # The rough estimate rules most out before the slow one.
+    if not can_hold(replace(setting, may_add_options=True), local):
+        return
+    for options, found in sets_that_fit(setting):
+        if options:
+            changes = " ".join(filter(None, (text, flags(options))))
+            yield Remedy(changes, found.peak.total, found.node_host_bytes, found.step_s, found.setting)
+
+
+def flags(options: OptionSet) -> str:
+    """Return a set of options as a command line has it."""
+    return " ".join(option.flag for option in options)
+
+
+def _more_devices(setting: Setting) -> Iterator[Remedy]:
+    """Propose more devices in one ring, alone, and fewer of them with options."""
+    alone = _few_devices(setting)
+    if alone is not None and alone.devices > setting.devices:
+        yield from _found(_devices_text(alone), alone)
+    fewer = _few_devices(replace(setting, may_add_options=True))
+    if (
+        fewer is not None
+        and fewer.devices > setting.devices
+        and (alone is None or fewer.devices < alone.devices)
+    ):
+        yield from islice(_with_options(_devices_text(fewer), replace(fewer, may_add_options=False)), 1)
+
+
+def _few_devices(setting: Setting) -> Setting | None:
+    """Return the fewest devices; None beyond the ring whose whole estimate takes about a second."""
+    found = fewest_devices(setting)
+    return found if found is not None and found.ring_size <= MOST_RANKS else None
+
+
+def _devices_text(setting: Setting) -> str:
+    return f"--devices {setting.devices} --ring-size {setting.ring_size}"
+
+
+def _shorter(setting: Setting) -> Iterator[Remedy]:
+    tokens = longest_sequence(setting)
+    if 0 < tokens < setting.tokens:
+        yield from _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
+
+
+def _found(text: str, setting: Setting) -> Iterator[Remedy]:
+    remedy = _checked(text, setting)
+    if remedy is not None:
+        yield remedy
+
+
+def _checked(text: str, setting: Setting) -> Remedy | None:
+    """Estimate a changed setting; None if it does not fit."""
+    local = -(-setting.tokens // setting.ring_size)
+    # The rough estimate rules most out before the slow one.
+    if peak_bytes(setting, local) > ROUGHLY * setting.usable_bytes:
+        return None
+    found = estimate(setting)
+    if not found.fits:
+        return None
+    return Remedy(text, found.peak.total, found.node_host_bytes, found.step_s, setting)
+
 
 GIB = 2**30
 MOSTLY = 0.5  # of the peak: what takes more is named

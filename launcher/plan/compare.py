@@ -23,12 +23,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .capacity_search import MOST_TOKENS
 from .estimate import Estimate, fits, training_step
-from .model_memory import LocalTokens, TrainingStep
+from .model_memory import FLOAT, LocalTokens, TrainingStep
+from .options import MOST_TOKENS
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, Setting
-from .zero_memory import FLOAT
 
 GIB = 1 << 30
 CHUNK_TOKENS = 256  # of TRL's chunked_nll

@@ -1,19 +1,22 @@
 """Describe hardware as a frozen model: what one device computes, holds and sends in a second.
 
 The only file that knows the keys of `configs/hardware/*.yaml`. How a file is found and read is the
-launcher's; what follows for a plan stands in launcher/plan/cost.py. `ds-ring tune` measures a machine and
-writes such a file, `ds-ring plan` reads it.
+launcher's; pass_time.py computes times from it. `ds-ring tune` measures a machine and writes such a file,
+`ds-ring plan` reads it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ds_ring.config.messages import Section, Takes, config_error, problems_of, sentence
+from ds_ring.config.messages import Section, Takes, config_error, did_you_mean, problems_of, sentence, shown
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS
+
+from ..cluster.yaml_file import read_mapping
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Bounds that no device comes near: within them no time that is estimated overflows.
@@ -153,3 +156,35 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
         return Hardware.model_validate(filled)
     except ValidationError as error:
         raise config_error(source, *problems_of(error, Hardware, "")) from None
+
+
+# Beside this package where it is installed, in configs/ where it is a checkout.
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = (_PACKAGE / "hardware", _PACKAGE.parent / "configs" / "hardware")
+
+
+def known_hardware() -> dict[str, Path]:
+    """Return the descriptions that come with this package, by name."""
+    return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_hardware(name_or_path: str) -> Hardware:
+    """Read a description that comes with the package, or a YAML file; RingConfigError for anything else."""
+    known = known_hardware()
+    path = Path(name_or_path)
+    if name_or_path.lower() in known:
+        path = known[name_or_path.lower()]
+    elif path.suffix not in (".yaml", ".yml") and not _exists(path):
+        near = did_you_mean(name_or_path, known)
+        advice = f"did you mean '{near}'?" if near else "or the path of a YAML file with the keys of these"
+        raise config_error(
+            "hardware", f"expected one of {', '.join(known)}, got {shown(name_or_path)}; {advice}"
+        )
+    return hardware_from(read_mapping(path), str(path))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False

@@ -17,13 +17,20 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
 from ..commands.parsers import require_sizes
-from .capacity_search import MOST_TOKENS, fewest_devices, longest_sequence, longest_with_options
-from .hardware_file import read_hardware
-from .layer_mix import mix_of
-from .model_file import model_of, said_of_layers
-from .options import OPTIONS, tiled_loss, tiled_mlp, with_cheapest_options
+from .hardware import read_hardware
+from .model_file import mix_of, model_of, said_of_layers
+from .model_memory import Zero
+from .options import (
+    MOST_TOKENS,
+    OPTIONS,
+    fewest_devices,
+    longest_sequence,
+    longest_with_options,
+    tiled_loss,
+    tiled_mlp,
+    with_cheapest_options,
+)
 from .training_setting import ELEMENT_BYTES, Setting
-from .zero_memory import Zero
 
 _Raw = dict[str, Any]
 _ZERO = "zero_optimization"

@@ -2,7 +2,7 @@
 
 Owns the choice of ranks and head classes that stand for all, and how layers with different patterns add up:
 costs are summed over the layers, since ranks wait for each other in every layer; of memory the most counts.
-What one pass costs is `cost.py`'s, its memory `pass_memory.py`'s.
+pass_time.py has the cost of one pass, pass_memory.py its memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
-from .cost import Part, PassCost, pass_cost
 from .hardware import Hardware
 from .pass_memory import PassMemory, PassShape, pass_memory
+from .pass_time import Part, PassCost, pass_cost
 from .training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
 
 FEW_CLASSES, MANY_RANKS = 4, 64

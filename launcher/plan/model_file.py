@@ -6,16 +6,197 @@ Only where the file leaves open which of its layers have a window or chunk, tran
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ds_ring.config.messages import did_you_mean, shown
+from ds_ring.config.json_text import Json, parse_object, read_object
+from ds_ring.config.messages import did_you_mean, sentence, shown
+from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.layer_patterns import NARROW
+from ds_ring.masks.layer_patterns import NARROW, LayerPatterns, patterns_of_types
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.layout import Mix
 
-from .layer_mix import read_hf_config, said_by, text_part
-from .model_shape import ModelShape
+# The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
+# layer_patterns.py combines the two; for a model object, integrations/transformers reads its masks.
+
+_FULL = ("full_attention", "attention")
+MOST_LAYERS = 1 << 16
+
+
+def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a config.json, which reads more than text in some models."""
+    inner = values.get("text_config")
+    return inner if "hidden_size" not in values and isinstance(inner, dict) else values
+
+
+def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
+    """Return what a config.json says of every layer, as of a causal model.
+
+    Args:
+        values: of the file. Without `layer_types` all layers have the window or chunk that it names.
+
+    Raises:
+        RingConfigError: layers that are not attention, or keys of another kind.
+    """
+    own = text_part(values)
+    count = own.get("num_hidden_layers")
+    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+        raise _refused("num_hidden_layers", "a whole number of at least 1", count, "correct it")
+    return patterns_of_types(_types(own, count), lambda key: _width(own, key), True)
+
+
+def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
+    """Return what is known of each layer: by a config.json or its text, or by their number alone.
+
+    Raises:
+        RingConfigError: both are given, or one of them is wrong.
+    """
+    if hf_config is None:
+        if layers is not None and not 1 <= layers <= MOST_LAYERS:
+            raise RingConfigError(
+                f"--layers: {sentence('a whole number of at least 1', str(layers), 'correct it')}"
+            )
+        return None if layers is None else (None,) * layers
+    if layers is not None:
+        raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
+    return said_by(read_hf_config(hf_config))
+
+
+def read_hf_config(path_or_text: str) -> Json:
+    """Return a config.json, by its path or its text.
+
+    Raises:
+        RingConfigError: no such file, or no JSON.
+    """
+    if not path_or_text.lstrip().startswith("{"):
+        return read_object(path_or_text)
+    return parse_object(path_or_text, "--hf-config")
+
+
+def mix_of(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> Mix:
+    """Count the layers of each pattern, in the order of the layers.
+
+    Args:
+        config: the section; its "pattern" and "layers".
+        said: what the model says of each layer, None where nobody knows.
+        tokens: of the sequence.
+
+    Raises:
+        RingPatternError: the model and the JSON contradict each other.
+        RingConfigError: "layers" names one that the model has not.
+    """
+    named = named_patterns(config)
+    beyond = [layer for layer in named if layer >= len(said)]
+    if beyond:
+        expected = f"layers from 0 to {len(said) - 1}, which the model has"
+        raise RingConfigError(f"pattern: layers: {sentence(expected, str(max(beyond)), 'leave it out')}")
+    patterns, mixed = LayerPatterns(pattern_from_config(config), named), len(set(said)) > 1
+    counted = Counter(patterns.of(tokens, one, layer, mixed) for layer, one in enumerate(said))
+    return tuple(counted.items())
+
+
+def _types(own: Mapping[str, Any], count: int) -> Sequence[str]:
+    types = own.get("layer_types")
+    if types is None:
+        narrow = [word for word, key in NARROW.items() if _width(own, key)]
+        return [narrow[0] if narrow else _FULL[0]] * count
+    if not isinstance(types, list) or len(types) != count or not all(isinstance(one, str) for one in types):
+        raise _refused("layer_types", f"a list of {count} words, one for each layer", types, "correct it")
+    unknown = [one for one in types if one not in (*_FULL, *NARROW)]
+    if unknown:
+        advice = "plan a model whose layers are all attention: ds_ring refuses this one"
+        raise _refused("layer_types", f"{', '.join((*_FULL, *NARROW))}", unknown[0], advice)
+    return types
+
+
+def _width(own: Mapping[str, Any], key: str) -> int | None:
+    width = own.get(key)
+    if width is not None and (type(width) is not int or width < 1):
+        raise _refused(key, "a whole number of at least 1, or null", width, "correct it")
+    return width if own.get("use_sliding_window", True) is not False else None
+
+
+def _refused(key: str, expected: str, got: object, advice: str) -> RingConfigError:
+    return RingConfigError(f"--hf-config: {key}: {sentence(expected, shown(got), advice)}")
+
+
+# Sizes and parameters of a Llama-like block: grouped-query attention, gated MLP, RMS norms, no biases.
+
+MOST = 2**31  # of any size: products of three of them are still exact
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Describe the sizes of a decoder."""
+
+    layers: int  # decoder layers
+    hidden: int  # width of the residual stream
+    # heads, kv_heads: query and K/V heads of a layer; heads is a multiple of kv_heads
+    heads: int
+    kv_heads: int
+    head_dim: int  # D
+    intermediate: int  # width of the MLP
+    vocab: int  # rows of the embedding
+    tied: bool = False  # the output matrix is the embedding
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MOST:
+                bound = "of at least 1" if type(value) is not int or value < 1 else f"of at most {MOST:,}"
+                got = f"{value!r:.40}"
+                raise RingConfigError(
+                    f"model: {name}: expected a whole number {bound}, got {got}; correct it"
+                )
+        if self.heads % self.kv_heads:
+            raise RingConfigError(
+                f"model: heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads};"
+                " grouped-query attention shares each K/V head among equally many query heads"
+            )
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Count the q, k, v and output projections of one layer."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @cached_property
+    def mlp_parameters(self) -> int:
+        """Count the gate, up and down projections of one layer."""
+        return 3 * self.hidden * self.intermediate
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Count the parameters of one layer, its two norms included."""
+        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Count the output matrix, which may be the embedding."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """Count all parameters, each once."""
+        matrices = (1 if self.tied else 2) * self.head_parameters
+        return self.layers * self.layer_parameters + matrices + self.hidden
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        """Return the elements of the largest single tensor."""
+        return max(
+            self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
+        )
+
+    @cached_property
+    def matrix_parameters(self) -> int:
+        """Count parameters that multiply every token: all but the embedding's rows and the norms."""
+        # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
+        return self.layers * (self.attention_parameters + self.mlp_parameters) + self.head_parameters
+
 
 _KEYS = {
     "layers": "num_hidden_layers",

@@ -1,7 +1,7 @@
 """List what makes a step need less memory on the same devices: one row for each option of a long sequence.
 
 Owns the rows, which of them go together, and the choice of the cheapest set that fits. What an option saves
-is `model_memory.py`'s and `zero_memory.py`'s, what it costs `estimate.py`'s.
+is `model_memory.py`'s and `model_memory.py`'s, what it costs `estimate.py`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from ds_ring.config.section import tile_tokens
 from ds_ring.registry import FAST_KERNELS
 
-from .estimate import Estimate, estimate, fits, training_step
-from .layer_passes import LayerPasses, layer_passes
+from .estimate import Estimate, estimate, fits, least_step, training_step
+from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
 from .pass_memory import PassMemory
-from .training_setting import Setting
+from .training_setting import Setting, like_in_memory
 
 _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
@@ -223,3 +223,72 @@ def json_of(setting: Setting) -> dict[str, Any]:
         if option.flag in tiles and option.apply(setting) != setting:  # not the default size
             inner[key] = tiles[option.flag]
     return whole
+
+
+# Searches for the longest sequence and the fewest devices call `estimate.py` many times, on rings of at most
+# four ranks with the same tokens per rank, so that a search over a thousand devices takes a second.
+
+MOST_TOKENS = 1 << 40
+MOST_DEVICES = 1 << 14
+FINE = 64  # a search ends when it is exact to 1 / FINE
+FEW_STEPS = 4
+
+
+def peak_bytes(setting: Setting, local_tokens: int) -> int:
+    """Return the peak of a device with so many tokens per rank, or a part of it that is too much."""
+    smaller = like_in_memory(setting, local_tokens)
+    # Cheap lower bound first: most of a search's settings need no plan.
+    least = least_step(smaller).peak().total
+    if least > setting.usable_bytes:
+        return least
+    layout, memory = rough_pass_memory(smaller)
+    return training_step(smaller, layout.local_tokens, memory).peak().total
+
+
+def can_hold(setting: Setting, local_tokens: int) -> bool:
+    """Return whether devices and hosts hold so many tokens per rank, with options added where they may be."""
+    smaller = like_in_memory(setting, local_tokens)
+    least = least_step(smaller)
+    if not fits_somehow(smaller, least.tokens.inside // smaller.batch, least.ring):
+        return False
+    layout, memory = rough_pass_memory(smaller)
+    return fits_somehow(smaller, layout.local_tokens, memory)
+
+
+def longest_sequence(setting: Setting) -> int:
+    """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
+    unit = setting.ulysses_size
+    low, high = 0, 64 * unit
+    while high * setting.ring_size <= MOST_TOKENS and can_hold(setting, high):
+        low, high = high, 2 * high
+    while high - low > max(low // FINE, unit):
+        middle = (low + high) // 2 // unit * unit
+        low, high = (middle, high) if can_hold(setting, middle) else (low, middle)
+    return low * setting.ring_size
+
+
+def longest_with_options(setting: Setting) -> Setting | None:
+    """Return the longest sequence with the cheapest options that make it fit, None if none does."""
+    tokens = longest_sequence(replace(setting, may_add_options=True))
+    # The search looks at a small ring: the whole one may need a little more.
+    for _ in range(FEW_STEPS):
+        found = sets_that_fit(replace(setting, tokens=tokens)) if tokens else []
+        if found:
+            return found[0].estimate.setting
+        tokens -= tokens // FINE
+    return None
+
+
+def fewest_devices(setting: Setting) -> Setting | None:
+    """Return the setting on the smallest power of two of devices that fit, all in one ring, or None."""
+    size = setting.ulysses_size
+    while size <= MOST_DEVICES:
+        ring = size // setting.ulysses_size
+        tried = replace(setting, ring_size=ring, zero=replace(setting.zero, world=size))
+        local = -(-setting.tokens // size) * setting.ulysses_size
+        if can_hold(tried, local):
+            return tried
+        if local <= setting.ulysses_size:
+            break
+        size *= 2
+    return None

@@ -1,8 +1,8 @@
 """Model the time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
 
-Owns what a batch of a schedule takes: arithmetic, the rank's own work of posting, and the messages that
-arrive meanwhile. Which rates are true of a machine is the caller's: `cost.py` reads a hardware description,
-`launcher/tune/model.py` what it has measured.
+A batch of a schedule takes the time of its arithmetic, of posting its messages, and of the messages that
+arrive meanwhile. The caller gives the rates: from a hardware description (`PassCost` below), or measured
+(launcher/tune/model.py).
 
 FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
 backward (five products; Dao et al. 2022, FlashAttention). One product forward and two backward are of values,
@@ -12,14 +12,18 @@ which may have another head_dim E.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.tiles import Kind, Tiles, count_slots
 from ds_ring.schedule.lowering import count_heads
-from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule
+from ds_ring.schedule.rank_plan import HeadClassPlan
+from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
+from ds_ring.schedule.workspace import TRIANGLE
 
+from .hardware import Hardware
 from .pass_memory import PassShape
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 2 and 5 products
@@ -148,3 +152,161 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
         line[:, start : start + len(mine)] += part
     return TimeLine(*line)
+
+
+# FLOPs, bytes and time of one rank's attention pass on described hardware.
+
+EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that does not hide
+
+
+class Part(NamedTuple):
+    """Hold one of a rank's classes of K/V heads, which may stand for several.
+
+    Attributes:
+        head_class: the rank's part of the plan for the class.
+        times: how many classes it stands for.
+    """
+
+    head_class: HeadClassPlan
+    times: int
+
+
+def _classes(parts: list[Part]) -> list[HeadClassPlan]:
+    return [part.head_class for part in parts for _ in range(part.times)]
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Hold what a forward and a backward pass of one rank cost.
+
+    Attributes:
+        pairs, executed: summed over query heads and the batch.
+        forward_bytes, backward_bytes: sent by this rank.
+        forward_s, backward_s: seconds.
+        compute_s: of these, both together, seconds in the kernel.
+        hops: batches of all head chunks, forward and backward.
+        exposed_hops: of these, where the transfer takes longer than the arithmetic that should hide it.
+        late_hops: of these, where there is arithmetic; the others wait when nothing is left to compute.
+    """
+
+    pairs: int
+    executed: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float
+    backward_s: float
+    compute_s: float
+    hops: int
+    exposed_hops: int
+    late_hops: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of both passes, seconds."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the seconds in which the device waits for messages."""
+        return self.seconds - self.compute_s
+
+
+def executed_pairs(tiles: Tiles) -> int:
+    """Return the pairs that a kernel multiplies: corners of triangles and bands as well, in blocks of 128."""
+    q, k = tiles.q.length, tiles.k.length
+    # The halves of the smallest triangles beyond the diagonal: (side - 1) / 2 keys for each query.
+    corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
+    edged = (tiles.kind != Kind.FULL) & (tiles.kind != Kind.PARTIAL)
+    # A band has two such edges, a triangle one.
+    whole = tiles.pairs + np.where(edged, corner * np.where(tiles.kind == Kind.BI_CAUSAL, 2, 1), 0)
+    return int(np.minimum(whole, q * k).sum())
+
+
+def bytes_sent(parts: list[Part], shape: PassShape) -> tuple[int, int]:
+    """Return the bytes that one rank sends, forward and backward.
+
+    K and V of every token that the plan sends go once forward; backward they go again, and dK and dV, float32
+    or as `gradient_payload` says, are sent for each that was received.
+    """
+    classes = _classes(parts)
+    forward, backward = (_sent(shape.schedule(classes, backward), shape) for backward in (False, True))
+    return forward, backward
+
+
+def _sent(schedule: Schedule, shape: PassShape) -> int:
+    slots: dict[int, int] = {}  # by chunk's steps: slots that are sent, times bytes of an element
+    # Chunks that are read alike share one object of steps: looked at once, counted for each.
+    for chunk in schedule.chunks:
+        if id(chunk.steps) not in slots:
+            posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
+            sizes = (count_slots(post.slots) * shape.bytes_of(post.payload) for post in posted)
+            slots[id(chunk.steps)] = sum(sizes)
+    heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
+    # K and V, or dK and dV.
+    return shape.batch * shape.pair_dim * heads
+
+
+def pass_cost(
+    parts: list[Part],
+    shape: PassShape,
+    hardware: Hardware,
+    dtype: str,
+    bytes_per_s: float,
+    overlap: bool = True,
+    executed_of: Callable[[Tiles], int] | None = None,
+) -> PassCost:
+    """Return the cost of a forward and a backward pass of one rank.
+
+    On two levels (`schedule/rank_plan.py`) messages inside a node travel at the rate of its links, and those
+    between nodes beside them. In one ring of all ranks the slowest link is the pace of every hop.
+
+    Args:
+        parts: its classes of heads, or some that stand for all.
+        shape: of the tensors.
+        hardware: rates and fixed costs.
+        dtype: in which products run.
+        bytes_per_s: of the slowest link of the ring.
+        overlap: a hop's messages travel while the one before it is computed.
+        executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
+    """
+    classes = _classes(parts)
+    lines, is_inside = [], _is_inside(classes[0])
+    for backward in (False, True):
+        schedule = shape.schedule(classes, backward)
+        steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
+        work = {
+            key: work_of(one, shape, executed_of or executed_pairs, is_inside) for key, one in steps.items()
+        }
+        lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
+        heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
+        # The same in both directions; the last turn's figures stay.
+        pairs, executed = (shape.batch * int(sum(n * w[:, i].sum() for n, w in heads)) for i in (0, 1))
+    compute, transfer, kernel = (
+        np.concatenate([getattr(line, name) for line in lines]) for name in ("compute", "transfer", "kernel")
+    )
+    exposed = transfer > (compute if overlap else 0)
+    hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
+    forward_s, backward_s = (line.seconds(overlap) for line in lines)
+    sent = bytes_sent(parts, shape)
+    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
+
+
+def _is_inside(head_class: HeadClassPlan) -> Callable[[int], bool]:
+    """Return whether a peer of the rank shares its node; never where a plan does not go by nodes."""
+    first = head_class.directions[0]
+    own, node = first.hops[0], first.direction.ranks_per_node
+    return lambda peer: node > 0 and own is not None and peer // node == own.origin // node
+
+
+def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:
+    efficiency = hardware.efficiency(shape.kernel)
+    fraction = efficiency.backward if backward else efficiency.forward
+    return Rates(
+        hardware.flops(dtype) * fraction,
+        hardware.call_overhead_s,
+        shape.kernel != "cpu",  # flex takes a whole hop at once
+        hardware.hop_overhead_s,
+        bytes_per_s,
+        hardware.link_latency_s,
+        hardware.intra_node_bytes_per_s,
+    )

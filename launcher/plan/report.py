@@ -12,13 +12,12 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice
+from .advice import Advice, Remedy
 from .compare import Row
 from .estimate import Estimate
 from .layer_passes import LayerPass
 from .node_orders import NodeOrder, NodeOrders
 from .options import json_of
-from .remedies import Remedy
 
 GIB = 2**30
 

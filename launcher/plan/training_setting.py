@@ -12,8 +12,8 @@ from ds_ring.schedule.layout import Mix
 from ds_ring.schedule.lowering import chunk_bytes_on
 
 from .hardware import Hardware
-from .model_shape import ModelShape
-from .zero_memory import Zero
+from .model_file import ModelShape
+from .model_memory import Zero
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)

@@ -1,6 +1,6 @@
 """Run this host's part of a run that ds-ring started by ssh, and end it with the launcher.
 
-Standard input is the connection: a request in one line of JSON (remote.py writes it), then an empty line
+Standard input is the connection: a request in one line of JSON (start.py writes it), then an empty line
 every few seconds. "end" asks for the end; the end of the file, or a long silence, says that the launcher or
 its machine is gone. Values of variables come this way only: a command line can be read by everybody.
 """
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import process
-from .invocation import Invocation, own_programs_first
-from .marked import FAULT_GRACE_SECONDS, ORPHAN_GRACE_SECONDS
-from .open_files import raise_file_limit
+from .guardian import FAULT_GRACE_SECONDS, ORPHAN_GRACE_SECONDS
+from .job import Invocation, own_programs_first, raise_file_limit
 
 # Stands in a request for the folder that the agent makes; no path of a real file begins with it.
 FOLDER = Path("/ds-ring-agent-folder")

@@ -1,14 +1,73 @@
-"""Describe what goes into an engine: a `Job`, which is data."""
+"""Describe what goes into an engine, a `Job`, and what it makes, an `Invocation`: both are data.
+
+The agent on another host imports this file: it imports nothing of ds_ring that takes time, and no torch.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..cluster.cluster import LOOPBACK, Cluster
-from .invocation import RANK_MODULE, SECRET_VARIABLE, own_programs_first
 from .run_folder import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from ..cluster.cluster import Cluster
+
+LOOPBACK = "127.0.0.1"
+RANK_MODULE = "ds_ring_launcher.run.rank"  # runs the script in each rank, where there is a run_folder
+SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
+
+
+def own_programs_first(environment: Mapping[str, str], around: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` with this Python's programs first on PATH, as if it were activated."""
+    # ninja and mpirun are such programs, and they are looked up by name. The rest of PATH is that of
+    # `environment`, or else of `around`.
+    own = str(Path(sys.executable).parent)
+    search_path = environment.get("PATH", around.get("PATH", os.defpath))
+    if search_path.split(os.pathsep)[0] != own:
+        search_path = own + os.pathsep + search_path
+    return {**environment, "PATH": search_path}
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """Describe what to run: arguments, what is added to the caller's environment, files to write first."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    files: dict[Path, str] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)  # needed on PATH -> what to do without it
+    private: frozenset[str] = frozenset()  # variables whose values are shown to nobody
+    end_signal: int | None = None  # that makes the engine end its ranks in their own time
+
+    def as_shell(self) -> str:
+        """Return the same as a shell script, with the names of private variables and not their values."""
+        lines = []
+        if FOLDER_VARIABLE in self.environment:
+            lines.append(f"mkdir -p {shlex.quote(self.environment[FOLDER_VARIABLE])}")
+        for path, text in self.files.items():
+            lines.append(f"mkdir -p {shlex.quote(str(path.parent))}")
+            lines.append(f"cat > {shlex.quote(str(path))} <<'EOF'\n{text}EOF")
+        lines += [
+            _private_line(name) if name in self.private else f"export {name}={shlex.quote(value)}"
+            for name, value in sorted(self.environment.items())
+        ]
+        return "\n".join([*lines, f"exec {shlex.join(self.argv)}"])
+
+
+def _private_line(name: str) -> str:
+    """Return a line of a shell script that wants the variable from its caller, or makes the secret."""
+    if name == SECRET_VARIABLE:
+        make = shlex.join([sys.executable, "-c", "import secrets; print(secrets.token_hex(32))"])
+        return f'export {name}="$({make})"'
+    return f': "${{{name}?export it first: its value stands under environment in the YAML}}"; export {name}'
+
 
 # One thread for each rank: ranks on a CPU share its cores, and torch takes all of them by default.
 _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -65,3 +124,18 @@ class Job:
         if self.cluster.starts_agents:
             return dict(environment)  # the agent there does it: this host's PATH is none of its
         return own_programs_first(environment, self.caller_environment)
+
+
+# The host of rank 0 has a connection to every rank, so a run opens more files than the usual limit allows.
+# Not the hard limit itself, which may be a thousand million: some programs close every number below it.
+_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files (`ulimit -n`, often 1,024) to the hard one, 65,536 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

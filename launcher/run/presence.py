@@ -20,7 +20,7 @@ from typing import Any
 from ..cluster.checks import require_program
 from ..cluster.cluster import Cluster, Host
 from ..engines.slurm import SRUN_ADVICE, srun_command
-from .remote import SSH_ADVICE, ssh_command
+from .start import SSH_ADVICE, ssh_command
 
 _PROBE = "ds_ring_launcher.run.probe"
 _LAST_WORDS_SECONDS = 1.0

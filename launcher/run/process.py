@@ -13,18 +13,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from .guardian import Guardian
-from .invocation import RANK_MODULE, Invocation
-from .marked import (
+from .guardian import (
     FAULT_GRACE_SECONDS,
     GRACE_SECONDS,
     MARK,
     POLL_SECONDS,
+    Guardian,
     command_line,
     end_all,
     marked,
@@ -32,6 +31,7 @@ from .marked import (
     send,
     wait_until_gone,
 )
+from .job import RANK_MODULE, Invocation
 
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
@@ -147,3 +147,9 @@ def say(text: str) -> None:
         print(f"ds-ring: {text}", file=sys.stderr, flush=True)
     except OSError:
         pass
+
+
+def few(items: Sequence[object]) -> str:
+    """Name the first eight of many, for a line that a person reads."""
+    more = len(items) - 8
+    return ", ".join(map(str, items[:8])) + (f" and {more} more" if more > 0 else "")

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from .open_files import raise_file_limit
+from .job import raise_file_limit
 from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
 

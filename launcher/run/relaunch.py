@@ -1,9 +1,8 @@
 """Run a job until it is done, starting it again after faults on the hosts that are left.
 
 Each attempt is a launch of its own: a process group with a new store, a new secret, a folder for its logs.
-attempts.py decides whether there is another one, presence.py finds who is there, ring_sizes.py chooses the
-ring. An engine's own restarts (torchrun's) are not used: they know neither checkpoints nor rings, and do not
-exist under the other engines.
+presence.py finds which hosts answer. An engine's own restarts (torchrun's) are not used: they know neither
+checkpoints nor rings, and do not exist under the other engines.
 
 [Note: a rank that was taken for lost]
 A rank that was stopped or cut off may wake up while a newer attempt trains. It cannot join: the store and the
@@ -13,27 +12,301 @@ lock.py).
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ds_ring.config.json_text import read_object
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingError
 
-from ..cluster import ports, secret
-from ..cluster.cluster import Cluster
-from ..status.keeper import page_kept
-from .attempts import Decision, Outcome, culprit_event, decide, outcome_of
+from ..cluster.checks import choose_free_port, secret_for
+from ..cluster.cluster import Cluster, Host, Relaunch
+from ..status.page import page_kept
+from .guardian import POLL_SECONDS
 from .job import Job
-from .marked import POLL_SECONDS
 from .presence import Presence, address_of_master, find_hosts
-from .process import say, signals_noted
-from .ring_sizes import hosts_for, read_config, ring_for, write_config
-from .run_folder import CONFIG, PREEMPTED, RunFolder
+from .process import few, say, signals_noted
+from .run_folder import (
+    CONFIG,
+    PREEMPTED,
+    TOLD_TO_END,
+    RankFault,
+    RunFolder,
+    exits_of,
+    faults_of,
+    silent_ranks,
+)
 from .start import start
+
+# Whether another attempt follows is decided from what the ranks left behind (run_folder.py), from all
+# attempts so far and from the `relaunch` keys of the cluster YAML.
+
+SIGNAL_STATUS = 128  # shells add the number of a signal to it
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Name what ended an attempt; `kind` is that of `RankFault`, or "unknown" where no rank says why."""
+
+    kind: str
+    rank: int | None
+    host: str | None
+    what: str
+    fault: RankFault | None = None
+
+    @property
+    def signature(self) -> tuple[object, ...] | None:
+        """Return what is equal where the same bug struck in the same step; None for faults that may pass."""
+        if self.kind != "error" or self.fault is None:
+            return None
+        return self.fault.type, self.fault.frames, self.fault.step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold how an attempt ended.
+
+    Attributes:
+        attempt: its number in the run's folder.
+        status: of the engine.
+        got_signal: the signal that the launcher got meanwhile; None where it got none.
+        preempted: the ranks were told to leave, and saved a checkpoint first.
+        progressed: it left a checkpoint newer than the one it began with.
+        culprit: None where nothing failed.
+    """
+
+    attempt: int
+    status: int
+    got_signal: int | None
+    preempted: bool
+    progressed: bool
+    culprit: Culprit | None
+
+    @property
+    def verdict(self) -> str:
+        """Return the word of attempts.jsonl."""
+        if self.preempted:
+            return "preempted"
+        if self.got_signal is not None:
+            return "interrupted"
+        return "failed" if self.status else "done"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Say what happens next: another attempt after `wait_seconds`, or the end with `status`."""
+
+    again: bool
+    status: int
+    why: str
+    wait_seconds: float = 0.0
+
+
+def outcome_of(
+    attempt: int, folder: Path, hosts: Sequence[Host], status: int, got_signal: int | None, progressed: bool
+) -> Outcome:
+    """Return how an attempt ended, from the files that its ranks left in `folder`."""
+    exits = exits_of(folder)
+    preempted = PREEMPTED in exits.values()
+    failed = status != 0 and not preempted and got_signal is None
+    culprit = culprit_of(folder, hosts, status) if failed else None
+    return Outcome(attempt, status, got_signal, preempted, progressed, culprit)
+
+
+def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
+    """Return who failed first: a rank's own error, else the rank that the others name, else nobody."""
+    faults, exits = faults_of(folder), exits_of(folder)
+    own = [fault for fault in faults if fault.kind != "lost"]
+    if own:
+        first = own[0]
+        where = "before its first step" if first.step is None else f"in step {first.step}"
+        said = f": {first.message.splitlines()[0]}" if first.message else ""
+        host = host_of(first.rank, hosts)
+        what = f"rank {first.rank} on {host} raised {first.type} {where}{said}"
+        return Culprit(first.kind, first.rank, host, what, first)
+    named = Counter(fault.blames for fault in faults if fault.blames is not None)
+    if named:
+        rank = named.most_common(1)[0][0]
+        host, step = host_of(rank, hosts), next((f.step for f in faults if f.step is not None), None)
+        when = "" if step is None else f" in step {step}"
+        sayers = sorted({fault.rank for fault in faults if fault.blames == rank})
+        what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {few(sayers)}"
+        return Culprit("lost", rank, host, what, next(f for f in faults if f.blames == rank))
+    left = [(rank, code) for rank, code in exits.items() if code not in (0, TOLD_TO_END)]
+    if left:
+        rank, code = left[0]
+        host = host_of(rank, hosts)
+        return Culprit("unknown", rank, host, f"rank {rank} on {host} left with status {code}")
+    silent = silent_ranks(folder)
+    if silent and len(silent) < sum(host.slots for host in hosts):
+        host = host_of(silent[0], hosts)
+        what = f"rank {silent[0]} on {host} was lost (killed, stopped or cut off): it said nothing"
+        return Culprit("lost", silent[0], host, what)
+    if faults:
+        return Culprit("lost", None, None, f"ranks lost each other: {faults[0].message}", faults[0])
+    return Culprit("unknown", None, None, f"no rank says why; the engine ended with status {status}")
+
+
+def host_of(rank: int, hosts: Sequence[Host]) -> str:
+    """Return the name of the host that a rank runs on."""
+    for host in hosts:
+        if rank < host.slots:
+            return host.name
+        rank -= host.slots
+    return "no host"
+
+
+def decide(history: Sequence[Outcome], policy: Relaunch | None) -> Decision:
+    """Return what follows the last attempt of `history`, in which the oldest stands first."""
+    last = history[-1]
+    if last.got_signal is not None:
+        if last.preempted:
+            return Decision(False, PREEMPTED, "it was told to leave, and saved first")
+        return Decision(False, SIGNAL_STATUS + last.got_signal, "it was told to end")
+    if last.status == 0:
+        return Decision(False, 0, "done")
+    if policy is None:
+        return Decision(False, PREEMPTED if last.preempted else last.status, "the YAML has no relaunch")
+    if last.preempted and last.progressed:
+        why = "its ranks were told to leave, and saved first"
+        return Decision(True, PREEMPTED, why, policy.backoff_seconds)
+    before = _same_bug(history)
+    if before is not None:
+        why = f"the same error in the same step as attempt {before}: a bug does not pass"
+        return Decision(False, last.status, why)
+    failures = failures_in_a_row(history)
+    if failures >= policy.max_attempts:
+        why = f"{failures} attempts in a row without a newer checkpoint (relaunch.max_attempts)"
+        return Decision(False, last.status, why)
+    wait = min(policy.backoff_seconds * 2 ** min(failures - 1, 30), policy.backoff_most_seconds)
+    return Decision(True, last.status, last.culprit.what if last.culprit else "it saved nothing new", wait)
+
+
+def failures_in_a_row(history: Sequence[Outcome]) -> int:
+    """Count the attempts at the end of `history`, this one included, since the last newer checkpoint."""
+    count = 0
+    for outcome in reversed(history):
+        count += 1
+        if outcome.progressed:
+            break
+    return count
+
+
+def _same_bug(history: Sequence[Outcome]) -> int | None:
+    culprit = history[-1].culprit
+    signature = None if culprit is None else culprit.signature
+    if signature is None:
+        return None
+    for outcome in history[:-1]:
+        if outcome.culprit is not None and outcome.culprit.signature == signature:
+            return outcome.attempt
+    return None
+
+
+def culprit_event(culprit: Culprit) -> Mapping[str, object]:
+    """Return the "fault" line of attempts.jsonl."""
+    fault = culprit.fault
+    return {
+        "kind": culprit.kind,
+        "rank": culprit.rank,
+        "host": culprit.host,
+        "step": None if fault is None else fault.step,
+        "what": culprit.what,
+        "frames": [] if fault is None or fault.kind == "lost" else list(fault.frames),
+    }
+
+
+# The ring for the ranks that are left keeps the samples of a step. A smaller ring needs more memory in each
+# rank, so the number of data replicas shrinks first; `relaunch.smallest_ring_size` is the bound.
+
+_SIZE, _MICRO, _STEPS = (
+    "sequence_parallel_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Say how many ranks go on, how many of them share a sequence, and the JSON that says so."""
+
+    world_size: int
+    sequence_size: int
+    config: dict[str, Any]
+
+
+def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: int) -> Ring | None:
+    """Return the ring for at most `ranks` ranks; None where no allowed size fits.
+
+    Args:
+        config: the DeepSpeed JSON for `planned_ranks`.
+        ranks: slots of the hosts that are there.
+        smallest: ranks that share a sequence, at least.
+    """
+    planned = int(config.get(_SIZE, 1))
+    for sequence in (size for size in range(planned, smallest - 1, -1) if planned % size == 0):
+        for world in range(ranks - ranks % sequence, 0, -sequence):
+            made = _config_for(config, planned_ranks // planned, sequence, world // sequence)
+            if made is not None and _fits(made, world):
+                return Ring(world, sequence, made)
+    return None
+
+
+def hosts_for(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
+    """Return the hosts with as many slots as there are ranks: the last ones lose theirs."""
+    chosen = []
+    for host in hosts:
+        if ranks > 0:
+            chosen.append(host.model_copy(update={"slots": min(host.slots, ranks)}))
+            ranks -= host.slots
+    return tuple(chosen)
+
+
+def _config_for(
+    config: dict[str, Any], replicas_before: int, sequence: int, replicas: int
+) -> dict[str, Any] | None:
+    """Return the JSON of another ring; None where the samples of a step cannot be divided among replicas."""
+    made = copy.deepcopy(config)
+    if sequence != int(config.get(_SIZE, 1)):
+        made[_SIZE] = sequence
+        section = made.setdefault("ring_attention", {})
+        if isinstance(section.get("ring_size", "auto"), int):
+            section["ring_size"] = max(sequence // int(section.get("ulysses_size", 1)), 1)
+    if replicas == replicas_before:
+        return made
+    micro, steps = config.get(_MICRO), config.get(_STEPS, 1)
+    if not isinstance(micro, int) or not isinstance(steps, int) or micro * steps * replicas_before % replicas:
+        return None
+    samples = micro * steps * replicas_before // replicas
+    made[_MICRO] = micro if samples % micro == 0 else next(n for n in range(micro, 0, -1) if samples % n == 0)
+    made[_STEPS] = samples // made[_MICRO]
+    return made
+
+
+def _fits(config: dict[str, Any], world: int) -> bool:
+    try:
+        RingConfig.from_deepspeed(config).validate_world(world)
+    except RingConfigError:
+        return False
+    return True
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the DeepSpeed JSON at `path`, or raise RingConfigError."""
+    return read_object(path)
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    """Write the JSON of an attempt."""
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
 
 HOSTS_MISSING = 69  # sysexits.h's EX_UNAVAILABLE
 _OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
@@ -127,9 +400,9 @@ class _Run:
                 )
             say(f"going on without {names}")
             cluster = self._smaller(cluster, presence, attempt)
-        port = self.job.port if not self.history else cluster.master_port or ports.choose_free_port()
+        port = self.job.port if not self.history else cluster.master_port or choose_free_port()
         # A new secret, so that a rank of an older attempt that wakes up again is a stranger.
-        told = secret.secret_for(cluster) if self.history else self.job.secret
+        told = secret_for(cluster) if self.history else self.job.secret
         return replace(self.job, cluster=cluster, port=port, secret=told, attempt_folder=attempt)
 
     def _smaller(self, cluster: Cluster, presence: Presence, attempt: Path) -> Cluster:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..cluster import checks
 from ..engines import engines
-from . import agent, process, remote
-from .attempts import few
-from .invocation import Invocation
-from .job import Job
+from . import process
+from .agent import BEAT_SECONDS, END, END_AFTER_FAULT, FOLDER
+from .guardian import FAULT_GRACE_SECONDS, POLL_SECONDS
+from .job import Invocation, Job
+from .process import few, say
 
 
 def start(job: Job, signals: list[int]) -> int:
@@ -26,24 +33,144 @@ def start(job: Job, signals: list[int]) -> int:
     search_path = job.caller_environment.get("PATH", os.defpath)
     script = str(cluster.script)
     if cluster.starts_agents:
-        checks.require_program("ssh", search_path, remote.SSH_ADVICE)
+        checks.require_program("ssh", search_path, SSH_ADVICE)
         invocations = on_each_host(job)
-        process.say(said)
-        return remote.run(invocations, cluster.ssh_port, script, signals, cluster.grace_seconds)
+        say(said)
+        return run_agents(invocations, cluster.ssh_port, script, signals, cluster.grace_seconds)
     invocation = engines.build(job)
     for program, advice in invocation.programs.items():
         checks.require_program(program, invocation.environment["PATH"], advice)
-    process.say(said)
+    say(said)
     grace = process.Grace(cluster.grace_seconds)
     return process.run(invocation, job.caller_environment, script, signals, grace)
 
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
     """Return what an agent on each host is told to run."""
-    variables = remote.carried(job.caller_environment)
-    there = replace(job, folder=agent.FOLDER, caller_environment=variables)
+    variables = carried(job.caller_environment)
+    there = replace(job, folder=FOLDER, caller_environment=variables)
     made = [engines.build(replace(there, node_rank=rank)) for rank in range(len(job.cluster.hosts))]
     return {
         host.name: replace(one, environment={**variables, **one.environment})
         for host, one in zip(job.cluster.hosts, made, strict=True)
     }
+
+
+# An engine that starts only its own host is started on each host by an agent, through ssh. The agent gets its
+# request on standard input, which ssh encrypts: nothing secret stands on a command line. When the connection
+# ends, the run ends.
+
+SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
+_SSH_FAILED = 255
+# What DeepSpeed exports to other hosts of the caller's environment: settings of libraries.
+_CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
+
+
+def carried(caller_environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the caller's variables that go to other hosts."""
+    return {name: value for name, value in caller_environment.items() if name.startswith(_CARRIED)}
+
+
+def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:
+    """Return the command line that starts an agent, or another module, on a host."""
+    port = [] if ssh_port is None else ["-p", str(ssh_port)]
+    # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
+    options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
+    told = [word for option in options for word in ("-o", option)]
+    agent = shlex.join([sys.executable, "-u", "-m", module])
+    return ["ssh", "-T", *port, *told, host, agent]
+
+
+def run_agents(
+    hosts: Mapping[str, Invocation],
+    ssh_port: int | None,
+    script: str,
+    signals: list[int],
+    grace_seconds: float,
+) -> int:
+    """Run an invocation on each host; return the exit status of the first that fails, or 128 + n.
+
+    Args:
+        hosts: what each one runs.
+        ssh_port: of the hosts; None for ssh's own.
+        script: that the ranks run.
+        signals: signals that this process has got; a new one ends the run.
+        grace_seconds: which the ranks have after it.
+    """
+    agents: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for host, invocation in hosts.items():
+            agents[host] = subprocess.Popen(
+                ssh_command(host, ssh_port), stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
+            _tell(agents[host], _request(invocation, script, grace_seconds))
+        status = _watch(agents, signals)
+        if signals:
+            say(f"got signal {signals[0]}; ending all processes of this run on all hosts")
+            return 128 + signals[0]
+        return status
+    finally:
+        _end(agents, signals, grace_seconds)
+
+
+def _request(invocation: Invocation, script: str, grace_seconds: float) -> str:
+    return json.dumps(
+        {
+            "argv": invocation.argv,
+            "environment": invocation.environment,
+            "files": {str(path): text for path, text in invocation.files.items()},
+            "directory": os.getcwd(),
+            "script": script,
+            "grace_seconds": grace_seconds,
+            "end_signal": invocation.end_signal,
+        }
+    )
+
+
+def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> int:
+    """Wait until all have ended well, or one has not, or a signal came."""
+    beat = time.monotonic()
+    while not signals:
+        ended = {host: agent.poll() for host, agent in agents.items()}
+        for host, status in ended.items():
+            if status:
+                said = "could not reach it, or lost it" if status == _SSH_FAILED else "its part failed"
+                say(f"error: {host}: ssh ended with status {status}: {said}; ending the others")
+                # A negative status is that of a signal; shells add 128 to it.
+                return status if status > 0 else 128 - status
+        if all(status == 0 for status in ended.values()):
+            return 0
+        if time.monotonic() - beat > BEAT_SECONDS:
+            beat = time.monotonic()
+            for agent in agents.values():
+                _tell(agent, "")
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _end(agents: Mapping[str, subprocess.Popen[str]], signals: list[int], grace_seconds: float) -> None:
+    """Ask every agent for the end of its part; ranks have their whole grace if it was a signal."""
+    before = len(signals)
+    for agent in agents.values():
+        _tell(agent, END if signals else END_AFTER_FAULT)
+        assert agent.stdin is not None
+        try:
+            agent.stdin.close()
+        except OSError:  # what was written before has not gone: the connection is lost
+            pass
+    deadline = time.monotonic() + (grace_seconds if signals else FAULT_GRACE_SECONDS) + 5
+    while any(agent.poll() is None for agent in agents.values()):
+        if time.monotonic() > deadline or len(signals) != before:
+            break
+        time.sleep(POLL_SECONDS)
+    for agent in agents.values():  # without a connection an agent ends its part by itself
+        agent.kill()
+        agent.wait()
+
+
+def _tell(agent: subprocess.Popen[str], line: str) -> None:
+    assert agent.stdin is not None
+    try:
+        print(line, file=agent.stdin, flush=True)
+    except (OSError, ValueError):  # it has ended, which `_watch` sees
+        pass

@@ -6,6 +6,7 @@ run may be cut short, from another version, or anything at all: what cannot be r
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -16,8 +17,67 @@ from typing import Any
 
 from ds_ring.errors import RingConfigError
 
-from ..run.run_folder import ATTEMPTS, RunFolder, exits_of, faults_of, history_of, launcher_of, metrics_of
-from ..run.saved_checkpoints import Checkpoint, newest_checkpoints
+from ..run.run_folder import (
+    ATTEMPTS,
+    RunFolder,
+    exits_of,
+    faults_of,
+    history_of,
+    launcher_of,
+    metrics_of,
+)
+
+MANIFEST = "ds_ring_manifest.json"  # written last: a folder without one is not whole
+_MOST_BYTES = 1 << 24
+_MOST = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Describe a checkpoint; None is unknown. `is_latest`: the one that is loaded next."""
+
+    tag: str
+    step: int | None
+    total_bytes: int | None
+    saved_at: float
+    is_latest: bool
+
+
+def newest_checkpoints(folder: Path | None) -> tuple[Checkpoint, ...]:
+    """Return the newest checkpoints that have a manifest, at most five, the newest first."""
+    if folder is None:
+        return ()
+    found = []
+    latest = _latest(folder)
+    try:
+        for path in folder.iterdir():
+            if not path.name.startswith(".") and (path / MANIFEST).is_file():
+                found.append(((path / MANIFEST).stat().st_mtime, path.name))
+    except (OSError, ValueError):
+        return ()
+    newest = sorted(found, reverse=True)[:_MOST]
+    return tuple(
+        Checkpoint(tag, *_step_and_bytes(folder / tag / MANIFEST), saved_at, tag == latest)
+        for saved_at, tag in newest
+    )
+
+
+def _latest(folder: Path) -> str:
+    try:
+        return (folder / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return None, None
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return int(said["global_steps"]), sum(int(one["bytes"]) for one in said["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+
 
 SILENT_SECONDS = 180.0  # the launcher says something each minute
 MOST_CURVES = 40  # attempts whose steps are read: the latest ones

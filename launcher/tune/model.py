@@ -15,12 +15,11 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
-from ..plan.head_swaps import swapped_heads
+from ..plan.estimate import swapped_heads
 from ..plan.pass_memory import PassShape
 from ..plan.pass_time import Rates, TimeLine, time_line, work_of
 from .candidates import KernelChoice, TuningCandidate, layout_of
-from .links import Links
-from .probe import KernelRate, kernel_of
+from .measurements import KernelRate, Links, kernel_of
 from .request import Request
 
 SWAPS = 4  # all-to-alls of a step with Ulysses ranks

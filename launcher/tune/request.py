@@ -14,7 +14,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS
 from ds_ring.schedule.layout import Mix
 
-from ..plan.layer_mix import mix_of
+from ..plan.model_file import mix_of
 from ..plan.training_setting import ELEMENT_BYTES
 
 DEVICES = ("cpu", "cuda")

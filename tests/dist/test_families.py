@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
-from ds_ring_launcher.check.small_batches import FORMS, Form
+from ds_ring_launcher.check.small_model import FORMS, Form
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 

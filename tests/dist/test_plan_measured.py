@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.model_file import ModelShape
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tools.check_plan import Found, Point, attention_rank, planned, training_rank
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring_launcher.cluster.ports import choose_free_port
+from ds_ring_launcher.cluster.checks import choose_free_port
 from tests.dist.campaign import Zygote
 from tests.dist.strangers import ATTACKS, Target
 

@@ -18,8 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from ds_ring import RingConfig
+from ds_ring_launcher.cluster.checks import choose_free_port
 from ds_ring_launcher.cluster.cluster_file import read_cluster
-from ds_ring_launcher.cluster.ports import choose_free_port
 from tests.document_readers import read_command, read_python
 from tests.documents import (
     DOCUMENTS,

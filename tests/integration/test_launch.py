@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ring_launcher.cluster.ports import choose_free_port
+from ds_ring_launcher.cluster.checks import choose_free_port
 from tests.machine import skip_without
 
 DEADLINE_SECONDS = 120

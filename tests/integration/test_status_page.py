@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.run.run_folder import RunFolder, write_json
-from ds_ring_launcher.status.keeper import write_page
+from ds_ring_launcher.status.page import write_page
 from tests.integration.test_launch import DS_RING, Workplace, workplace  # noqa: F401  a fixture
 from tests.machine import CHROMIUM
 

@@ -14,14 +14,13 @@ import pytest
 
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
-from ds_ring_launcher.cluster import checks, ports
+from ds_ring_launcher.cluster import checks
+from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster import Cluster
 from ds_ring_launcher.cluster.cluster_file import read_cluster
-from ds_ring_launcher.cluster.secret import secret_for
 from ds_ring_launcher.engines.engines import ENGINES, build
-from ds_ring_launcher.run import agent, remote, start
-from ds_ring_launcher.run.invocation import Invocation
-from ds_ring_launcher.run.job import Job
+from ds_ring_launcher.run import agent, start
+from ds_ring_launcher.run.job import Invocation, Job
 from tests.clock import unqueued_seconds
 
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
@@ -291,9 +290,9 @@ def test_port_in_use_is_refused_where_the_master_is(folder: Path, busy_port: int
 
 
 def test_chosen_ports_are_free_and_differ() -> None:
-    chosen = {ports.choose_free_port() for _ in range(20)}
+    chosen = {checks.choose_free_port() for _ in range(20)}
     assert len(chosen) > 10
-    assert all(ports.is_free(port) and 20000 <= port < 29500 for port in chosen)
+    assert all(checks.is_free(port) and 20000 <= port < 29500 for port in chosen)
 
 
 def test_missing_program_is_named() -> None:
@@ -355,7 +354,7 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
         assert f"--node{'_' if engine == 'deepspeed' else '-'}rank={rank}" in one.argv
         assert not any("2 words" in argument or secret in argument for argument in one.argv)
         assert all(str(path).startswith(str(agent.FOLDER)) for path in one.files)
-    command = remote.ssh_command("node-1", cluster.ssh_port)
+    command = start.ssh_command("node-1", cluster.ssh_port)
     assert command[-2] == "node-1" and command[2:4] == ["-p", "2222"]
     assert command[-1].endswith("-m ds_ring_launcher.run.agent")
 

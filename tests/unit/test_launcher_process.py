@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from ds_ring_launcher.run import process
-from ds_ring_launcher.run.invocation import Invocation
-from ds_ring_launcher.run.marked import GRACE_SECONDS
+from ds_ring_launcher.run.guardian import GRACE_SECONDS
+from ds_ring_launcher.run.job import Invocation
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +34,7 @@ def heard_signals() -> Iterator[None]:
 
 
 def test_the_limit_of_open_files_is_raised_for_all_that_is_started() -> None:
-    code = "import resource; from ds_ring_launcher.run.open_files import raise_file_limit as r; r(); r();"
+    code = "import resource; from ds_ring_launcher.run.job import raise_file_limit as r; r(); r();"
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 1024; ulimit -Hn 3000; {sys.executable} -c '{code}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.cluster.cluster import Host, Relaunch
-from ds_ring_launcher.run.attempts import Outcome, culprit_of, decide, outcome_of
 from ds_ring_launcher.run.rank import fault_of
-from ds_ring_launcher.run.relaunch import newest_checkpoint, ranks_of
-from ds_ring_launcher.run.ring_sizes import hosts_for, ring_for
+from ds_ring_launcher.run.relaunch import (
+    Outcome,
+    culprit_of,
+    decide,
+    hosts_for,
+    newest_checkpoint,
+    outcome_of,
+    ranks_of,
+    ring_for,
+)
 from ds_ring_launcher.run.run_folder import (
     PREEMPTED,
     TOLD_TO_END,

@@ -16,9 +16,16 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
-from ds_ring_launcher.status.chart import HEIGHT, MOST_POINTS, WIDTH, Point, chart
-from ds_ring_launcher.status.keeper import page_kept, write_page
-from ds_ring_launcher.status.page import page_of
+from ds_ring_launcher.status.page import (
+    HEIGHT,
+    MOST_POINTS,
+    WIDTH,
+    Point,
+    chart,
+    page_kept,
+    page_of,
+    write_page,
+)
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"

@@ -11,7 +11,7 @@ import pytest
 from ds_ring_launcher import cli
 from ds_ring_launcher.tables import WIDTH
 from ds_ring_launcher.tune.candidates import candidates
-from ds_ring_launcher.tune.report import print_tables
+from ds_ring_launcher.tune.result import print_tables
 from tests.unit.launcher.tune.cases import request
 from tests.unit.launcher.tune.test_result import result
 from tests.unit.test_plan_command import CPU, SIZES

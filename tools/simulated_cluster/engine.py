@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_ring_launcher.run import rank as rank_main
-from ds_ring_launcher.run.invocation import RANK_MODULE
+from ds_ring_launcher.run.job import RANK_MODULE
 from ds_ring_launcher.run.run_folder import FOLDER_VARIABLE
 from simulated_cluster import rank_script  # noqa: F401  what it imports is imported once
 from simulated_cluster.figures import Figures, Of

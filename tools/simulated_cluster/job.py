@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from ds_ring_launcher.run.marked import marked
+from ds_ring_launcher.run.guardian import marked
 from ds_ring_launcher.run.run_folder import RunFolder
 from simulated_cluster.figures import Figures, Of
 from simulated_cluster.hosts import write_ssh

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ds_ring_launcher import cli
 from ds_ring_launcher.engines import engines
-from ds_ring_launcher.run.invocation import Invocation
-from ds_ring_launcher.run.job import Job
+from ds_ring_launcher.run.job import Invocation, Job
 
 
 def build(job: Job) -> Invocation:

@@ -11,7 +11,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING
 
-from ds_ring_launcher.run.open_files import raise_file_limit
+from ds_ring_launcher.run.job import raise_file_limit
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -9,15 +9,15 @@ import pytest
 from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.runtime.kernels.cpu import CpuKernel
-from ds_ring_launcher.plan.capacity_search import fewest_devices, longest_sequence, peak_bytes
-from ds_ring_launcher.plan.cost import Part, bytes_sent, executed_pairs, pass_cost
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from
-from ds_ring_launcher.plan.hiding import FEWEST, hides, hiding_shard
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import Zero
+from ds_ring_launcher.plan.node_orders import FEWEST, hides, hiding_shard
+from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
+from ds_ring_launcher.plan.pass_time import Part, bytes_sent, executed_pairs, pass_cost
 from ds_ring_launcher.plan.training_setting import Setting
-from ds_ring_launcher.plan.zero_memory import Zero
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
 SMALL = ModelShape(2, 64, 4, 2, 16, 128, 256)

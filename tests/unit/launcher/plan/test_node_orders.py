@@ -11,14 +11,13 @@ from ds_ring import Causal, Full, SlidingWindow, make_layout, simulate
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.plan import build_plan
-from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from
-from ds_ring_launcher.plan.head_swaps import head_swaps
 from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
-from ds_ring_launcher.plan.model_shape import ModelShape
+from ds_ring_launcher.plan.model_file import ModelShape
+from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.node_orders import node_orders
 from ds_ring_launcher.plan.training_setting import Setting, like_in_hops, like_in_memory
-from ds_ring_launcher.plan.zero_memory import Zero
 from tests.unit.launcher.plan.test_cost import RATES
 
 MODEL = ModelShape(2, 64, 8, 4, 16, 128, 256)

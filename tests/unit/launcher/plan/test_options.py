@@ -8,21 +8,23 @@ from functools import cache
 import pytest
 
 from ds_ring import Causal
-from ds_ring_launcher.plan.capacity_search import fewest_devices, longest_sequence, longest_with_options
 from ds_ring_launcher.plan.compare import compare
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import LayerPasses, layer_passes
+from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import (
     OPTIONS,
+    fewest_devices,
     json_of,
+    longest_sequence,
+    longest_with_options,
     option_sets,
     sets_that_fit,
     with_cheapest_options,
     with_options,
 )
 from ds_ring_launcher.plan.training_setting import Setting
-from ds_ring_launcher.plan.zero_memory import Zero
 from tests.unit.launcher.plan.test_cost import LLAMA_8B
 
 BY_FLAG = {option.flag: option for option in OPTIONS}

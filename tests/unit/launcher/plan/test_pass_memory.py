@@ -10,9 +10,9 @@ from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
 from ds_ring.schedule.lowering import chunk_bytes_on, head_chunks
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.oracle import exact_rows
-from ds_ring_launcher.plan.cost import Part, bytes_sent
 from ds_ring_launcher.plan.model_memory import attention_alone
 from ds_ring_launcher.plan.pass_memory import PassMemory, PassShape, pass_memory
+from ds_ring_launcher.plan.pass_time import Part, bytes_sent
 from tests.reference import relative_error
 
 LONGNET = Dilated((1024, 2048, 4096, 8192), (1, 2, 4, 8), causal=True)

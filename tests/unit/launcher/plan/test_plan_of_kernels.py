@@ -11,14 +11,13 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.workspace import HopShape, workspace_bytes
-from ds_ring_launcher.plan.cost import pass_cost
 from ds_ring_launcher.plan.estimate import estimate
-from ds_ring_launcher.plan.hardware import hardware_from
-from ds_ring_launcher.plan.hardware_file import read_hardware
+from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.layer_passes import blocks_of, layer_passes, pass_shape
+from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import json_of
+from ds_ring_launcher.plan.pass_time import pass_cost
 from ds_ring_launcher.plan.training_setting import Setting
-from ds_ring_launcher.plan.zero_memory import Zero
 from tests.unit.launcher.plan.test_cost import LLAMA_8B, RATES, parts
 
 H100, FLASH3 = read_hardware("h100"), read_hardware("h100_flash3")

@@ -17,12 +17,9 @@ from ds_ring.runtime.context import Options
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.rank import COMPONENTS, Geometry
 from ds_ring_launcher.profile import pictures
-from ds_ring_launcher.profile.bars import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
-from ds_ring_launcher.profile.chrome import LINKS, chrome_trace
-from ds_ring_launcher.profile.job import Job
-from ds_ring_launcher.profile.measure import RingRun, measure_rank, measure_virtual
-from ds_ring_launcher.profile.replay import replay
-from ds_ring_launcher.profile.timeline import timeline_of
+from ds_ring_launcher.profile.measure import Job, RingRun, measure_rank, measure_virtual
+from ds_ring_launcher.profile.pictures import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
+from ds_ring_launcher.profile.timeline import LINKS, chrome_trace, replay, timeline_of
 
 SIZES = Geometry(1, 4, 2, 600, 16, torch.float32)
 JOB = Job(SIZES, Causal(), "zigzag", Options(chunk_bytes=1))

@@ -10,8 +10,7 @@ import torch
 from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.simulate import GeneratedSource
-from ds_ring_launcher.profile.replay import replay
-from ds_ring_launcher.profile.timeline import Event, Timeline
+from ds_ring_launcher.profile.timeline import Event, Timeline, replay
 
 MBIT_S = 8.0  # a byte takes a microsecond
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds_ring_launcher.tune.candidates import candidates
-from ds_ring_launcher.tune.links import Links
+from ds_ring_launcher.tune.measurements import KernelRate, Links
 from ds_ring_launcher.tune.model import Measured
-from ds_ring_launcher.tune.probe import KernelRate
 from ds_ring_launcher.tune.request import Request, request_from
 
 Json = dict[str, Any]

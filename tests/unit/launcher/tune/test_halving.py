@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.halving import (
+from ds_ring_launcher.tune.model import Model
+from ds_ring_launcher.tune.search import (
     BUDGET,
     FINAL_ROUNDS,
     Halving,
@@ -17,7 +18,6 @@ from ds_ring_launcher.tune.halving import (
     shortest_length,
     stages_of,
 )
-from ds_ring_launcher.tune.model import Model
 from tests.unit.launcher.tune.cases import machine, request
 
 TOKENS = 32768

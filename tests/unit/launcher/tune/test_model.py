@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.links import Links
+from ds_ring_launcher.tune.measurements import Links
 from ds_ring_launcher.tune.model import Model
 from tests.unit.launcher.tune.cases import machine, request
 

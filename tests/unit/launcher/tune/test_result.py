@@ -16,10 +16,9 @@ from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.description import _describe, describe_hardware
 from ds_ring_launcher.tune.model import Model, plan_of
 from ds_ring_launcher.tune.request import Request
-from ds_ring_launcher.tune.result import Finalist, Result, require_writable
+from ds_ring_launcher.tune.result import Finalist, Result, _describe, describe_hardware, require_writable
 from tests.unit.launcher.tune.cases import machine, request
 
 HARDWARE = {

@@ -1,0 +1,383 @@
+"""Time passes of one attention layer, the kernel and the network on all ranks.
+
+The device is idle before and after what is timed, and the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_ring.errors import RingMeshError, RingMismatchError
+from ds_ring.masks.catalog import Causal
+from ds_ring.module import RingAttention, options_from_config
+from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
+from ds_ring.runtime.context import RingContext, context_for
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.kernels import Kernel, get_kernel
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.messages import Message
+from ds_ring.schedule.layout import make_layout
+from ds_ring.schedule.plan import build_plan
+
+from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
+from .candidates import (
+    KernelChoice,
+    TuningCandidate,
+    config_of,
+    default_heads,
+    layout_of,
+)
+from .request import Request
+
+
+class Clock:
+    """Measure what all ranks do together.
+
+    Args:
+        device: of the tensors; CUDA work is waited for at both ends (written, not run on a GPU).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RingMeshError(
+                "tune: expected torch.distributed to be initialised on every rank, got no process group; use"
+                " `ds-ring tune`, or torchrun with `-m ds_ring_launcher.tune`"
+            )
+        self.device = device
+        self._group: ProcessGroup | None = None  # the world
+        if dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")  # so that a barrier occupies no device
+
+    def idle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.idle()
+        dist.barrier(group=self._group)
+
+    def require_equal(self, text: str) -> None:
+        """Raise RingMismatchError on every rank unless all ranks have the same text."""
+        texts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=self._group)
+        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
+        if other is not None:
+            raise RingMismatchError(
+                f"tune: expected the same request on every rank, got {texts[0]} on rank 0 and {texts[other]}"
+                f" on rank {other}; start all ranks with the same arguments and the same file"
+            )
+
+    def ranks_here(self) -> int:
+        """Count the ranks on this rank's host."""
+        names: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, socket.gethostname(), group=self._group)
+        return names.count(socket.gethostname())
+
+    def slowest(self, value: float) -> float:
+        """Return the largest of all ranks' values, the same bits on all."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def least(self, value: float) -> float:
+        """Return the smallest of all ranks' values, the same bits on all."""
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        together = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(together, op=operation, group=self._group)
+        return float(together)
+
+    def own(self, work: Callable[[], object]) -> float:
+        """Measure seconds on this rank; the device is idle before and after."""
+        self.idle()
+        started = time.perf_counter()
+        work()
+        self.idle()
+        return time.perf_counter() - started
+
+    def together(self, work: Callable[[], object], rounds: int = 1) -> float:
+        """Return the slowest rank's seconds, all ranks starting at once; the least of some rounds."""
+        # The least and not the median: this is for what the machine can do, and a disturbance only adds.
+        seconds = []
+        for _ in range(rounds):
+            self.meet()
+            seconds.append(self.slowest(self.own(work)))
+        return min(seconds)
+
+
+HEARTBEAT_S = 60.0
+TINY_TOKENS = 16  # of a rank, where only the number of hops counts
+
+
+class Passes:
+    """Run candidates. All ranks must ask for the same ones in the same order.
+
+    Args:
+        request: shapes.
+        clock: of all ranks.
+        meshes: by ring and Ulysses size, those that there are already.
+    """
+
+    def __init__(
+        self, request: Request, clock: Clock, meshes: dict[tuple[int, int], RingMesh] | None = None
+    ) -> None:
+        self.request, self.clock = request, clock
+        self.count = 0
+        self._meshes = dict(meshes or {})
+        self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:
+        """Return the mesh of these sizes, made when first asked for."""
+        sizes = (ring_size, ulysses_size)
+        if sizes not in self._meshes:
+            self._meshes[sizes] = RingMesh.from_world(*sizes, heartbeat_timeout_s=HEARTBEAT_S)
+        return self._meshes[sizes]
+
+    def seconds(self, candidate: TuningCandidate, tokens: int) -> float:
+        """Measure one layer's pass on the slowest rank, inputs not counted; the mean where layers differ."""
+        ring, ulysses = candidate.ring_size, candidate.ulysses_size
+        layout = layout_of(self.request, candidate.layout, ring, ulysses, tokens)
+        config, mesh = config_of(candidate, self.request, tokens), self.mesh(ring, ulysses)
+        q, k, v, grad = self._tensors(layout.local_tokens // ulysses)
+        total, mix = 0.0, self.request.mix
+        for pattern, layers in mix:
+            attention = RingAttention(config, mesh=mesh, layout=layout, pattern=pattern)
+
+            def step(attention: RingAttention = attention) -> None:
+                out = attention(q, k, v)
+                torch.autograd.grad(out, (q, k, v), grad)
+
+            self.count += 1
+            total += layers * self.clock.together(step)
+        return total / sum(layers for _, layers in mix)
+
+    def hop_overhead(self, candidate: TuningCandidate) -> float:
+        """Measure seconds of a hop that carries next to nothing; 0 in a ring of one."""
+        if candidate.ring_size == 1:
+            return 0.0
+        tokens = TINY_TOKENS * self.request.sequence_size
+        heads = default_heads(self.request, candidate.ring_size, candidate.ulysses_size, tokens)
+        candidate = replace(candidate, heads_per_message=heads)  # all that are read alike
+        self.seconds(candidate, tokens)
+        return min(self.seconds(candidate, tokens) for _ in range(5)) / (2 * candidate.ring_size + 1)
+
+    def close(self) -> None:
+        """Free what was made."""
+        self._inputs.clear()
+        for mesh in self._meshes.values():
+            mesh.close()
+
+    def _tensors(self, local_tokens: int) -> list[Tensor]:
+        """Return q, k, v and the gradient of out, [B, H, S, D]; those of one length are kept."""
+        request = self.request
+        shape = (request.batch, request.heads, local_tokens, request.head_dim)
+        if shape not in self._inputs:
+            # One length at a time: two of them may not fit the device.
+            self._inputs.clear()
+            dtype, device = getattr(torch, request.dtype), self.clock.device
+            shapes = [shape, *[(shape[0], request.kv_heads, *shape[2:])] * 2, shape]
+            made = [torch.randn(s, dtype=dtype, device=device) for s in shapes]
+            self._inputs[shape] = [*(x.requires_grad_() for x in made[:3]), made[3]]
+        return self._inputs[shape]
+
+
+# Messages go through the exchange, as those of a pass do, with its checks and waits; all ranks send at once.
+
+SMALL_BYTES, LARGE_BYTES = 64 << 10, 8 << 20
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Links:
+    """Hold what moving costs; rates count what leaves a rank while every rank sends."""
+
+    bytes_per_s: float  # to the next rank of a ring of all ranks, of the slowest rank
+    fastest_bytes_per_s: float  # the same of the fastest rank
+    latency_s: float  # of a small message, its bytes at that rate taken off
+    all_to_all_bytes_per_s: float | None  # None where no more than one rank can split the heads
+
+
+def measure_links(ring: RingMesh, ulysses: RingMesh | None, clock: Clock) -> Links:
+    """Measure meshes whose ring, or whose Ulysses group, has more than one rank. Collective."""
+    small = _neighbour_seconds(ring, SMALL_BYTES, clock)
+    large = _neighbour_seconds(ring, LARGE_BYTES, clock)
+    # The difference of two sizes: the fixed cost of a message drops out.
+    rates = [(LARGE_BYTES - SMALL_BYTES) / max(t - s, 1e-9) for s, t in zip(small, large, strict=True)]
+    latency = max(small[0] - SMALL_BYTES / rates[0], 1e-7)
+    swapped = None if ulysses is None else _all_to_all_rate(ulysses, clock)
+    return Links(rates[0], max(rates), latency, swapped)
+
+
+def _neighbour_seconds(mesh: RingMesh, size_bytes: int, clock: Clock) -> tuple[float, float]:
+    """Return seconds of the slowest and of the fastest rank, each the least of some rounds."""
+    exchange = Exchange(mesh)
+    sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
+
+    def swap() -> None:
+        exchange.post([Message(sent, ahead)], [Message(received, behind)]).wait()
+
+    swap()
+    seconds = []
+    for _ in range(ROUNDS):
+        clock.meet()
+        seconds.append(clock.own(swap))
+    own = min(seconds)
+    return clock.slowest(own), clock.least(own)
+
+
+def _all_to_all_rate(mesh: RingMesh, clock: Clock) -> float:
+    exchange, size = Exchange(mesh), mesh.ulysses_size
+    parts = [torch.zeros(LARGE_BYTES // size, dtype=torch.uint8, device=clock.device) for _ in range(size)]
+    exchange.all_to_all(parts, mesh.ulysses_group)
+    seconds = clock.together(lambda: exchange.all_to_all(parts, mesh.ulysses_group), ROUNDS)
+    return (size - 1) * (LARGE_BYTES // size) / seconds
+
+
+# The kernel by itself: its rate forward and backward, and the fixed cost of a tile. All ranks measure at
+# once, as they will compute at once, so the figures include what they share (cores, memory). The speed of one
+# rank alone is measured as well: ranks with little work leave these resources to the others.
+
+SMALL_TOKENS, LARGE_TOKENS = 512, 4096  # sides of the triangles that are timed
+TURNS = 3
+MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """Hold what a kernel does on one rank while all of them work."""
+
+    # forward_flops, backward_flops: per second, of the pairs that it multiplies, hidden ones included
+    forward_flops: float
+    backward_flops: float
+    # forward_tile_s, backward_tile_s: what a tile costs beside its pairs, seconds
+    forward_tile_s: float
+    backward_tile_s: float
+
+
+class Sample(NamedTuple):
+    """Hold FLOPs and seconds of one size, forward and backward."""
+
+    flops: tuple[float, float]
+    seconds: tuple[float, float]
+
+
+def kernel_of(choice: KernelChoice, request: Request) -> Kernel:
+    """Return the kernel with these options."""
+    return get_kernel(request.kernel, request.device, choice.options, choice.block_size)
+
+
+class Probe:
+    """Time kernels on tensors of one request.
+
+    Args:
+        request: shapes and device.
+        clock: of all ranks.
+    """
+
+    def __init__(self, request: Request, clock: Clock) -> None:
+        self.request, self.clock = request, clock
+        self.heads = 1 if request.device == "cpu" else request.heads  # a GPU wants to be filled
+        self.mesh = RingMesh.single()
+
+    def rates(
+        self, choices: Sequence[KernelChoice], large_tokens: int, told: Callable[[], object]
+    ) -> dict[KernelChoice, KernelRate]:
+        """Measure a kernel with each of these options, in turns; the least of the turns counts.
+
+        Args:
+            choices: options.
+            large_tokens: the larger of the two sizes.
+            told: called `TURNS` times for each choice.
+        """
+        samples: dict[tuple[KernelChoice, int], list[Sample]] = defaultdict(list)
+        # In turns, so that a busy moment of the machine hits every choice alike.
+        for turn in range(TURNS):
+            for choice in choices:
+                if not turn:
+                    self._sample(choice, SMALL_TOKENS, 1)  # warms up
+                for tokens, rounds in ((SMALL_TOKENS, 3), (large_tokens, 1)):
+                    samples[choice, tokens].append(self._sample(choice, tokens, rounds))
+                told()
+        return {
+            choice: _rate(*(samples[choice, n] for n in (SMALL_TOKENS, large_tokens))) for choice in choices
+        }
+
+    def alone_speedup(self, choice: KernelChoice, rank: int, tokens: int) -> float:
+        """Return seconds while all ranks compute over those of rank 0 alone; at least 1."""
+        context, tensors = self._pass(choice, tokens)
+
+        def work() -> None:
+            ring_attention_op(*tensors[:3], context.handle)
+
+        together = self.clock.together(work, 3)
+        alone = []
+        for _ in range(3):
+            self.clock.meet()
+            alone.append(self.clock.slowest(self.clock.own(work) if rank == 0 else 0.0))
+        return max(together / min(alone), 1.0)
+
+    def matmul_flops(self) -> float:
+        """Measure FLOP/s of one large product in the request's dtype, while all ranks compute."""
+        side = MATMUL_SIDE[self.request.device]
+        dtype = getattr(torch, self.request.dtype)
+        a = torch.ones(side, side, dtype=dtype, device=self.clock.device)
+        self.clock.own(lambda: a @ a)
+        return 2 * side**3 / self.clock.together(lambda: a @ a, 3)
+
+    def _pass(self, choice: KernelChoice, tokens: int) -> tuple[RingContext, list[Tensor]]:
+        request = self.request
+        keys = {"kernel_options": dict(choice.options), "block_size": choice.block_size}
+        options = options_from_config(request.base.model_copy(update=keys))
+        layout = make_layout("contiguous", tokens=tokens, ring_size=1)
+        context = context_for(Causal(), layout, self.mesh, options)
+        shape, dtype = (1, self.heads, tokens, request.head_dim), getattr(torch, request.dtype)
+        return context, [torch.randn(shape, dtype=dtype, device=self.clock.device) for _ in range(4)]
+
+    def _sample(self, choice: KernelChoice, tokens: int, rounds: int) -> Sample:
+        context, (q, k, v, grad) = self._pass(choice, tokens)
+        results: list[tuple[Tensor, Tensor]] = []
+        forward_s = self.clock.together(
+            lambda: results.append(ring_attention_op(q, k, v, context.handle)), rounds
+        )
+        out, lse = results[0]
+        backward_s = self.clock.together(
+            lambda: ring_attention_backward_op(grad, q, k, v, out, lse, context.handle), rounds
+        )
+        layout = make_layout("contiguous", tokens=tokens, ring_size=1)
+        tiles = build_plan(Causal(), layout).rank(0).classes[0].hops[0].tiles
+        kernel, unit = kernel_of(choice, self.request), self.heads * self.request.head_dim
+        forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
+        backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)
+        return Sample((forward, backward), (forward_s, backward_s))
+
+
+def _rate(small: list[Sample], large: list[Sample]) -> KernelRate:
+    (forward, forward_s), (backward, backward_s) = (_fit(_least(small), _least(large), way) for way in (0, 1))
+    return KernelRate(forward, backward, forward_s, backward_s)
+
+
+def _least(samples: list[Sample]) -> Sample:
+    """Return the least seconds, forward and backward each by itself."""
+    forward, backward = (min(sample.seconds[way] for sample in samples) for way in (0, 1))
+    return Sample(samples[0].flops, (forward, backward))
+
+
+def _fit(small: Sample, large: Sample, way: int) -> tuple[float, float]:
+    """Fit rate and fixed seconds to two points; without a rise, return the larger one's rate alone."""
+    rise_s = large.seconds[way] - small.seconds[way]
+    if rise_s <= 0:
+        return large.flops[way] / large.seconds[way], 0.0
+    rate = (large.flops[way] - small.flops[way]) / rise_s
+    return rate, max(small.seconds[way] - small.flops[way] / rate, 0.0)
