@@ -169,6 +169,7 @@ class Table:
         except (ImportError, AttributeError, KeyError):
             raise self._lacks(row) from None
         own = name in (owner if isinstance(owner, dict) else vars(owner))
+        own = own or hasattr(getattr(type(owner), name, None), "__set__")  # a property that can be set
         _set(owner, name, _around(before, part) if row.kind == "wrapped" else part)
         return Change(row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name)))
 

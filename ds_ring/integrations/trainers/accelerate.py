@@ -1,14 +1,15 @@
 """Make Accelerate take the ranks of one sequence for one data replica.
 
-Owns what an `Accelerator` does otherwise after `ds_ring.enable()`: which samples a rank loads, what is
-gathered, how often a scheduler steps. The engine, which shards batches, is ds_ring.integrations.deepspeed's.
+After `ds_ring.enable()` an `Accelerator` counts replicas where it loads samples, gathers results and steps a
+scheduler. The engine of ds_ring.integrations.deepspeed shards the batches.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,35 +26,35 @@ from torch.utils.data import RandomSampler
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.trainers.adapter import ACCELERATE
 from ds_ring.integrations.trainers.transformers import enable_trainer
-
-log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    start, choose_backend = Accelerator.__init__, PartialState._prepare_backend
+    ACCELERATE.apply(
+        {"ring": SimpleNamespace(at_enable=_start), "backend": SimpleNamespace(at_enable=_with_gloo)}
+    )
 
-    @functools.wraps(start)
-    def on_a_ring(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        _put_on_a_ring(self)
-        if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
-            enable_trainer()
 
-    @functools.wraps(choose_backend)
-    def with_gloo(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
-        # accelerate 1.15 knows DeepSpeed on accelerators only: its ranks on CPUs would each be the only one.
-        backend, kind = choose_backend(self, *args, **kwargs)
-        on_cpu = get_accelerator().device_name() == "cpu" and get_world_size_from_launcher() > 1
-        return (
-            get_accelerator().communication_backend_name() if backend is None and on_cpu else backend
-        ), kind
+def _start(start: Callable[..., None], accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+    start(accelerator, *args, **kwargs)
+    _put_on_a_ring(accelerator)
+    if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
+        enable_trainer()
 
-    Accelerator.__init__ = on_a_ring
-    PartialState._prepare_backend = with_gloo
+
+def _with_gloo(
+    choose: Callable[..., tuple[str | None, Any]], state: PartialState, *args: Any, **kwargs: Any
+) -> tuple[str | None, Any]:
+    # accelerate 1.15 knows DeepSpeed on accelerators only: its ranks on CPUs would each be the only one.
+    backend, kind = choose(state, *args, **kwargs)
+    on_cpu = get_accelerator().device_name() == "cpu" and get_world_size_from_launcher() > 1
+    if backend is None and on_cpu:
+        backend = get_accelerator().communication_backend_name()
+    return backend, kind
 
 
 def _put_on_a_ring(accelerator: Any) -> None:
@@ -75,8 +76,12 @@ def _put_on_a_ring(accelerator: Any) -> None:
     copies = [config, getattr(getattr(plugin, "dschf", None), "config", config)]
     for one in copies:
         one[SP_KEY] = ring.sequence_parallel_size
-    accelerator.sequence_ranks = ring.sequence_parallel_size
-    accelerator.__class__ = _class_of(type(accelerator))  # type: ignore[arg-type]
+    features = {
+        "own samples": SimpleNamespace(around_init=False),
+        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
+        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),
+    }
+    ACCELERATE.apply(features, accelerator=accelerator)
 
 
 def _refuse_settings(accelerator: Any) -> None:
@@ -92,7 +97,6 @@ def _refuse_settings(accelerator: Any) -> None:
             "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
             " of a ring; leave it out, every rank then reads its own"
         )
-    accelerator.dataloader_config.dispatch_batches = False
 
 
 @functools.cache
@@ -121,14 +125,19 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         if self.num_processes == 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
             # With more replicas accelerate keeps their orders equal; one replica has several ranks here.
             seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
-            sampler.generator = torch.Generator().manual_seed(seed[0])
+            order = SimpleNamespace(in_loader=torch.Generator().manual_seed(seed[0]))
+            ACCELERATE.apply({"one order": order}, sampler=sampler)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         prepared: tuple[Any, ...] = super()._prepare_deepspeed(*args)
         for one in prepared:
             if type(one) is AcceleratedScheduler:
-                one.__class__, one.replicas = _Scheduler, self.num_processes
+                features = {
+                    "number of replicas": SimpleNamespace(at_initialize=self.num_processes),
+                    "scheduler": SimpleNamespace(at_initialize=_Scheduler),
+                }
+                ACCELERATE.apply(features, scheduler=one)
         return prepared
 
     def gather(self, tensor: Any) -> Any:

@@ -1,7 +1,6 @@
 """Attach a transformers model to a ring, and detach it again.
 
-Owns the hooks around a model's call: they pass the sharding of the batch in and check the output.
-`attention.py` owns the attention function, `families.py` whatever else a model family needs.
+`Attached.put_on` collects what the features provide and applies the rows of model.py's table, in its order.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,14 +18,34 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
+from ds_ring.integrations.adapter import Change
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.loss import shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.families import check_outputs, equip
-from ds_ring.integrations.transformers.generation import allow_generation
+from ds_ring.integrations.transformers.families import (
+    LossGuard,
+    check_outputs,
+    pooled_token,
+    pools_the_last_token,
+    router_loss,
+)
+from ds_ring.integrations.transformers.generation import Generation, generation_feature
+from ds_ring.integrations.transformers.images import images_feature, towers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
+from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.positions import (
+    NumberingCheck,
+    QueryScale,
+    check_lengths,
+    depends_on_length,
+    numbering_check,
+    numbering_of,
+    rotary_length,
+)
 
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
@@ -49,30 +69,85 @@ class Attached:
     # backend reads them.
     rewritten: bool
     own: dict[PreTrainedModel, str]  # own attention of each model inside, outermost first
-    handles: list[RemovableHandle] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)  # of model.py's table
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
-        on, guard = {part: part.config._attn_implementation for part in self.own}, self.model.loss_function
-        self.model.loss_function = guard.loss_function
-        generate = self.model.__dict__.pop("generate", None)
-        _set_implementations(self.own)
-        try:
-            with _without(self.handles):
-                yield
-        finally:
-            _set_implementations(on)
-            self.model.loss_function = guard
-            if generate is not None:
-                self.model.__dict__["generate"] = generate
+        model, on = self.model, {part: part.config._attn_implementation for part in self.own}
+        generate = getattr(model, "generate", None)
+        features: dict[str, Any] = {"own loss": SimpleNamespace(around_off=model.loss_function.loss_function)}
+        if generate is not None:
+            features["own generate"] = SimpleNamespace(around_off=generate.own)
+        with TABLE.applied(features, self.session, model=model, generator=model):
+            _set_implementations(self.own)
+            try:
+                with _without([change.handle for change in self.changes if change.handle is not None]):
+                    yield
+            finally:
+                _set_implementations(on)
 
     def put_on(self) -> None:
-        """Register the hooks of the model's calls: sharding, checks, and what its family needs."""
+        """Apply model.py's table to the model: the sharding, checks, and what its family needs.
+
+        Raises:
+            RingConfigError: the model needs something that a ring cannot give it.
+        """
+        model, session, needs = self.model, self.session, self.session.needs
+        for module, forward in tiled_layers(model, session).items():
+            TABLE.apply({"tiled layers": SimpleNamespace(around_forward=forward)}, session, layer=module)
+        head, pools = tiled_head(model, session), pools_the_last_token(model)
+        tiled = None if head is None else head.feature(model, session)
+        scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
+        guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
+        generation = Generation(model, session)
+        # Image encoders number patches of their own.
+        numbering = None if towers(model) else numbering_check(model, session.mesh)
+        check_lengths(model)
+        features = {
+            "tiled loss": tiled,
+            "loss guard": SimpleNamespace(around_loss=guard),
+            "generation": generation_feature(generation, lambda: self.rewritten),
+            "offloaded checkpoints": offloaded_checkpoints(model, session),
+            "numbering": None if numbering is None else numbering.model,
+            "images": images_feature(model, session),
+            "router loss": router_loss(model, guard, session),
+            "pooled token": pooled_token(model, session) if pools else None,
+            "sharding": self._sharding(guard, generation),
+        }
+        objects = {"model": model, "base": model.base_model, "head": model.get_output_embeddings()}
+        objects |= {"generator": model} if hasattr(model, "generate") else {}
+        objects |= {"score": model.score} if pools else {}
+        self.changes = TABLE.apply(
+            {name: one for name, one in features.items() if one is not None}, session, **objects
+        )
+        if numbering is not None:
+            numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
+        for module in model.modules():
+            self.changes += self._put_on_part(module, numbering)
+        needs.number_tokens = numbering_of(model) or needs.number_tokens
+        needs.slots = needs.slots or pools
+
+    def _put_on_part(self, module: nn.Module, numbering: NumberingCheck | None) -> list[Change]:
+        """Apply the rows of a module inside the model."""
+        takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        changes: list[Change] = []
+        if numbering is not None and module is not self.model and takes_positions:
+            changes = TABLE.apply({"numbering of parts": numbering.part}, self.session, part=module)
+            numbering.changes += changes
+        if depends_on_length(module):
+            rotary = rotary_length(module, self.session.batches)
+            changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)
+        if QueryScale.is_needed(module):
+            scale = QueryScale(module)
+            changes += TABLE.apply({"query scale": scale}, self.session, scaling=module)
+            queries = SimpleNamespace(after_forward=scale.scaled)
+            changes += TABLE.apply({"query scale": queries}, self.session, q_proj=module.q_proj)
+        return changes
+
+    def _sharding(self, guard: LossGuard, generation: Generation) -> SimpleNamespace:
+        """Return the hooks that pass the sharding of the batch in, and check the call and its output."""
         model, session = self.model, self.session
-        guard, self.handles = equip(model, session)
-        generation, handle = allow_generation(model, session, lambda: self.rewritten)
-        self.handles.append(handle)
         said = patterns_of_layers(model, session.pattern.is_causal)
         session.needs.layers += said
         narrowest = 0 if session.config.pattern.layers else narrowest_beside(said, session.pattern)
@@ -108,15 +183,14 @@ class Attached:
                 )
             return args, kwargs | added | {SHARDING: sharding}
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if generation.sharding is not None:
                 generation.after(output)
                 return
             check_outputs(model, output, session.batches.current.local_tokens)
             guard.check(model, output)
 
-        self.handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        self.handles.append(model.register_forward_hook(after))
+        return SimpleNamespace(before_forward=before, after_forward=after)
 
 
 @contextmanager
@@ -140,4 +214,4 @@ def _without(handles: list[RemovableHandle]) -> Iterator[None]:
 def _set_implementations(attention_of: dict[PreTrainedModel, str]) -> None:
     """Name every model's attention: outer models first, since a configuration hands it down."""
     for part, name in attention_of.items():
-        part.config._attn_implementation = name
+        TABLE.apply({"own attention": SimpleNamespace(around_off=name)}, config=part.config)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -30,11 +31,12 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_implementation
-from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, towers
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
+from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 
@@ -126,8 +128,7 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
 
 
 # In place of attention_name.py's, which import this file.
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, mask)
+name_them(attention, mask)
 
 
 def check_model(model: nn.Module, config: RingConfig) -> None:
@@ -197,7 +198,7 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
             continue
         own = {inner: own_implementation(inner) for inner in _pretrained(part)}
         if config.attention == "ring":
-            _switch(part)
+            _switch(part, session)
         rewritten = part.config._attn_implementation != NAME
         attached.append(Attached(part, session, rewritten, own))
         attached[-1].put_on()
@@ -212,11 +213,13 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
     return attached
 
 
-def _switch(model: PreTrainedModel) -> None:
+def _switch(model: PreTrainedModel, session: RingSession) -> None:
     """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
+    names = attention_of_parts(model, NAME)
+    switch = SimpleNamespace(at_initialize=lambda: model.set_attn_implementation(names))
     try:
-        model.set_attn_implementation(attention_of_parts(model, NAME))
+        TABLE.apply({"attention": switch}, session, model=model)
     except (ValueError, ImportError) as error:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"

@@ -6,11 +6,12 @@ What stands behind the name is attention.py, which imports DeepSpeed; its first 
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 NAME = "ds_ring"
@@ -31,39 +32,49 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != _OWNER:
             return None
+        from ds_ring.integrations.transformers.model import TABLE
+
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
 
-            def then_register(module: Any) -> None:
+            def then_register(execute: Callable[[Any], None], module: Any) -> None:
                 execute(module)
                 _register()
 
-            spec.loader.exec_module = then_register  # type: ignore[method-assign]
+            TABLE.apply({"import": SimpleNamespace(at_import=then_register)}, loader=spec.loader)
         return spec
 
 
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from ds_ring.integrations.transformers.model import TABLE
 
-    choose = PreTrainedModel.get_correct_attn_implementation
+    name_them(_attention, _mask)
+    TABLE.apply({"name": SimpleNamespace(around_init=_choose_or_refuse)})
 
-    @functools.wraps(choose)
-    def choose_or_refuse(
-        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        # A class that does not know the name: Falcon raises a KeyError, others go without.
-        if requested_attention == NAME and not self._supports_attention_backend:
-            from ds_ring.integrations.transformers.checks import bypasses
 
-            raise bypasses(type(self))
-        chosen: str = choose(self, requested_attention, *args, **kwargs)
-        return chosen
+def name_them(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Register an attention function and its mask function under the name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    PreTrainedModel.get_correct_attn_implementation = choose_or_refuse  # type: ignore[method-assign]
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    from ds_ring.integrations.transformers.model import TABLE
+
+    functions = {
+        "attention function": SimpleNamespace(at_import=lambda: AttentionInterface.register(NAME, attention)),
+        "mask function": SimpleNamespace(at_import=lambda: AttentionMaskInterface.register(NAME, mask)),
+    }
+    TABLE.apply(functions)
+
+
+def _choose_or_refuse(
+    choose: Callable[..., str], model: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
+    # A class that does not support the name: Falcon raises a KeyError, others ignore it.
+    if requested_attention == NAME and not model._supports_attention_backend:
+        from ds_ring.integrations.transformers.checks import bypasses
+
+        raise bypasses(type(model))
+    return choose(model, requested_attention, *args, **kwargs)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,6 @@
-"""Give families of transformers models what they need beside the ring's attention.
+"""What families of models need beside the ring's attention: pooled tokens, router losses, a guarded loss.
 
-Owns the order in which a model is equipped when it is tied to a session: length-dependent rotary embeddings
-(positions.py), numbering of tokens (positions.py), router losses (families.py), temperature by position
-(positions.py), images (images.py), pooling heads (families.py), and what the JSON's "long_sequence" asks for
-(long_sequence.py, long_sequence.py, long_sequence.py). A model that has none of these is left alone.
+`attached.py` puts the hooks on a model that has the need.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -27,14 +24,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
-from ds_ring.integrations.transformers.images import give_features, towers
-from ds_ring.integrations.transformers.long_sequence import offload_checkpoints, tile_layers, tile_loss
-from ds_ring.integrations.transformers.positions import (
-    check_numbers_once,
-    give_length,
-    numbering_of,
-    tune_by_position,
-)
 from ds_ring.runtime.mesh import RingMesh
 
 if TYPE_CHECKING:
@@ -51,13 +40,14 @@ if TYPE_CHECKING:
 #
 # Shapes: B samples, S local tokens, L labels.
 
+
 def pools_the_last_token(model: nn.Module) -> bool:
     """Return whether a model is a classifier whose pooled token is known and gathered here."""
     return isinstance(model, GenericForSequenceClassification)
 
 
-def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
-    """Make the model's head read its token from the rank that has it; return the handles of the hooks."""
+def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
+    """Return the hooks of a classifier and its `score`: every rank gets the logits of the last token."""
     signature = inspect.signature(model.forward)
     held: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
@@ -66,17 +56,15 @@ def pool_over_ranks(model: PreTrainedModel, session: RingSession) -> list[Remova
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
 
-    def after_score(_: nn.Module, args: tuple[Any, ...], logits_BSL: Tensor) -> Tensor:
+    def after_score(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits_BSL: Tensor
+    ) -> Tensor:
         sharding = session.batches.current
         _refuse_short(model, sharding, mesh)
         assert sharding.slots is not None
         return _pooled_everywhere(logits_BSL, sharding.slots, held["input_ids"], padding, number_of(mesh))
 
-    assert isinstance(model.score, nn.Module), type(model.score)
-    return [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.score.register_forward_hook(after_score),
-    ]
+    return SimpleNamespace(before_forward=before, after_forward=after_score)
 
 
 def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> None:
@@ -349,38 +337,8 @@ class LossGuard:
             )
 
 
-def equip(model: PreTrainedModel, session: RingSession) -> tuple[LossGuard, list[RemovableHandle]]:
-    """Give `model` what its family needs of the whole sequence.
-
-    Returns the guard of its loss function, and the handles of all hooks.
-
-    Raises:
-        RingConfigError: it needs something that a ring cannot give it.
-    """
-    scale = shared_scale(session.mesh, session.gradient_divisor)
-    tile_layers(model, session)
-    tiles = tile_loss(model, session)
-    guard = LossGuard(model.loss_function, scale if pools_the_last_token(model) else None)
-    model.loss_function = guard
-    handles = [
-        *offload_checkpoints(model, session),
-        *tiles,
-        # towers number patches of their own
-        *([] if towers(model) else check_numbers_once(model, session.mesh)),
-        *give_length(model, session.batches),
-        *tune_by_position(model),
-        *give_features(model, session),
-    ]
-    session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
-    handles.append(_count_all_routers(model, guard, session))
-    if pools_the_last_token(model):
-        session.needs.slots = True
-        handles += pool_over_ranks(model, session)
-    return guard, handles
-
-
-def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> RemovableHandle:
-    """Replace the load balancing loss of local tokens, and its part of the loss, by that of all tokens."""
+def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> SimpleNamespace:
+    """Return the hook that replaces the load balancing loss of local tokens by that of all tokens."""
     # A loss that cannot be replaced is refused where it is computed: most models never ask for it.
     router: RouterLoss | RingConfigError | None
     try:
@@ -391,7 +349,7 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
         session.needs.slots = session.needs.real_tokens = True
     scale = shared_scale(session.mesh, session.gradient_divisor)
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not isinstance(getattr(output, "aux_loss", None), Tensor):
             return  # without output_router_logits there is none
         if getattr(output, "router_logits", None) is None:
@@ -407,12 +365,12 @@ def _count_all_routers(model: PreTrainedModel, guard: LossGuard, session: RingSe
         counted_BS = _counted(session.batches.current, output.router_logits[0])
         number = number_of(session.mesh)
         exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
-        output.aux_loss = exact
+        output["aux_loss"] = exact
         if output.loss is not None and guard.own is not None:
-            output.loss = guard.own + router.weight * exact
+            output["loss"] = guard.own + router.weight * exact
             guard.expect(output.loss)
 
-    return model.register_forward_hook(after)
+    return SimpleNamespace(after_forward=after)
 
 
 def _counted(sharding: BatchSharding, router_logits: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -242,8 +242,8 @@ class Generation:
 
     def __init__(self, model: PreTrainedModel, session: RingSession) -> None:
         self.sharding: BatchSharding | None = None
-        self._model, self._session = model, session
-        self._signature = inspect.signature(model.forward)
+        self.model, self._session = model, session
+        self.signature = inspect.signature(model.forward)
         self._cache: RingCache | None = None
         self._last = 0  # slot of the prompt's last token, on the rank that has it
 
@@ -261,7 +261,7 @@ class Generation:
         refused: RingError | None = None
         fields: dict[str, object] = {}
         try:
-            fields = _described(asked, _settings(self._model, asked))
+            fields = _described(asked, _settings(self.model, asked))
             self._check(asked, rewritten)
         except RingError as error:
             refused = error
@@ -271,25 +271,25 @@ class Generation:
             raise refused
         given: dict[str, Any] = {"past_key_values": RingCache(self.mesh.ring_rank, self.mesh.ring_size)}
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
-        sharded = any(hasattr(parameter, "ds_id") for parameter in self._model.parameters())
+        sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         if sharded and self.mesh.data_size > 1:
             given["synced_gpus"] = True
         return {name: value for name, value in given.items() if asked.get(name) is None}
 
     def _check(self, asked: dict[str, Any], rewritten: bool) -> None:
-        name = f"{type(self._model).__name__}.generate"
-        settings = _settings(self._model, asked)
+        name = f"{type(self.model).__name__}.generate"
+        settings = _settings(self.model, asked)
         mode = settings.get_generation_mode(asked.get("assistant_model"))
         cache = asked.get("past_key_values")
         faults = {
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
-            "expected evaluation mode, got training: call engine.eval()": self._model.training,
+            "expected evaluation mode, got training: call engine.eval()": self.model.training,
             f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
-            " would forget tokens; set it to None": _only_the_cache_slides(self._model),
+            " would forget tokens; set it to None": _only_the_cache_slides(self.model),
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
@@ -314,11 +314,11 @@ class Generation:
         positions = given.get("position_ids")
         if positions is None or positions.ndim != 2:
             raise RingShapeError(
-                f"{type(self._model).__name__}: expected position_ids [samples, tokens], got"
+                f"{type(self.model).__name__}: expected position_ids [samples, tokens], got"
                 f" {None if positions is None else list(positions.shape)}; {_OFF}"
             )
         mask_BT = given.pop("attention_mask", None)
-        if "output_router_logits" in self._signature.parameters:
+        if "output_router_logits" in self.signature.parameters:
             given["output_router_logits"] = False  # nobody reads the loss that they are for
         longest = positions.max()
         if cache.get_seq_length() == 0:
@@ -355,7 +355,7 @@ class Generation:
             key: shard_sequence(value, layout, mesh=mesh, dim=1) if _has_tokens(key, value, tokens) else value
             for key, value in given.items()
         }
-        if "logits_to_keep" in self._signature.parameters:
+        if "logits_to_keep" in self.signature.parameters:
             local["logits_to_keep"] = torch.tensor([self._last], device=longest.device)
         return local
 
@@ -381,19 +381,13 @@ class Generation:
             if self.mesh.ring_group is not None:
                 exchange = Exchange(self.mesh, self._session.config.hop_timeout_seconds)
                 exchange.all_reduce(last_B1V, self.mesh.ring_group)
-            output.logits = last_B1V
+            output["logits"] = last_B1V
         self._cache.finish()
 
 
-def allow_generation(
-    model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
-) -> tuple[Generation, RemovableHandle]:
-    """Make `model.generate` run on the ring.
-
-    Returns what the model's hooks must know of its passes, and the handle of the hook that is added here.
-    """
-    generation = Generation(model, session)
-    signature = generation._signature
+def generation_feature(generation: Generation, rewritten: Callable[[], bool]) -> SimpleNamespace:
+    """Return what model.py's table puts on a model so that `model.generate` runs on the ring."""
+    model, signature = generation.model, generation.signature
 
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -403,25 +397,22 @@ def allow_generation(
         local = generation.before(dict(signature.bind_partial(*args).arguments) | kwargs)
         return None if local is None else ((), local)
 
-    # Before all other hooks: they see this rank's tokens, as in training.
-    handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    if hasattr(model, "generate"):
-        model.__dict__["generate"] = _Generate(model, generation, rewritten)
-    return generation, handle
+    generate = _Generate(model, generation, rewritten) if hasattr(model, "generate") else None
+    return SimpleNamespace(before_forward=before, around_generate=generate)
 
 
 class _Generate:
     """Stand in front of a model's own `generate`."""
 
     def __init__(self, model: Any, generation: Generation, rewritten: Callable[[], bool]) -> None:
-        self._model, self._own = model, model.generate
+        self._model, self.own = model, model.generate
         self._generation, self._rewritten = generation, rewritten
-        functools.update_wrapper(self, self._own)
+        functools.update_wrapper(self, self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self._own).bind(*args, **kwargs).arguments
+        bound = inspect.signature(self.own).bind(*args, **kwargs).arguments
         asked = {**bound, **bound.pop("kwargs", {})}
-        return self._own(**asked | self._generation.start(asked, self._rewritten()))
+        return self.own(**asked | self._generation.start(asked, self._rewritten()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model its own method: this one would go on with the original's weights."""
@@ -485,6 +476,7 @@ def _note_padding(cache: RingCache, mask_BT: Tensor | None, tokens: int) -> None
 #
 # Owns that view, which has no process groups of its own. For calls in which nobody splits heads: replicated
 # queries over a sharded cache.
+
 
 def one_ring(mesh: RingMesh) -> RingMesh:
     """Return a mesh whose ring is the whole sequence group of `mesh`, in order. Collective in the sequence.

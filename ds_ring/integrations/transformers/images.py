@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -59,8 +59,8 @@ def attention_of_parts(model: Any, name: str) -> str | dict[str, str]:
     )
 
 
-def give_features(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
-    """Make `model` take images, or refuse them; return the handles of the hooks.
+def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamespace | None:
+    """Return the hook that makes `model` take images, or refuse them; None if its class takes none.
 
     Raises:
         RingConfigError: (from a forward pass) images for a model that is not in `EXACT`, videos or sound.
@@ -68,7 +68,7 @@ def give_features(model: PreTrainedModel, session: RingSession) -> list[Removabl
     """
     base = model.base_model
     if not hasattr(base, "get_image_features"):
-        return []
+        return None
     if towers(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
         session.needs.images = ImageNeeds(int(model.config.image_token_id), frozenset(OF_IMAGES), number)
@@ -93,7 +93,7 @@ def give_features(model: PreTrainedModel, session: RingSession) -> list[Removabl
             given["position_ids"] = images.axes_BSA.permute(2, 0, 1)
         return (), given
 
-    return [base.register_forward_pre_hook(before, with_kwargs=True)]
+    return SimpleNamespace(before_forward=before)
 
 
 def _has_images(given: dict[str, Any]) -> bool:

@@ -11,19 +11,20 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_ring.config.section import Tile, tile_tokens
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.runtime.kept_results import LAYER_TENSORS, HostMemory
 from ds_ring.runtime.tiled import DeferredLogits, Job, tiled_call
 
@@ -32,15 +33,15 @@ log = logging.getLogger(__name__)
 Loss = Callable[..., Tensor]
 
 
-def tile_loss(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
-    """Replace the head's forward and the loss function of `model`, where the JSON asks for it.
+def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None:
+    """Return the tiled head and loss of `model`, where the JSON asks for it.
 
     Raises:
         RingConfigError: the JSON asks for it by name, and the model has another head or loss.
     """
     asked = session.config.long_sequence.tiled_loss
     if asked is False:
-        return []
+        return None
     why_not = _why_not(model)
     if why_not is not None:
         if asked != "auto":
@@ -48,14 +49,10 @@ def tile_loss(model: PreTrainedModel, session: RingSession) -> list[RemovableHan
                 f'{type(model).__name__}: long_sequence.tiled_loss: {why_not}; set it to false or "auto"'
             )
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
-        return []
+        return None
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    tile = tile_tokens(asked, head.out_features, session.device.type)
-    tiled = _TiledHead(head, tile, strict=asked != "auto")
-    head.forward = tiled.forward  # type: ignore[method-assign, assignment]
-    model.loss_function = tiled.loss_function(model.loss_function)
-    return tiled.watch(model, session)
+    return TiledHead(head, tile_tokens(asked, head.out_features, session.device.type), strict=asked != "auto")
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
@@ -72,7 +69,7 @@ def _why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
-class _TiledHead:
+class TiledHead:
     """Hold back the logits of one model's head while its loss will be asked for.
 
     Attributes:
@@ -113,8 +110,11 @@ class _TiledHead:
 
         return loss
 
-    def watch(self, model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
-        """Find out before each forward pass whether it wants a loss; return the hooks' handles."""
+    def feature(self, model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
+        """Return what is put on the model, its head and its loss function.
+
+        The hooks find out before each forward pass whether it computes a loss.
+        """
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = model.training and torch.is_grad_enabled()
@@ -128,13 +128,15 @@ class _TiledHead:
                 wanted = False
             self.deferring = wanted and not session.batches.is_off
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(*_: Any) -> None:
             self.deferring = False
 
-        return [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after, always_call=True),
-        ]
+        return SimpleNamespace(
+            around_forward=self.forward,
+            around_loss=self.loss_function(model.loss_function),
+            before_forward=before,
+            after_forward=after,
+        )
 
 
 # Compute the MLPs and the norms of a transformers model in tiles of tokens.
@@ -149,15 +151,15 @@ _EXPERTS = "Experts"  # of hidden states, and of each token's experts and their 
 _MIXES = ("Router", "Experts", "Attention", "Conv1d")  # in a module: it does more than an MLP does
 
 
-def tile_layers(model: PreTrainedModel, session: RingSession) -> None:
-    """Replace the forward of the model's MLPs, where the JSON asks for it.
+def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module, Callable[..., Any]]:
+    """Return the tiled forward of each of the model's MLPs and norms, where the JSON asks for it.
 
     Raises:
         RingConfigError: the JSON asks for it by name, and the model has no MLP that can be tiled.
     """
     asked = session.config.long_sequence.tiled_mlp
     if asked is False:
-        return
+        return {}
     found, why_not = list(_token_by_token(model)), "it has no module that is known for one"
     dropping = [type(one).__name__ for one in found if _draws_random_numbers(one)]
     if dropping:
@@ -169,14 +171,16 @@ def tile_layers(model: PreTrainedModel, session: RingSession) -> None:
                 f' one, got none: {why_not}; set it to false or "auto"'
             )
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
-        return
+        return {}
     widest = max(map(_widest, found))
-    for module in _norms(model, set(found)):
-        module.forward = _TiledModule(module, asked, session, widest).forward
+    tiled = {
+        module: _TiledModule(module, asked, session, widest).forward for module in _norms(model, set(found))
+    }
     for module in found:
-        module.forward = _TiledModule(module, asked, session, _widest(module)).forward
+        tiled[module] = _TiledModule(module, asked, session, _widest(module)).forward
         # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
         set_z3_leaf_module(module, True)
+    return tiled
 
 
 def _token_by_token(model: nn.Module) -> Iterator[nn.Module]:
@@ -308,15 +312,17 @@ class _Offloading:
             return self.plain(function, *args, **kwargs)
 
 
-def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[RemovableHandle]:
-    """Checkpoint the model's layers and keep the checkpoints on the host, where the JSON asks for it.
+def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> SimpleNamespace | None:
+    """Return the hook that keeps checkpoints of the layers on the host, where the JSON asks for it.
+
+    The layers are checkpointed from then on.
 
     Raises:
         RingConfigError: the JSON asks for it by name, and the model cannot be checkpointed.
     """
     asked = session.config.long_sequence.offload_checkpoints
     if asked is False or (asked == "auto" and session.device.type == "cpu"):
-        return []
+        return None
     name = type(model).__name__
     if not model.supports_gradient_checkpointing:
         if asked != "auto":
@@ -325,7 +331,7 @@ def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[Re
                 ' checkpointed, got one that does not support it; set it to false or "auto"'
             )
         log.info('offload_checkpoints "auto": %s does not support checkpointing', name)
-        return []
+        return None
     if not model.is_activation_checkpointing:
         log.info("%s: its layers are checkpointed from now on (long_sequence.offload_checkpoints)", name)
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -336,15 +342,15 @@ def offload_checkpoints(model: PreTrainedModel, session: RingSession) -> list[Re
 
     def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours
         for module in model.modules():
-            if _FUNCTION in module.__dict__:
-                setattr(module, _FUNCTION, _wrapped(module.__dict__[_FUNCTION], memory))
+            function = vars(module).get(_FUNCTION)
+            if function is not None and not isinstance(function, _Offloading):
+                offloading = SimpleNamespace(around_forward=_offloading(function, memory))
+                TABLE.apply({"offloading": offloading}, session, checkpointed=module)
 
-    return [model.register_forward_pre_hook(before)]
+    return SimpleNamespace(before_forward=before)
 
 
-def _wrapped(function: Any, memory: HostMemory) -> _Offloading:
-    if isinstance(function, _Offloading):
-        return function
+def _offloading(function: Any, memory: HostMemory) -> _Offloading:
     inner = getattr(function, "func", function)
     if getattr(inner, "__module__", "").startswith("deepspeed."):
         raise RingConfigError(

@@ -11,18 +11,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.adapter import Change, undo
 from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.generation import CachedSharding
+from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.runtime.context import refusing_context
 from ds_ring.runtime.mesh import RingMesh
 
@@ -58,15 +61,26 @@ class _Numbering:
         return real_BT.long().cumsum(dim=1) * real_BT + self.padding_idx
 
 
-def check_numbers_once(model: nn.Module, mesh: RingMesh) -> list[RemovableHandle]:
-    """Compare every `position_ids` inside the model with what it was given, in its first forward pass.
+@dataclass
+class NumberingCheck:
+    """The hooks that compare every `position_ids` inside a model with what the model was given, once.
 
-    Returns the handles of the hooks.
+    Attributes:
+        model, part: the hooks of the model and of the modules inside it that take position_ids.
+        changes: the hooks that were put on, which the first forward pass removes.
     """
+
+    model: SimpleNamespace
+    part: SimpleNamespace
+    changes: list[Change]
+
+
+def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
+    """Return the check that a model uses the position ids that it is given; see `NumberingCheck`."""
     # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
     given: list[Tensor] = []
-    handles: list[RemovableHandle] = []
+    changes: list[Change] = []
     signature = inspect.signature(model.forward)
 
     def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,8 +90,7 @@ def check_numbers_once(model: nn.Module, mesh: RingMesh) -> list[RemovableHandle
 
     def after_model(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            for handle in handles:
-                handle.remove()
+            undo(changes)
 
     def before_part(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not given:
@@ -94,12 +107,11 @@ def check_numbers_once(model: nn.Module, mesh: RingMesh) -> list[RemovableHandle
             )
             refusing_context(mesh, error).refuse(error)
 
-    handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
-    handles.append(model.register_forward_hook(after_model))
-    for part in model.modules():
-        if part is not model and "position_ids" in inspect.signature(part.forward).parameters:
-            handles.append(part.register_forward_pre_hook(before_part, with_kwargs=True))
-    return handles
+    return NumberingCheck(
+        SimpleNamespace(before_forward=before_model, after_forward=after_model),
+        SimpleNamespace(before_forward=before_part),
+        changes,
+    )
 
 
 def _same(used: Tensor, given: Tensor) -> bool:
@@ -125,21 +137,16 @@ def _same(used: Tensor, given: Tensor) -> bool:
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def give_length(model: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
-    """Give every rotary embedding in `model` that depends on the length that of the whole batch.
-
-    Returns the handles of the hooks.
+def check_lengths(model: nn.Module) -> None:
+    """Refuse a model with a rotary embedding that depends on the length and cannot be told it.
 
     Raises:
         RingConfigError: a module computes it inside a layer that may be computed again in the backward pass,
             or takes no position_ids.
     """
-    handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
         if depends_on_length(module):
             check_rotary(model, name, module)
-            handles += _hook(module, batches)
-    return handles
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -161,7 +168,7 @@ def _reads_the_maximum(module: nn.Module) -> bool:
 
 
 def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuse a rotary embedding that cannot be told the length; see `give_length`."""
+    """Refuse a rotary embedding that cannot be told the length; see `check_lengths`."""
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     if any(isinstance(parent, GradientCheckpointingLayer) for parent in around):
@@ -179,7 +186,8 @@ def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
     )
 
 
-def _hook(module: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
+def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
+    """Return the hooks of a rotary embedding that depends on the length."""
     signature = inspect.signature(module.forward)
     place = list(signature.parameters).index("position_ids")
 
@@ -191,12 +199,12 @@ def _hook(module: nn.Module, batches: RecentBatches) -> list[RemovableHandle]:
         longer = _with_longest(args[place], batches)
         return (*args[:place], longer, *args[place + 1 :]), kwargs
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Tensor):
             return output[..., :-1, :]
         return tuple(part[..., :-1, :] for part in output)
 
-    return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    return SimpleNamespace(before_forward=before, after_forward=after)
 
 
 def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
@@ -213,32 +221,22 @@ def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
 #
 # Shapes: B samples, S local tokens, H query heads, D head dim.
 
-def tune_by_position(model: nn.Module) -> list[RemovableHandle]:
-    """Make layers with temperature tuning count in the whole sequence; return the hooks' handles."""
-    handles: list[RemovableHandle] = []
-    for module in model.modules():
-        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            handles += _Tuning(module).hook()
-    return handles
 
-
-class _Tuning:
-    """Scale the queries of one layer, in place of the layer."""
+class QueryScale:
+    """Scale the queries of one layer with temperature tuning, in place of the layer."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._sharding: BatchSharding | None = None
+        self._off: list[Change] = []
 
-    def hook(self) -> list[RemovableHandle]:
-        module = self._module
-        return [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.q_proj.register_forward_hook(self._scaled),
-            # also after an error: without a ring the layer scales by itself
-            module.register_forward_hook(self._after, always_call=True),
-        ]
+    @staticmethod
+    def is_needed(module: nn.Module) -> bool:
+        """Return whether a layer scales queries by their place."""
+        return getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Switch the layer's own scaling off."""
         sharding = kwargs.get(SHARDING)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise RingConfigError(
@@ -246,12 +244,15 @@ class _Tuning:
                 " in the sequence, which a compiled model is not told; do not compile it, or set it to False,"
                 " if that is your model"
             )
-        if not isinstance(
-            sharding, CachedSharding
-        ):  # whose new tokens every rank has: the layer counts right
-            self._sharding, self._module.attn_temperature_tuning = sharding, False
+        # New tokens of a generation are on every rank: the layer scales them right.
+        if not isinstance(sharding, CachedSharding):
+            self._sharding = sharding
+            off = {"no query scale": SimpleNamespace(around_forward=False)}
+            self._off = self._off or TABLE.apply(off, scaling=self._module)
 
-    def _scaled(self, _: nn.Module, args: tuple[Any, ...], queries_BSE: Tensor) -> Tensor:
+    def scaled(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], queries_BSE: Tensor
+    ) -> Tensor:
         """Return the projected queries [B, S, H * D], scaled as the layer would do it."""
         if self._sharding is None:
             return queries_BSE
@@ -261,6 +262,7 @@ class _Tuning:
         scale_S = torch.log1p(steps_S) * self._module.attn_scale + 1.0
         return (queries_BSE * scale_S[:, None]).to(queries_BSE.dtype)
 
-    def _after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._sharding is not None:
-            self._sharding, self._module.attn_temperature_tuning = None, True
+    def after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Switch the layer's own scaling on again: without a ring the layer scales by itself."""
+        self._sharding = None
+        undo(self._off)

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.trainers import adapter as trainers
+from ds_ring.integrations.transformers import model as model_table
 from ds_ring.integrations.transformers.attention import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, SlidingWindow
@@ -80,6 +83,32 @@ def test_the_loss_is_that_of_sdpa(family):
     assert got.past_key_values is None, "a cache would keep every layer's keys"
     order = torch.from_numpy(session.layout.positions(0))
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
+def test_hooks_run_in_the_order_of_the_table():
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=4)
+    long = {"tiled_loss": 7, "offload_checkpoints": True}
+    model, session = attached(config, long_sequence=long)
+
+    def owners(hooks: Any) -> list[str]:
+        return [hook.__qualname__.partition(".<locals>")[0] for hook in hooks.values()]
+
+    before = ["generation_feature", "TiledHead.feature", "offloaded_checkpoints", "numbering_check"]
+    assert owners(model._forward_pre_hooks) == [*before, "Attached._sharding"]
+    after = ["TiledHead.feature", "numbering_check", "router_loss", "Attached._sharding"]
+    assert owners(model._forward_hooks) == after
+    said = describe(session)
+    assert "hook       model (numbering): notes" in said and "score" not in said
+    with session.attached[0]():
+        assert not model._forward_pre_hooks and model.generate == model.generate.__self__.generate
+    assert owners(model._forward_pre_hooks) == [*before, "Attached._sharding"]
+    model(**session.shard_batch({"input_ids": IDS, "labels": IDS})).loss.backward()
+    assert "numbering_check" not in owners(model._forward_pre_hooks) + owners(model._forward_hooks)
+
+
+@pytest.mark.parametrize("table", [model_table.TABLE, trainers.ACCELERATE, trainers.TRAINER])
+def test_every_target_of_a_table_is_in_the_installed_version(table):
+    table.check()
 
 
 # Logits that are capped and scaled, experts, checkpointed layers.

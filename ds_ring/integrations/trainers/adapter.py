@@ -1,0 +1,76 @@
+"""The tables of everything that ds_ring replaces or wraps in accelerate and in transformers' Trainer.
+
+`ds_ring.enable()` applies the rows of classes for good, once a process; those of objects are applied where
+accelerate makes the object. accelerate.py and transformers.py have what is put there.
+"""
+
+from __future__ import annotations
+
+from ds_ring.integrations.adapter import Row, Table
+
+ACCELERATE = Table(
+    "accelerate",
+    ">=1.15",
+    [
+        Row(
+            "accelerate.Accelerator.__init__", "at_enable", "wrapped", "ring",
+            "puts every Accelerator on a ring; raises without DeepSpeed and our section",
+        ),
+        Row(
+            "accelerate.state.PartialState._prepare_backend", "at_enable", "wrapped", "backend",
+            "accelerate 1.15 knows DeepSpeed on accelerators only: gloo on CPUs",
+        ),
+        Row(
+            "accelerator.dataloader_config.dispatch_batches", "around_init", "set", "own samples",
+            "each rank reads its samples",
+        ),
+        Row(
+            "accelerator.sequence_ranks", "around_init", "added", "sequence ranks",
+            "the ranks of one sequence",
+        ),
+        Row(
+            "accelerator.__class__", "around_init", "set", "replicas",
+            "num_processes, process_index, prepare_data_loader, gather, gather_for_metrics, reduce and"
+            " _prepare_deepspeed count data replicas",
+        ),
+        Row(
+            "sampler.generator", "in_loader", "set", "one order",
+            "one order on all ranks", when="it has none and there is one replica",
+        ),
+        Row(
+            "scheduler.replicas", "at_initialize", "added", "number of replicas",
+            "the steps of one call of step",
+        ),
+        Row(
+            "scheduler.__class__", "at_initialize", "set", "scheduler", "steps once for each replica",
+        ),
+    ],
+    classes={
+        "accelerator": "accelerate.Accelerator",
+        "accelerator.dataloader_config": "accelerate.utils.DataLoaderConfiguration",
+        "sampler": "torch.utils.data.RandomSampler",
+        "scheduler": "accelerate.scheduler.AcceleratedScheduler",
+    },
+)  # fmt: skip
+
+TRAINER = Table(
+    "transformers",
+    ">=5",
+    [
+        Row(
+            "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.trainer_config_process",
+            "at_enable", "wrapped", "JSON of Trainer",
+            "train_batch_size is by replicas; refuses TRL's methods that sample",
+        ),
+        Row(
+            "transformers.trainer.Trainer.get_total_train_batch_size", "at_enable", "wrapped", "batch size",
+            "divides by the ranks of a sequence", when="transformers.trainer is imported",
+        ),
+        Row(
+            "transformers.trainer.Trainer.prediction_step", "at_enable", "wrapped", "only the loss",
+            "an evaluation that reads nothing but the loss gathers no logits",
+            when="transformers.trainer is imported",
+        ),
+    ],
+    classes={},
+)  # fmt: skip

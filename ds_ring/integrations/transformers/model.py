@@ -1,0 +1,159 @@
+"""The table of everything that ds_ring replaces, wraps or hooks in transformers and in a model of it.
+
+The hooks of one object run in the table's order. The features provide functions and objects; `attached.py`
+applies the rows of a model. Imports neither torch nor transformers, since `attention_name.py` uses it while
+transformers is imported.
+"""
+
+from __future__ import annotations
+
+from ds_ring.integrations.adapter import Row, Table
+
+_PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+
+TABLE = Table(
+    "transformers",
+    ">=5",
+    [
+        Row(
+            "loader.exec_module", "at_import", "wrapped", "import",
+            "registers the name without importing transformers",
+            when="transformers was not imported before ds_ring",
+        ),
+        Row(
+            f"{_PRETRAINED}.get_correct_attn_implementation", "around_init", "wrapped", "name",
+            "a class that does not support the name raises RingConfigError (Falcon's was a KeyError)",
+        ),
+        Row(
+            "transformers.AttentionInterface", "at_import", "registered", "attention function",
+            'attn_implementation="ds_ring"',
+        ),
+        Row(
+            "transformers.AttentionMaskInterface", "at_import", "registered", "mask function",
+            'attn_implementation="ds_ring"',
+        ),
+        Row(
+            "model.set_attn_implementation", "at_initialize", "registered", "attention",
+            "every model inside the model gets the name; image encoders keep their own attention",
+        ),
+        Row(
+            "layer.forward", "around_forward", "replaced", "tiled layers",
+            "calls the original tile by tile; MLPs also get deepspeed.utils.set_z3_leaf_module",
+            when="long_sequence.tiled_mlp",
+        ),
+        Row(
+            "head.forward", "around_forward", "replaced", "tiled loss",
+            "returns deferred logits", when="long_sequence.tiled_loss",
+        ),
+        Row(
+            "model.loss_function", "around_loss", "replaced", "tiled loss",
+            "computes the loss of deferred logits, calls the original for others",
+            when="long_sequence.tiled_loss",
+        ),
+        Row(
+            "model.loss_function", "around_loss", "replaced", "loss guard",
+            "calls the function before it; refuses a mean over local tokens and labels that are not shifted",
+        ),
+        Row(
+            "model", "before_forward", "hook", "generation",
+            "cuts the prompt, so that the other hooks get this rank's tokens", options=("prepend",),
+        ),
+        Row(
+            "generator.generate", "around_generate", "replaced", "generation",
+            "calls the original with the ring's cache, compares the arguments of the ranks",
+        ),
+        Row(
+            "model", "before_forward", "hook", "tiled loss",
+            "finds out whether the forward pass computes a loss", when="long_sequence.tiled_loss",
+        ),
+        Row(
+            "model", "after_forward", "hook", "tiled loss",
+            "returns to plain logits", when="long_sequence.tiled_loss", options=("always_call",),
+        ),
+        Row(
+            "model", "before_forward", "hook", "offloaded checkpoints",
+            "checkpointing may have been switched on anew", when="long_sequence.offload_checkpoints",
+        ),
+        Row(
+            "checkpointed._gradient_checkpointing_func", "around_forward", "replaced", "offloading",
+            "calls the original under torch's saved_tensors_hooks, which keep tensors on the host",
+            when="long_sequence.offload_checkpoints",
+        ),
+        Row(
+            "model", "before_forward", "hook", "numbering",
+            "notes the position ids of the first forward pass, then removes itself",
+        ),
+        Row("model", "after_forward", "hook", "numbering", "removes the hooks of the numbering check"),
+        Row(
+            "part", "before_forward", "hook", "numbering of parts",
+            "refuses a model that numbers its tokens by itself, in the first forward pass",
+        ),
+        Row(
+            "part", "before_forward", "hook", "rotary length",
+            "appends the greatest position of the batch", when="the rotary embedding depends on the length",
+        ),
+        Row(
+            "part", "after_forward", "hook", "rotary length",
+            "removes the row of that position", when="the rotary embedding depends on the length",
+        ),
+        Row(
+            "scaling", "before_forward", "hook", "query scale",
+            "switches the layer's own scaling off", when="attn_temperature_tuning (Llama 4)",
+        ),
+        Row(
+            "scaling.attn_temperature_tuning", "around_forward", "set", "no query scale",
+            "the layer would scale by local positions", when="attn_temperature_tuning (Llama 4)",
+        ),
+        Row(
+            "q_proj", "after_forward", "hook", "query scale",
+            "scales queries by global positions", when="attn_temperature_tuning (Llama 4)",
+        ),
+        Row(
+            "scaling", "after_forward", "hook", "query scale",
+            "switches the layer's own scaling on, also after an error",
+            when="attn_temperature_tuning (Llama 4)",
+            options=("always_call",),
+        ),
+        Row(
+            "base", "before_forward", "hook", "images",
+            "gives the features of this rank's image tokens", when="the model takes images",
+        ),
+        Row(
+            "model", "after_forward", "hook", "router loss",
+            "replaces the load balancing loss by that of all tokens",
+        ),
+        Row(
+            "model", "before_forward", "hook", "pooled token",
+            "notes the token ids", when="GenericForSequenceClassification",
+        ),
+        Row(
+            "score", "after_forward", "hook", "pooled token",
+            "gives every rank the logits of the last token", when="GenericForSequenceClassification",
+        ),
+        Row(
+            "model", "before_forward", "hook", "sharding",
+            "checks the call, passes use_cache=False and the batch's sharding",
+        ),
+        Row("model", "after_forward", "hook", "sharding", "checks the output and its loss"),
+        Row(
+            "config._attn_implementation", "around_off", "set", "own attention",
+            "engine.ring.off(): the model's own attention; its hooks are removed meanwhile",
+        ),
+        Row("model.loss_function", "around_off", "set", "own loss", "engine.ring.off()"),
+        Row("generator.generate", "around_off", "set", "own generate", "engine.ring.off()"),
+    ],
+    classes={
+        "loader": "",
+        "model": _PRETRAINED,
+        "generator": "transformers.GenerationMixin",
+        "layer": "torch.nn.Module",
+        "head": "torch.nn.Linear",
+        "checkpointed": _PRETRAINED,
+        "part": "torch.nn.Module",
+        "scaling": "transformers.models.llama4.modeling_llama4.Llama4TextAttention",
+        "q_proj": "torch.nn.Linear",
+        "base": _PRETRAINED,
+        "score": "torch.nn.Linear",
+        "config": "transformers.PreTrainedConfig",
+    },
+)  # fmt: skip
