@@ -1,7 +1,7 @@
 """Define the cluster YAML as a frozen model: which engine starts which script on which hosts.
 
 The only file that knows the keys, what each takes and its default. How a file becomes a model, and which keys
-go together, stands in cluster_file.py; how an engine is called in engines.py; whether files, hosts and ports
+go together, stands in cluster_file.py; what an engine is in engines/; whether files, hosts and ports
 are really there in checks.py.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
 
+from ..engines.engine import Engine
+from ..engines.engines import ENGINES
 from ..run.job import LOOPBACK, SECRET_VARIABLE
 
 MOST_SLOTS = 4096  # of one host: more than any has devices or cores
@@ -23,6 +25,10 @@ LOCAL_NAME = "localhost"
 # Every engine sets these for each rank by itself; a value from the YAML would be lost or, worse, win.
 _SET_BY_THE_ENGINE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+if TYPE_CHECKING:
+    _EngineName = str
+else:  # mypy knows no Literal of a table
+    _EngineName = Literal[tuple(ENGINES)]
 _FILE = Takes("the path of a file", "write it relative to the folder of this YAML, or absolute")
 _WORD = Takes("a word", "write one of these words")
 _WORDS = Takes("a list", "write ['--steps', 100], or one '- item' on each line")
@@ -143,7 +149,7 @@ class Relaunch(Section):
 class Cluster(Section):
     """Describe a run: engine, hosts, environment, script. Paths are absolute; `local` is a host, too."""
 
-    engine: Annotated[Literal["deepspeed", "torchrun", "mpirun", "slurm"], _WORD] = "deepspeed"
+    engine: Annotated[_EngineName, _WORD] = "deepspeed"
     device: Annotated[Literal["auto", "cpu", "cuda"], _WORD] = "auto"
     hosts: Annotated[tuple[Host, ...], Field(min_length=1), _HOSTS]
     ssh: Annotated[bool, _YES_NO] = True
@@ -162,6 +168,11 @@ class Cluster(Section):
     relaunch: Annotated[Relaunch | None, _RELAUNCH] = None
 
     @property
+    def starter(self) -> Engine:
+        """Return the engine by its name."""
+        return ENGINES[self.engine]
+
+    @property
     def world_size(self) -> int:
         """Count the processes on all hosts together."""
         return sum(host.slots for host in self.hosts)
@@ -174,14 +185,14 @@ class Cluster(Section):
     @property
     def reaches_out(self) -> bool:
         """Return whether one call starts other hosts too; else each host is started by its own call."""
-        return (self.ssh or self.engine == "slurm") and not self.is_local
+        return (self.ssh or self.starter.has_daemons) and not self.is_local
 
     @property
     def asks_by_ssh(self) -> bool:
-        """Return whether hosts are reached by ssh; Slurm has daemons of its own."""
-        return self.reaches_out and self.engine != "slurm"
+        """Return whether hosts are reached by ssh."""
+        return self.reaches_out and not self.starter.has_daemons
 
     @property
     def starts_agents(self) -> bool:
-        """Return whether ds-ring itself starts the hosts; mpirun and Slurm have daemons of their own."""
-        return self.asks_by_ssh and self.engine != "mpirun"
+        """Return whether ds-ring starts an agent on each host, as the engine starts one host only."""
+        return self.asks_by_ssh and not self.starter.starts_all_hosts

@@ -182,7 +182,7 @@ def _misfits(cluster: Cluster) -> list[Problem]:
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
         wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
         problems.append(Problem("engine_args", wrong))
-    return problems + _misfits_of_deepspeed(cluster) + _misfits_of_relaunch(cluster)
+    return problems + cluster.starter.problems(cluster) + _misfits_of_relaunch(cluster)
 
 
 def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
@@ -197,23 +197,6 @@ def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
         advice = "set ssh: true, so that one ds-ring starts all hosts, or let Slurm do so (engine: slurm)"
         problems.append(Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice)))
     if any(re.match(r"--max[-_]restarts\b", argument) for argument in cluster.engine_args):
-        wrong = sentence("no restarts of torchrun's own", "--max-restarts", "remove it, or relaunch")
+        wrong = sentence("no restarts of the engine's own", "--max-restarts", "remove it, or relaunch")
         problems.append(Problem("engine_args", wrong))
-    return problems
-
-
-def _misfits_of_deepspeed(cluster: Cluster) -> list[Problem]:
-    """Return problems of options that would undo in DeepSpeed's launcher what ds-ring does."""
-    if cluster.engine != "deepspeed":
-        return []
-    text, problems = " ".join(cluster.engine_args), []
-    if re.search(r"(^| )--launcher\b", text):
-        advice = "remove it: ds-ring reaches hosts by ssh, and engine: mpirun by MPI"
-        problems.append(Problem("engine_args", sentence("no --launcher", "one", advice)))
-    logs = re.search(r"(^| )--log_level[= ](info|debug)", text)
-    shown_names = sorted(name for name in cluster.environment if "NCCL" in name)
-    if logs and shown_names:
-        expected = f"a --log_level of warning or above beside environment.{shown_names[0]}"
-        advice = "at info DeepSpeed writes NCCL's variables into the log: remove one of the two"
-        problems.append(Problem("engine_args", sentence(expected, logs[2], advice)))
     return problems

@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the script, wait for it and return its exit status."""
-    from ..cluster import checks, placement
+    from ..cluster import checks
     from ..cluster.cluster_file import read_cluster
     from ..run import process, relaunch
     from ..run.job import Job, raise_file_limit
@@ -58,7 +58,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     if options.sbatch:
         return _print_sbatch(cluster, options.config, extra_args)
     caller = dict(os.environ)
-    cluster = placement.placed(cluster, caller)
+    hosts = cluster.starter.order_hosts(cluster.hosts, caller)
+    if hosts != cluster.hosts:
+        process.say(f"hosts in the order of their switches: {', '.join(host.name for host in hosts)}")
+        cluster = cluster.model_copy(update={"hosts": hosts})
     told = checks.secret_for(cluster)
 
     if options.dry_run:
@@ -80,25 +83,23 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> int:
     from ds_ring.errors import RingConfigError
 
-    from ..engines.slurm import sbatch_script
-
-    if cluster.engine != "slurm":
+    script = cluster.starter.batch_script(cluster, config, extra_args)
+    if script is None:
         raise RingConfigError(
             f"--sbatch: expected engine: slurm in the YAML, got {cluster.engine}; change it"
         )
     if cluster.run_folder is not None:  # Slurm fails a job whose log has no folder, without a word
         cluster.run_folder.mkdir(parents=True, exist_ok=True)
-    print(sbatch_script(cluster, config, extra_args), end="")
+    print(script, end="")
     return 0
 
 
 def _print(job: Job) -> None:
     """Print what would be run, as shell scripts."""
-    from ..engines import engines
-
+    engine = job.cluster.starter
     if not job.cluster.starts_agents:
-        print(engines.build(job).as_shell())
+        print(engine.invocation(job).as_shell())
         return
     for rank, host in enumerate(job.cluster.hosts):
         print(f"# on {host.name}, reached by ssh; beside this, one new DS_RING_SECRET for all hosts")
-        print(f"{engines.build(replace(job, node_rank=rank, secret=None)).as_shell()}\n")
+        print(f"{engine.invocation(replace(job, node_rank=rank, secret=None)).as_shell()}\n")

@@ -1,1 +1,1 @@
-"""Build the command lines of engines, and start a rank under those that need it."""
+"""Start the ranks of a job by an engine; one file holds all that is said about one engine."""

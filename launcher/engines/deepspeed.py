@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import TYPE_CHECKING
 
 from ds_ring.errors import RingConfigError
 
 from ..run.job import Invocation, Job
+from .engine import Engine
+
+if TYPE_CHECKING:
+    from ds_ring.config.messages import Problem
+
+    from ..cluster.cluster import Cluster
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def deepspeed(job: Job) -> Invocation:
-    """Return the call of DeepSpeed's launcher on one host, by its module: its script need not be on PATH."""
-    # Always with a hostfile: without one it reads /job/hostfile where that exists, and trains locally with a
-    # warning where it does not. `--no_ssh` makes a hostfile of one line a plain local run. Other hosts are
-    # reached by start.py: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
-    cluster = job.cluster
-    hostfile = job.folder / "hostfile"
-    slots, include = _slots(job)
-    files = {hostfile: "".join(f"{name} slots={count}\n" for name, count in slots.items())}
-    argv = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    argv += [f"--hostfile={hostfile}", f"--master_port={job.port}", *include]
-    argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
-    # At "info" it writes the values of NCCL's variables into the log.
-    argv += ["--log_level=warning", *cluster.engine_args]
-    argv += [*(["--module"] if job.rank_module else []), *job.rank_module, *job.script_command]
-    return Invocation(argv, job.with_own_programs(job.environment), files, private=job.private)
+class DeepSpeed(Engine):
+    """Start the ranks of one host by DeepSpeed's launcher."""
+
+    def invocation(self, job: Job) -> Invocation:
+        """Return the call of DeepSpeed's launcher on one host, by its module: PATH does not matter."""
+        # Always with a hostfile: without one it reads /job/hostfile where that exists, and else trains here
+        # with a warning. `--no_ssh` makes a hostfile of one line a plain local run. run/start.py reaches other
+        # hosts: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
+        cluster = job.cluster
+        hostfile = job.folder / "hostfile"
+        slots, include = _slots(job)
+        files = {hostfile: "".join(f"{name} slots={count}\n" for name, count in slots.items())}
+        argv = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        argv += [f"--hostfile={hostfile}", f"--master_port={job.port}", *include]
+        argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
+        # At "info" it writes the values of NCCL's variables into the log.
+        argv += ["--log_level=warning", *cluster.engine_args]
+        argv += [*(["--module"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        return Invocation(argv, job.with_own_programs(job.environment), files, private=job.private)
+
+    def problems(self, cluster: Cluster) -> list[Problem]:
+        """Return options that would undo in DeepSpeed's launcher what ds-ring does."""
+        from ds_ring.config.messages import Problem, sentence
+
+        text, problems = " ".join(cluster.engine_args), []
+        if re.search(r"(^| )--launcher\b", text):
+            advice = "remove it: ds-ring reaches hosts by ssh, and engine: mpirun by MPI"
+            problems.append(Problem("engine_args", sentence("no --launcher", "one", advice)))
+        logs = re.search(r"(^| )--log_level[= ](info|debug)", text)
+        shown_names = sorted(name for name in cluster.environment if "NCCL" in name)
+        if logs and shown_names:
+            expected = f"a --log_level of warning or above beside environment.{shown_names[0]}"
+            advice = "at info DeepSpeed writes NCCL's variables into the log: remove one of the two"
+            problems.append(Problem("engine_args", sentence(expected, logs[2], advice)))
+        return problems
 
 
 def _slots(job: Job) -> tuple[dict[str, int], list[str]]:

@@ -1,43 +1,111 @@
-"""Call Open MPI's mpirun, which starts the ranks of all hosts; mpi_rank.py runs in each of them."""
+"""Start the ranks of all hosts by Open MPI's mpirun.
+
+This module also runs in each rank, where it names the rank as DeepSpeed scripts expect it and starts the
+script. Without it DeepSpeed asks mpi4py, and overwrites MASTER_ADDR and MASTER_PORT with guesses of its own
+(29500). It needs no MPI library: Open MPI tells each process its numbers in the environment.
+
+mpirun kills all ranks a second after the first one that ends badly, or after its own SIGTERM. The launcher
+sends it SIGUSR2 instead, which mpirun forwards to every rank on all hosts. Here that becomes one SIGTERM to
+the script, and this process ends well afterwards, so that no rank's handler is cut off.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
-
-from ds_ring.errors import RingConfigError
+from types import FrameType
 
 from ..run.job import Invocation, Job
+from .engine import Engine
 
-_MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
-# mpirun forwards this signal to all ranks on all hosts, where mpi_rank.py takes it for SIGTERM. At SIGTERM
-# itself mpirun ends the ranks, and leaves them a second.
+_FROM_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 _END_SIGNAL = signal.SIGUSR2
+_PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, _END_SIGNAL})
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded before the fork
+_MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
 
 
-def mpirun(job: Job) -> Invocation:
-    """Return the call of Open MPI's mpirun for all hosts; mpi4py is not needed: ranks talk through torch."""
-    cluster = job.cluster
-    if not cluster.is_local and not cluster.ssh:
-        raise RingConfigError(
-            "expected ssh: true with engine mpirun, got false; mpirun starts all hosts itself"
+class Mpirun(Engine):
+    """Start the ranks of all hosts by Open MPI's mpirun; a process of this module runs in each rank."""
+
+    starts_all_hosts = True
+
+    def invocation(self, job: Job) -> Invocation:
+        """Return the call of mpirun for all hosts; mpi4py is not needed: ranks talk through torch."""
+        from ds_ring.errors import RingConfigError
+
+        cluster = job.cluster
+        if not cluster.is_local and not cluster.ssh:
+            raise RingConfigError(
+                "expected ssh: true with engine mpirun, got false; mpirun starts all hosts itself"
+            )
+        environment = {**job.environment, "MASTER_ADDR": job.master_address, "MASTER_PORT": str(job.port)}
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in cluster.hosts)
+        # Bound to one core each, ranks of more than one thread would stand in each other's way.
+        argv = ["mpirun", "-n", str(cluster.world_size), "--host", hosts, "--bind-to", "none"]
+        if os.geteuid() == 0:  # containers run as root, which mpirun refuses by default
+            argv += ["--allow-run-as-root"]
+        if cluster.ssh_port is not None:
+            argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
+        for name in sorted(environment):  # the values are taken from its own environment
+            argv += ["-x", name]
+        argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.engines.mpirun"]
+        argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        return Invocation(
+            argv,
+            job.with_own_programs(environment),
+            programs={"mpirun": _MPIRUN_ADVICE},
+            private=job.private,
+            end_signal=_END_SIGNAL,
         )
-    environment = {**job.environment, "MASTER_ADDR": job.master_address, "MASTER_PORT": str(job.port)}
-    hosts = ",".join(f"{host.name}:{host.slots}" for host in cluster.hosts)
-    # Bound to one core each, ranks of more than one thread would stand in each other's way.
-    argv = ["mpirun", "-n", str(cluster.world_size), "--host", hosts, "--bind-to", "none"]
-    argv += ["--allow-run-as-root"] if os.geteuid() == 0 else []  # it refuses root; containers run as root
-    if cluster.ssh_port is not None:
-        argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
-    for name in sorted(environment):  # the values are taken from its own environment
-        argv += ["-x", name]
-    argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.engines.mpi_rank"]
-    argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
-    return Invocation(
-        argv,
-        job.with_own_programs(environment),
-        programs={"mpirun": _MPIRUN_ADVICE},
-        private=job.private,
-        end_signal=_END_SIGNAL,
-    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the script `argv[0]` with the rest as its arguments; return its exit status, 0 if told to end."""
+    missing = [name for name in _FROM_OPEN_MPI.values() if name not in os.environ]
+    if missing:
+        sys.exit(f"engines.mpirun: expected to be started by Open MPI's mpirun, which sets {missing[0]}")
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # mpirun, or its daemon here, may be killed itself
+    environment = {**os.environ, **{name: os.environ[source] for name, source in _FROM_OPEN_MPI.items()}}
+    told_to_end = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told_to_end
+        if not told_to_end:
+            told_to_end = number == _END_SIGNAL
+            script.send_signal(signal.SIGTERM if told_to_end else number)
+
+    # Blocked until there is a script to pass them on to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    script = subprocess.Popen([sys.executable, "-u", *argv], env=environment, preexec_fn=_as_rank)
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    status = script.wait()
+    if told_to_end:
+        return 0
+    if status < 0:  # the same end, so that mpirun says which signal it was
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _as_rank() -> None:
+    """End with the process above, which mpirun kills; hear its signals only, and every one of them."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)  # mpirun signals whole process groups
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

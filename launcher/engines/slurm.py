@@ -1,98 +1,116 @@
-"""Call Slurm's srun for all ranks of a job, and write the sbatch script in which that is done.
+"""Start the ranks of all hosts by Slurm's srun, and write the sbatch script in which that is done.
 
-Ranks get their place from Slurm (slurm_rank.py), all else from the environment, which srun hands over by
-itself: no value stands on a command line. A host that fails is Slurm's to notice: it ends the job and puts it
-back into the queue, and the script begins again with the newest checkpoint.
+This module also runs in each rank, where it sets the rank's numbers from Slurm's variables. All else comes
+from the environment, which srun hands over by itself: no value stands on a command line. A host that fails is
+Slurm's to notice: it ends the job and puts it back into the queue, and the script begins again with the
+newest checkpoint.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..cluster.cluster import Cluster
 from ..run.job import Invocation, Job
 from ..run.run_folder import PREEMPTED
+from .engine import Engine
 
-_PLACE_MODULE = "ds_ring_launcher.engines.slurm_rank"
-_AS_THEY_ARE = ("--mpi=none", "--cpu-bind=none", "--unbuffered")  # nothing of MPI's, nothing held back
-SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
-SRUN_ADVICE = (
+if TYPE_CHECKING:
+    from ..cluster.cluster import Cluster, Host
+
+_FROM_SLURM = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+_SWITCH = re.compile(
+    r"^SwitchName=(?P<name>\S+) Level=(?P<level>\d+) .*?\bNodes=(?P<nodes>\S+)", re.MULTILINE
+)
+_SCONTROL_SECONDS = 30
+_PLAIN = ("--mpi=none", "--cpu-bind=none", "--unbuffered")  # nothing of MPI's, nothing held back
+_SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
+_SRUN_ADVICE = (
     "call ds-ring inside a Slurm allocation; `ds-ring launch CLUSTER.yaml --sbatch` prints a script for one"
 )
 
 
-def slurm(job: Job) -> Invocation:
-    """Return the call of srun for all hosts, in the order of the YAML."""
-    cluster = job.cluster
-    tasks = job.folder / "tasks"
-    files = {tasks: "".join(f"{host.name}\n" * host.slots for host in cluster.hosts)}
-    # "arbitrary" places task k on line k of SLURM_HOSTFILE: rank 0 is on the YAML's first host.
-    argv = [
-        "srun",
-        f"--nodes={len(cluster.hosts)}",
-        f"--ntasks={cluster.world_size}",
-        "--distribution=arbitrary",
-    ]
-    argv += [
-        "--kill-on-bad-exit=1",
-        *_AS_THEY_ARE,
-        *cluster.engine_args,
-        sys.executable,
-        "-u",
-        "-m",
-        _PLACE_MODULE,
-    ]
-    argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
-    environment = {
-        **job.environment,
-        "MASTER_ADDR": job.master_address,
-        "MASTER_PORT": str(job.port),
-        "SLURM_HOSTFILE": str(tasks),
-    }
-    return Invocation(
-        argv,
-        job.with_own_programs(environment),
-        files,
-        programs={"srun": SRUN_ADVICE},
-        private=job.private,
-        # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
-        # there makes a SIGTERM of it (rank.py).
-        end_signal=signal.SIGUSR1 if job.rank_module else None,
-    )
+class Slurm(Engine):
+    """Start the ranks of all hosts by srun, in an allocation of Slurm's."""
 
+    starts_all_hosts = True
+    has_daemons = True
 
-def srun_command(host: str, module: str) -> list[str]:
-    """Return the command line that runs a module on one host of the allocation, beside what runs there."""
-    argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_AS_THEY_ARE]
-    return [*argv, sys.executable, "-u", "-m", module]
+    def invocation(self, job: Job) -> Invocation:
+        """Return the call of srun for all hosts, in the order of the YAML."""
+        cluster = job.cluster
+        tasks = job.folder / "tasks"
+        files = {tasks: "".join(f"{host.name}\n" * host.slots for host in cluster.hosts)}
+        # "arbitrary" places task k on line k of SLURM_HOSTFILE: rank 0 is on the YAML's first host.
+        argv = ["srun", f"--nodes={len(cluster.hosts)}", f"--ntasks={cluster.world_size}"]
+        argv += ["--distribution=arbitrary", "--kill-on-bad-exit=1", *_PLAIN, *cluster.engine_args]
+        argv += [sys.executable, "-u", "-m", "ds_ring_launcher.engines.slurm"]
+        argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        environment = {
+            **job.environment,
+            "MASTER_ADDR": job.master_address,
+            "MASTER_PORT": str(job.port),
+            "SLURM_HOSTFILE": str(tasks),
+        }
+        return Invocation(
+            argv,
+            job.with_own_programs(environment),
+            files,
+            programs={"srun": _SRUN_ADVICE},
+            private=job.private,
+            # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
+            # there makes a SIGTERM of it (run/rank.py).
+            end_signal=signal.SIGUSR1 if job.rank_module else None,
+        )
 
+    def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
+        """Return the srun that runs a module on one host of the allocation, beside what runs there."""
+        argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_PLAIN]
+        return [*argv, sys.executable, "-u", "-m", module], _SRUN_ADVICE
 
-def sbatch_script(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str:
-    """Return a script for sbatch that runs `ds-ring launch` on the YAML at `config` in its allocation."""
-    seconds = max(SIGNAL_SECONDS, round(cluster.grace_seconds) + 60)
-    most = max(host.slots for host in cluster.hosts)
-    log = f"{cluster.run_folder}/slurm-%j.log" if cluster.run_folder else "slurm-%j.log"
-    lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={cluster.script.stem}",
-        f"#SBATCH --nodes={len(cluster.hosts)}",
-        f"#SBATCH --nodelist={','.join(host.name for host in cluster.hosts)}",
-        f"#SBATCH --ntasks-per-node={most}",
-        *([f"#SBATCH --gpus-per-node={most}"] if cluster.device == "cuda" else []),
-        "#SBATCH --exclusive",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        f"#SBATCH --output={log}",
-        f"#SBATCH --signal=B:USR1@{seconds}",
-        "# Time, partition and account: sbatch --time=... --partition=... --account=... THIS_SCRIPT",
-        "",
-    ]
-    command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(config.absolute())]
-    command += ["--", *extra_args] if extra_args else []
-    return "\n".join([*lines, _BODY.format(command=shlex.join(command), preempted=PREEMPTED)])
+    def order_hosts(self, hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
+        """Return the hosts in the order of their switches, where Slurm knows those.
+
+        Neighbours in the ring then share a switch. The first host stays the first one: it is the master.
+        """
+        if "SLURM_JOB_ID" not in environment or len(hosts) < 3:
+            return hosts
+        return by_switch(hosts, _switches(_scontrol("topology"), _names_in))
+
+    def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
+        """Return a script for sbatch that runs `ds-ring launch` on the YAML at `config` in its allocation."""
+        seconds = max(_SIGNAL_SECONDS, round(cluster.grace_seconds) + 60)
+        most = max(host.slots for host in cluster.hosts)
+        log = f"{cluster.run_folder}/slurm-%j.log" if cluster.run_folder else "slurm-%j.log"
+        lines = [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={cluster.script.stem}",
+            f"#SBATCH --nodes={len(cluster.hosts)}",
+            f"#SBATCH --nodelist={','.join(host.name for host in cluster.hosts)}",
+            f"#SBATCH --ntasks-per-node={most}",
+            *([f"#SBATCH --gpus-per-node={most}"] if cluster.device == "cuda" else []),
+            "#SBATCH --exclusive",
+            "#SBATCH --requeue",
+            "#SBATCH --open-mode=append",
+            f"#SBATCH --output={log}",
+            f"#SBATCH --signal=B:USR1@{seconds}",
+            "# Time, partition and account: sbatch --time=... --partition=... --account=... THIS_SCRIPT",
+            "",
+        ]
+        command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(config.absolute())]
+        command += ["--", *extra_args] if extra_args else []
+        return "\n".join([*lines, _BODY.format(command=shlex.join(command), preempted=PREEMPTED)])
 
 
 # bash runs a trap only between commands, and `wait` is the one that a signal interrupts.
@@ -111,3 +129,83 @@ if [ "$status" -eq {preempted} ]; then
 fi
 exit "$status"
 """
+
+
+def by_switch(hosts: Sequence[Host], switches: Mapping[str, Sequence[str]]) -> tuple[Host, ...]:
+    """Return hosts of one switch side by side, else as they were.
+
+    Args:
+        hosts: in the order of the YAML.
+        switches: host name -> its switches, from the top of the tree down to its leaf.
+    """
+    first: dict[tuple[str, ...], int] = {}  # a switch stands where its first host did
+    ways = [tuple(switches.get(host.name, ())) for host in hosts]
+    for index, way in enumerate(ways):
+        for depth in range(1, len(way) + 1):
+            first.setdefault(way[:depth], index)
+
+    def rank_of(index: int) -> tuple[int, ...]:
+        way = ways[index]
+        return (*(first[way[:depth]] for depth in range(1, len(way) + 1)), index)
+
+    return tuple(hosts[index] for index in sorted(range(len(hosts)), key=rank_of))
+
+
+def _switches(told: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, list[str]]:
+    """Return each host's switches, top first, of what `scontrol show topology` prints.
+
+    Args:
+        told: a line for each switch; none where Slurm has no topology.
+        names_in: returns the names of a host list such as gpu[0-3].
+    """
+    found: dict[str, list[str]] = {}
+    for switch in sorted(_SWITCH.finditer(told), key=lambda one: -int(one["level"])):
+        for name in names_in(switch["nodes"]):
+            found.setdefault(name, []).append(switch["name"])
+    return found
+
+
+def _names_in(nodes: str) -> list[str]:
+    return _scontrol("hostnames", nodes).split()
+
+
+def _scontrol(*what: str) -> str:
+    """Return what it prints; nothing where it has nothing to show, or is not there."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", *what], capture_output=True, text=True, timeout=_SCONTROL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def environment_of(around: Mapping[str, str]) -> dict[str, str]:
+    """Return what the script's environment has of Slurm's place for this task.
+
+    Raises:
+        SystemExit: it was not started by srun.
+    """
+    missing = [name for name in _FROM_SLURM.values() if name not in around]
+    if missing:
+        sys.exit(f"engines.slurm: expected to be started by Slurm's srun, which sets {missing[0]}")
+    found = {name: around[source] for name, source in _FROM_SLURM.items()}
+    # "8(x64)", or "2(x3),1": the nodes with as many tasks follow one another.
+    counts: list[str] = []
+    for part in around.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, times = part.partition("(x")
+        counts += [tasks] * int(times.rstrip(")") or 1)
+    node = int(around.get("SLURM_NODEID", "0"))
+    if node < len(counts) and counts[node].isdecimal():
+        found["LOCAL_SIZE"] = counts[node]
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv`, a script or -m and a module with their arguments, in this process."""
+    os.environ.update(environment_of(os.environ))
+    os.execv(sys.executable, [sys.executable, "-u", *argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Run a function on ranks of this machine, with a hard deadline, and leave no process behind.
 
 For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
-run is started by an engine instead (engines.py, process.py).
+run is started by an engine instead (engines/, process.py).
 """
 
 from __future__ import annotations

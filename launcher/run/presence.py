@@ -1,8 +1,8 @@
 """Find out which hosts of a cluster can take part now: they answer, and they reach the host of rank 0.
 
-Asks all hosts at once, through ssh or Slurm's srun (probe.py answers there). The first host that answers is
-the master's; one that answers and does not reach it, because a cable is cut or an interface is wrong, takes
-no part.
+Asks all hosts at once, through ssh or the engine's daemons (probe.py answers there). The first host that
+answers is the master's; one that answers and does not reach it, because a cable is cut or an interface is
+wrong, takes no part.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 
 from ..cluster.checks import require_program
 from ..cluster.cluster import Cluster, Host
-from ..engines.slurm import SRUN_ADVICE, srun_command
-from .start import SSH_ADVICE, ssh_command
 
 _PROBE = "ds_ring_launcher.run.probe"
 _LAST_WORDS_SECONDS = 1.0
@@ -42,13 +40,13 @@ class Presence:
 
 
 def find_hosts(cluster: Cluster, seconds: float) -> Presence:
-    """Return which hosts can take part now; nobody is asked where this machine runs all of it, or Slurm does.
+    """Return which hosts can take part now; nobody is asked where no host is reached by ssh.
 
     Args:
         cluster: whose hosts one call reaches.
         seconds: for all answers together.
     """
-    # In an allocation all hosts are there: Slurm ends a job that loses one.
+    # An engine with daemons has all hosts: Slurm ends a job that loses one.
     return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else Presence(cluster.hosts)
 
 
@@ -60,7 +58,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
         seconds: for all answers together.
 
     Raises:
-        RingConfigError: there is no ssh here, or no srun.
+        RingConfigError: the program that reaches hosts is not on PATH.
     """
     deadline = time.monotonic() + seconds
     asked = {host.name: AskedHost(cluster, host.name, _PROBE) for host in cluster.hosts}
@@ -107,10 +105,7 @@ class AskedHost:
     """
 
     def __init__(self, cluster: Cluster, host: str, module: str) -> None:
-        if cluster.engine == "slurm":
-            command, advice = srun_command(host, module), SRUN_ADVICE
-        else:
-            command, advice = ssh_command(host, cluster.ssh_port, module), SSH_ADVICE
+        command, advice = cluster.starter.reach(host, cluster.ssh_port, module)
         self._by = command[0]
         require_program(self._by, os.environ.get("PATH", os.defpath), advice)
         self._process = subprocess.Popen(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 from ..cluster import checks
-from ..engines import engines
+from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT, FOLDER
 from .guardian import FAULT_GRACE_SECONDS, POLL_SECONDS
@@ -33,11 +31,11 @@ def start(job: Job, signals: list[int]) -> int:
     search_path = job.caller_environment.get("PATH", os.defpath)
     script = str(cluster.script)
     if cluster.starts_agents:
-        checks.require_program("ssh", search_path, SSH_ADVICE)
+        checks.require_program("ssh", search_path, cluster.starter.reach("", None, "")[1])
         invocations = on_each_host(job)
         say(said)
         return run_agents(invocations, cluster.ssh_port, script, signals, cluster.grace_seconds)
-    invocation = engines.build(job)
+    invocation = cluster.starter.invocation(job)
     for program, advice in invocation.programs.items():
         checks.require_program(program, invocation.environment["PATH"], advice)
     say(said)
@@ -49,10 +47,11 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
     """Return what an agent on each host is told to run."""
     variables = carried(job.caller_environment)
     there = replace(job, folder=FOLDER, caller_environment=variables)
-    made = [engines.build(replace(there, node_rank=rank)) for rank in range(len(job.cluster.hosts))]
+    cluster = job.cluster
+    made = [cluster.starter.invocation(replace(there, node_rank=rank)) for rank in range(len(cluster.hosts))]
     return {
         host.name: replace(one, environment={**variables, **one.environment})
-        for host, one in zip(job.cluster.hosts, made, strict=True)
+        for host, one in zip(cluster.hosts, made, strict=True)
     }
 
 
@@ -60,7 +59,6 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
 # request on standard input, which ssh encrypts: nothing secret stands on a command line. When the connection
 # ends, the run ends.
 
-SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
 _SSH_FAILED = 255
 # What DeepSpeed exports to other hosts of the caller's environment: settings of libraries.
 _CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
@@ -69,16 +67,6 @@ _CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
 def carried(caller_environment: Mapping[str, str]) -> dict[str, str]:
     """Return the caller's variables that go to other hosts."""
     return {name: value for name, value in caller_environment.items() if name.startswith(_CARRIED)}
-
-
-def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:
-    """Return the command line that starts an agent, or another module, on a host."""
-    port = [] if ssh_port is None else ["-p", str(ssh_port)]
-    # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
-    options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
-    told = [word for option in options for word in ("-o", option)]
-    agent = shlex.join([sys.executable, "-u", "-m", module])
-    return ["ssh", "-T", *port, *told, host, agent]
 
 
 def run_agents(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -16,9 +16,9 @@ from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import checks
 from ds_ring_launcher.cluster.checks import secret_for
-from ds_ring_launcher.cluster.cluster import Cluster
 from ds_ring_launcher.cluster.cluster_file import read_cluster
-from ds_ring_launcher.engines.engines import ENGINES, build
+from ds_ring_launcher.engines.engine import ssh_command
+from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, start
 from ds_ring_launcher.run.job import Invocation, Job
 from tests.clock import unqueued_seconds
@@ -55,9 +55,8 @@ def invocation(
 ) -> Invocation:
     """What the YAML `text` becomes on the host `node_rank`, with port 20001 where it names none."""
     cluster = read_cluster(write(folder, text))
-    return build(
-        Job(cluster, node_rank, cluster.master_port or 20001, folder, caller or {}, ("--steps", "3"))
-    )
+    port = cluster.master_port or 20001
+    return cluster.starter.invocation(Job(cluster, node_rank, port, folder, caller or {}, ("--steps", "3")))
 
 
 BAD_YAML = {
@@ -300,8 +299,26 @@ def test_missing_program_is_named() -> None:
         checks.require_program("pdsh", "/nowhere", "install it")
 
 
-def test_every_engine_has_a_function() -> None:
-    assert set(ENGINES) == set(get_args(Cluster.model_fields["engine"].annotation))
+def test_a_new_engine_is_a_class_and_a_row(folder: Path) -> None:
+    """Nothing else in the launcher names engines: a row of the table is a word of the YAML."""
+    path = write(folder, "engine: flux\nssh: false\n" + HOSTS + SCRIPT)
+    program = f"""
+from ds_ring_launcher.engines.engine import Engine
+from ds_ring_launcher.engines.engines import ENGINES
+from ds_ring_launcher.run.job import Invocation
+class Flux(Engine):
+    starts_all_hosts = has_daemons = True
+    def invocation(self, job):
+        return Invocation(["flux", "run", f"-n{{job.cluster.world_size}}", *job.script_command], {{}})
+    def order_hosts(self, hosts, environment):
+        return hosts[::-1]
+ENGINES["flux"] = Flux()
+from ds_ring_launcher.cli import main
+raise SystemExit(main(["launch", {str(path)!r}, "--dry-run"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "exec flux run -n6 " in done.stdout, done.stderr
+    assert "hosts in the order of their switches: node-1, node-0" in done.stderr
 
 
 def test_local_deepspeed(folder: Path) -> None:
@@ -354,7 +371,7 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
         assert f"--node{'_' if engine == 'deepspeed' else '-'}rank={rank}" in one.argv
         assert not any("2 words" in argument or secret in argument for argument in one.argv)
         assert all(str(path).startswith(str(agent.FOLDER)) for path in one.files)
-    command = start.ssh_command("node-1", cluster.ssh_port)
+    command = ssh_command("node-1", cluster.ssh_port)
     assert command[-2] == "node-1" and command[2:4] == ["-p", "2222"]
     assert command[-1].endswith("-m ds_ring_launcher.run.agent")
 
@@ -369,7 +386,7 @@ def test_a_secret_is_new_for_each_launch_and_stands_nowhere(
     for engine in ENGINES:
         path = write(folder, f"engine: {engine}\n{LOCAL}environment: {{TOKEN: hf_12345}}\n")
         job = Job(read_cluster(path), 0, 20001, folder, {}, (), "ab" * 32)
-        made = build(job)
+        made = job.cluster.starter.invocation(job)
         assert made.environment["DS_RING_SECRET"] == "ab" * 32
         for text in (shlex.join(made.argv), made.as_shell(), *made.files.values()):
             assert "hf_12345" not in text and "ab" * 32 not in text

@@ -139,7 +139,7 @@ def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     assert not is_alive(int(pid_file.read_text()))
 
 
-def test_mpi_rank_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
+def test_mpirun_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     (tmp_path / "beside.py").write_text("VALUE = 3\n")
     script.write_text(
@@ -147,7 +147,7 @@ def test_mpi_rank_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
     )
     place = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     environment = {**os.environ, **{f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}}
-    command = [sys.executable, "-m", "ds_ring_launcher.engines.mpi_rank", str(script), "--x", "1"]
+    command = [sys.executable, "-m", "ds_ring_launcher.engines.mpirun", str(script), "--x", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "1 ['--x', '1'] 3 __main__\n"
     without = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)

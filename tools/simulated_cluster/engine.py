@@ -1,6 +1,6 @@
 """Start all ranks of a job on this machine in place of mpirun, forked from a process without torch.
 
-Takes mpirun's command line as `launcher/engines/engines.py` writes it. What mpirun and `mpi_rank` do for a
+Takes mpirun's command line as `launcher/engines/mpirun.py` writes it. What mpirun and that module do for a
 rank is done in the forked process: its place in the environment, and an end with this process. A second
 after the first rank that ends badly all others are killed, as mpirun does it. A rank ends as any Python
 program does, but for the interpreter's last clearing up: that writes to every page, which a forked process
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Fork the ranks and wait for them; return the status of the first one that failed, as mpirun does."""
     slots = [int(host.rpartition(":")[2]) for host in argv[argv.index("--host") + 1].split(",")]
     count = int(argv[argv.index("-n") + 1])
-    command = argv[argv.index("ds_ring_launcher.engines.mpi_rank") + 1 :]
+    command = argv[argv.index("ds_ring_launcher.engines.mpirun") + 1 :]
     if sum(slots) != count or command[:2] != ["-m", RANK_MODULE]:
         sys.exit(f"engine: expected {count} slots and {RANK_MODULE}, got {sum(slots)} and {command[:2]}")
     arguments = command[2:]

@@ -6,17 +6,21 @@ import sys
 from dataclasses import replace
 
 from ds_ring_launcher import cli
-from ds_ring_launcher.engines import engines
+from ds_ring_launcher.engines.engines import ENGINES
+from ds_ring_launcher.engines.mpirun import Mpirun
 from ds_ring_launcher.run.job import Invocation, Job
 
 
-def build(job: Job) -> Invocation:
-    """Return mpirun's invocation with another program."""
-    real = engines.mpirun(job)
-    program = [sys.executable, "-m", "simulated_cluster.engine"]
-    return replace(real, argv=[*program, *real.argv[1:]], programs={})
+class SimulatedMpirun(Mpirun):  # type: ignore[misc]
+    """Call engine.py with mpirun's command line."""
+
+    def invocation(self, job: Job) -> Invocation:
+        """Return mpirun's invocation with another program."""
+        real = super().invocation(job)
+        program = [sys.executable, "-m", "simulated_cluster.engine"]
+        return replace(real, argv=[*program, *real.argv[1:]], programs={})
 
 
 if __name__ == "__main__":
-    engines.ENGINES["mpirun"] = build
+    ENGINES["mpirun"] = SimulatedMpirun()
     sys.exit(cli.main(["launch", sys.argv[1]]))

@@ -1,0 +1,63 @@
+"""Define what an engine is: the program that starts the ranks of a job.
+
+A new engine is a subclass in a file of its own, and a row of engines.py. Files of engines whose module also
+runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..run.job import Invocation, Job
+
+if TYPE_CHECKING:
+    from ds_ring.config.messages import Problem
+
+    from ..cluster.cluster import Cluster, Host
+
+_SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
+
+
+class Engine:
+    """Start the ranks of a job. The defaults are those of a program that starts the ranks of one host.
+
+    Attributes:
+        starts_all_hosts: one call starts the ranks of all hosts; else it is called on each host.
+        has_daemons: other hosts are reached by daemons of its own, not by ssh.
+    """
+
+    starts_all_hosts = False
+    has_daemons = False
+
+    def invocation(self, job: Job) -> Invocation:
+        """Return the call that starts the job: on the host `job.node_rank`, or on all hosts."""
+        raise NotImplementedError
+
+    def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
+        """Return the command line that runs a module on a host, and advice where its program is missing."""
+        return ssh_command(host, ssh_port, module), _SSH_ADVICE
+
+    def problems(self, cluster: Cluster) -> list[Problem]:
+        """Return what this engine cannot do of a YAML whose keys are right by themselves."""
+        return []
+
+    def order_hosts(self, hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
+        """Return the hosts in the order of their ranks; the first host stays the first."""
+        return hosts
+
+    def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
+        """Return a script for the engine's queue that launches the YAML at `config`; None without a queue."""
+        return None
+
+
+def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:
+    """Return the command line that starts an agent, or another module, on a host."""
+    port = [] if ssh_port is None else ["-p", str(ssh_port)]
+    # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
+    options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
+    words = [word for option in options for word in ("-o", option)]
+    return ["ssh", "-T", *port, *words, host, shlex.join([sys.executable, "-u", "-m", module])]
