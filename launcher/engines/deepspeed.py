@@ -25,7 +25,7 @@ class DeepSpeed(Engine):
     def invocation(self, job: Job) -> Invocation:
         """Return the call of DeepSpeed's launcher on one host, by its module: PATH does not matter."""
         # Always with a hostfile: without one it reads /job/hostfile where that exists, and else trains here
-        # with a warning. `--no_ssh` makes a hostfile of one line a plain local run. run/start.py reaches other
+        # with a warning. `--no_ssh` makes a hostfile of one line a local run. run/start.py reaches other
         # hosts: DeepSpeed's own way (pdsh) writes the values of all variables on command lines.
         cluster = job.cluster
         hostfile = job.folder / "hostfile"
