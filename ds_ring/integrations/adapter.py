@@ -1,7 +1,7 @@
 """Tables of everything that ds_ring replaces, wraps or hooks in another package.
 
-Each adapter (for DeepSpeed, for transformers, for trainers) holds one table. No other file assigns an attribute
-of a foreign object or registers a hook; tests/test_architecture.py checks this.
+Each adapter (for DeepSpeed, for transformers, for trainers) holds one table. No other file assigns an
+attribute of a foreign object or registers a hook; tests/test_architecture.py checks this.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Row:
         target: "torch.load", or an attribute of an object that `Table.apply` is given by name: "engine.step".
             The target of a hook is the object itself: "engine".
         stage: when the change acts. The feature has a part of this name: feature.around_step, say.
-        kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or "added"
-            (a new attribute): the value. "hook": a function that torch calls, with keyword arguments too (or
-            with the gradient, if the target is a tensor). "registered": a function without arguments, which
-            `apply` calls and which changes the target in an official way.
-        feature: name of what asks for the change.
+        kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or
+            "added" (a new attribute): the value. "hook": a function that torch calls, with keyword arguments
+            too (or with the gradient, if the target is a tensor). "registered": a function without arguments,
+            which `apply` calls and which changes the target in an official way.
+        feature: name of what asks for the change; "checkpoint.files" is a part of "checkpoint".
         versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
         options: names of options of the hook's registration that are True.
@@ -107,6 +107,12 @@ class Table:
         Raises:
             RingConfigError: the installed package has no such target.
         """
+        changes = self._apply_all(features, objects)
+        found = _of_process if subject is None else _of_subject.setdefault(subject, set())
+        found.update((self, change.row.feature.partition(".")[0]) for change in changes)
+        return changes
+
+    def _apply_all(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[Change]:
         changes: list[Change] = []
         try:
             for row in self.rows:
@@ -117,14 +123,12 @@ class Table:
         except BaseException:
             undo(changes)
             raise
-        found = _of_process if subject is None else _of_subject.setdefault(subject, set())
-        found.update((self, change.row.feature) for change in changes)
         return changes
 
     @contextmanager
-    def applied(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> Iterator[None]:
-        """Apply the rows inside the context only."""
-        changes = self.apply(features, subject, **objects)
+    def applied(self, features: Mapping[str, Any], **objects: Any) -> Iterator[None]:
+        """Apply the rows inside the context only; `describe` lists them with the feature's other rows."""
+        changes = self._apply_all(features, objects)
         try:
             yield
         finally:
@@ -168,7 +172,7 @@ class Table:
             before = None if row.kind == "added" else _get(owner, name)
         except (ImportError, AttributeError, KeyError):
             raise self._lacks(row) from None
-        own = name in (owner if isinstance(owner, dict) else vars(owner))
+        own = name in (owner if type(owner) is dict else vars(owner))
         own = own or hasattr(getattr(type(owner), name, None), "__set__")  # a property that can be set
         _set(owner, name, _around(before, part) if row.kind == "wrapped" else part)
         return Change(row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name)))
@@ -192,11 +196,11 @@ def _around(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get(owner: Any, name: str) -> Any:
-    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    return owner[name] if type(owner) is dict else getattr(owner, name)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, dict):
+    if type(owner) is dict:
         owner[name] = value
     else:
         setattr(owner, name, value)
@@ -217,9 +221,9 @@ def undo(changes: list[Change]) -> None:
 
 def describe(subject: Any = None) -> str:
     """Return the rows that apply to a session and its process, by table; without a session all rows."""
-    features = None if subject is None else _of_process | _of_subject.get(subject, set())
+    found = _of_process | _of_subject.get(subject, set()) if subject is not None else None
     lines = []
     for table in _tables:
-        rows = [row for row in table.rows if features is None or (table, row.feature) in features]
+        rows = [r for r in table.rows if found is None or (table, r.feature.partition(".")[0]) in found]
         lines += [f"{table.package} {table.versions}", *(f"  {row}" for row in rows)] if rows else []
     return "\n".join(lines)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -44,14 +43,15 @@ from ds_ring.integrations.checkpoint.manifest import (
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 __all__ = ["guard_checkpoints", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
 
 log = logging.getLogger(__name__)
 
 
-def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None = None) -> None:
-    """Replace the engine's save_checkpoint by that of save.py and load_checkpoint by the one below.
+def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None = None) -> SimpleNamespace:
+    """Return save.py's save_checkpoint and the load_checkpoint below as methods of an engine.
 
     `attempt` is that of `FolderLocks`.
     """
@@ -63,8 +63,8 @@ def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None =
         )
     under_way = BackgroundSave()
     save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way)
-    engine.save_checkpoint = types.MethodType(save, engine)
-    engine.load_checkpoint = types.MethodType(partial(load_checkpoint, under_way=under_way), engine)
+    load = partial(load_checkpoint, under_way=under_way)
+    return SimpleNamespace(around_save=MethodType(save, engine), around_load=MethodType(load, engine))
 
 
 # [Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
@@ -102,7 +102,9 @@ def load_checkpoint(
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
         _require_latest(Path(load_dir), chosen)
     universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
-    with weights_only_below(Path(load_dir)), _as_universal(engine, universal):
+    kind = {"checkpoint.universal": SimpleNamespace(around_load=universal)}
+    # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
+    with weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):
         if load_optimizer_states and not load_module_only:
             _require_size(engine, Path(load_dir, chosen), universal)
         path, client_state = type(engine).load_checkpoint(
@@ -146,16 +148,6 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
             "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *found])
         )
     return None
-
-
-@contextmanager
-def _as_universal(engine: DeepSpeedEngine, universal: bool) -> Iterator[None]:
-    """Let DeepSpeed take a checkpoint for what it is, whatever "load_universal" says in the JSON."""
-    before, engine._config.load_universal_checkpoint = engine._config.load_universal_checkpoint, universal
-    try:
-        yield
-    finally:
-        engine._config.load_universal_checkpoint = before
 
 
 def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
 
@@ -24,6 +25,7 @@ from numpy._core import multiarray
 
 from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.manifest import open_regular
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 # What DeepSpeed's own states hold at ZeRO 0 to 3, measured: nothing of it does more than keep numbers.
 _DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
@@ -64,23 +66,16 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
 @contextmanager
 def weights_only_below(root: Path) -> Iterator[None]:
     """Restrict `torch.load` to `weights_only=True` for files below `root`, whatever its caller says."""
-    inside, load = os.path.abspath(root), torch.load
+    inside = os.path.abspath(root)
 
-    def restricted(f: Any, *args: Any, **options: Any) -> Any:
+    def restricted(load: Callable[..., Any], f: Any, *args: Any, **options: Any) -> Any:
         if isinstance(f, str | os.PathLike) and Path(os.path.abspath(f)).is_relative_to(inside):
             options["weights_only"] = True
         return load(f, *args, **options)
 
-    with _allowed():
-        _replace_load(restricted)
-        try:
-            yield
-        finally:
-            _replace_load(load)
-
-
-def _replace_load(load: Callable[..., Any]) -> None:
-    torch.load = load
+    load = {"checkpoint.weights_only": SimpleNamespace(around_load=restricted)}
+    with _allowed(), DEEPSPEED.applied(load):
+        yield
 
 
 def _allowed() -> Any:

@@ -22,9 +22,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     write_manifest,
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 # Write a checkpoint while training goes on: copies now, files, hashes and the commit in a thread.
 #
@@ -351,32 +353,25 @@ class _Writes:
         require_weights_only(self.folder, self.paths)
         return record_files(self.folder, self.paths)
 
-    @contextmanager
-    def watching(self, engine: DeepSpeedEngine) -> Iterator[None]:
+    def watching(self, engine: DeepSpeedEngine) -> AbstractContextManager[None]:
         """Record what is written. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
-        write = engine.checkpoint_engine.save
+        features = {
+            "checkpoint.files": SimpleNamespace(around_save=self._save),
+            "checkpoint.script": SimpleNamespace(around_save=lambda copy, path: self._try(path, copy, path)),
+            "checkpoint.swapped": SimpleNamespace(
+                around_save=lambda copy, *args, **options: self._try(str(args[1]), copy, *args, **options)
+            ),
+        }
+        return DEEPSPEED.applied(features, engine=engine)
 
-        def save(state_dict: Any, path: str) -> Any:
-            if Path(path).is_relative_to(self.folder):
-                self.paths[Path(path).relative_to(self.folder).as_posix()] = None
-            if self._copy is not None:
-                copied = self._copy(state_dict)
-                self._later.append(lambda: self._try(path, write, copied, path))
-                return None
-            return self._try(path, write, state_dict, path)
-
-        copy_script, copy_tree = engine._copy_recovery_script, shutil.copytree
-        engine.checkpoint_engine.save = save
-        # DeepSpeed copies a script on rank 0, and the tensors that it has swapped out on all, the latter by a
-        # copytree that it imports when it needs it.
-        engine._copy_recovery_script = lambda path: self._try(path, copy_script, path)
-        _replace_copytree(lambda *args, **options: self._try(str(args[1]), copy_tree, *args, **options))
-        try:
-            yield
-        finally:
-            engine.checkpoint_engine.save = write
-            del engine._copy_recovery_script
-            _replace_copytree(copy_tree)
+    def _save(self, write: Callable[..., Any], state_dict: Any, path: str) -> Any:
+        if Path(path).is_relative_to(self.folder):
+            self.paths[Path(path).relative_to(self.folder).as_posix()] = None
+        if self._copy is not None:
+            copied = self._copy(state_dict)
+            self._later.append(lambda: self._try(path, write, copied, path))
+            return None
+        return self._try(path, write, state_dict, path)
 
     def _try(self, path: str, write: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self.fault:
@@ -385,10 +380,6 @@ class _Writes:
             return write(*args, **options)
         except Exception as error:  # torch names a full disk by a RuntimeError; pickling raises what it likes
             self.fault = f"{path}: cannot be written: {type(error).__name__}: {error}"
-
-
-def _replace_copytree(copytree: Callable[..., Any]) -> None:
-    shutil.copytree = copytree
 
 
 def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -> None:

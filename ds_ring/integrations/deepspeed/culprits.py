@@ -7,11 +7,10 @@ failed is the monitor's to say (`health/monitor/`).
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -20,30 +19,15 @@ from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import join_monitor
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
+from ds_ring.integrations.adapter import Change
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
-# What a training script calls on an engine and what talks to other ranks.
-METHODS = (
-    "forward",
-    "backward",
-    "step",
-    "allreduce_gradients",
-    "save_checkpoint",
-    "load_checkpoint",
-    "save_16bit_model",
-    "save_fp16_model",
-    "module_state_dict",
-    "load_module_state_dict",
-    "get_global_grad_norm",
-    "destroy",
-)
-# Of these, what makes results permanent.
-PERMANENT = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict")
 
 
 # [Note: outside the ring]
@@ -69,18 +53,6 @@ def join_job(config: RingConfig | None) -> Watch | None:
     return watch
 
 
-def name_culprits(engine: Any, mesh: RingMesh) -> None:
-    """Make the engine's methods raise RingPeerError where another rank's failure is why they fail, and, if
-    their results last, where a message has failed; [Note: results that stay].
-    """
-    for name in METHODS:
-        if hasattr(type(engine), name):  # the engine itself also has the model's attributes
-            call = getattr(engine, name)
-            if name in PERMANENT:
-                call = _settled(call, engine, mesh, accumulates=name == "step")
-            setattr(engine, name, call if mesh.watch is None else culprits_named(call, mesh))
-
-
 # [Note: results that stay]
 # On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
 # the receive buffers, and only the watch's thread knows. Before parameters change, and before anything is
@@ -95,34 +67,35 @@ def name_culprits(engine: Any, mesh: RingMesh) -> None:
 # of the parameters. It cannot save them: saving is collective, and the rank whose step was refused does not
 # take part. A save in the background copies behind the check, and writes the copies. No GPU has measured the
 # wait; `tests/dist/test_checkpoint.py` seeds the fault into real engines.
-def _settled(call: Callable[P, T], engine: Any, mesh: RingMesh, accumulates: bool) -> Callable[P, T]:
-    """Return `call` behind `mesh.settle`; a step that only accumulates gradients does not wait."""
+class Settled:
+    """Wait for all messages before a result lasts; a step that only accumulates gradients does not wait."""
 
-    @functools.wraps(call)
-    def settled(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not accumulates or engine.is_gradient_accumulation_boundary():
-            mesh.settle()
+    def __init__(self, engine: Any, mesh: RingMesh) -> None:
+        self._engine, self._mesh = engine, mesh
+
+    def around_step(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Wait at a boundary of gradient accumulation."""
+        if self._engine.is_gradient_accumulation_boundary():
+            self._mesh.settle()
+        return step(*args, **kwargs)
+
+    def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Wait before anything is saved."""
+        self._mesh.settle()
+        return save(*args, **kwargs)
+
+
+def name_culprit(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call; raise RingPeerError in place of its collectives' RuntimeError where another rank has failed."""
+    try:
         return call(*args, **kwargs)
-
-    return settled
-
-
-def culprits_named(call: Callable[P, T], mesh: RingMesh) -> Callable[P, T]:
-    """Return `call` with its collectives' RuntimeErrors explained: RingPeerError where a rank has failed."""
-
-    @functools.wraps(call)
-    def named(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            watch = mesh.watch
-            fault = _verdict_on(error, watch) if watch is not None and is_of_distributed(error) else None
-            if watch is None or fault is None:
-                raise
-            watch.noticed = True
-            raise peer_error(mesh.grid, watch.rank, None, fault) from error
-
-    return named
+    except RuntimeError as error:
+        watch = mesh.watch
+        fault = _verdict_on(error, watch) if watch is not None and is_of_distributed(error) else None
+        if watch is None or fault is None:
+            raise
+        watch.noticed = True
+        raise peer_error(mesh.grid, watch.rank, None, fault) from error
 
 
 def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
@@ -133,33 +106,30 @@ def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
 
 
 _named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
-_hooked: list[bool] = []  # once for a process
+_hooked: list[Change] = []  # once for a process
 
 
 def _say_culprit_at_exit(watch: Watch | None) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
-    if watch is None:
-        return
-    if not _hooked:
-        _hooked.append(True)
-        sys.excepthook = _hook(sys.excepthook)
-    _named_at_exit.add(watch)
+    if watch is not None:
+        if not _hooked:
+            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
+        _named_at_exit.add(watch)
 
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-def _hook(before: Hook) -> Hook:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if is_of_distributed(error):
-            for watch in list(_named_at_exit):
-                fault = _verdict_on(error, watch)
-                if fault is not None:
-                    watch.noticed = True
-                    text = f"ds_ring: rank {fault.rank} has failed first: {fault.cause}"
-                    text += f". What follows is how rank {watch.rank} noticed"
-                    print(text, file=sys.stderr, flush=True)
-                    break
-        before(kind, error, trace)
-
-    return hook
+def _print_culprit(
+    before: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    if is_of_distributed(error):
+        for watch in list(_named_at_exit):
+            fault = _verdict_on(error, watch)
+            if fault is not None:
+                watch.noticed = True
+                text = f"ds_ring: rank {fault.rank} has failed first: {fault.cause}"
+                text += f". What follows is how rank {watch.rank} noticed"
+                print(text, file=sys.stderr, flush=True)
+                break
+    before(kind, error, trace)

@@ -1,23 +1,24 @@
 """Make `deepspeed.initialize` honour the "ring_attention" section, for trainers and scripts that call it.
 
-Owns what `ds_ring.enable()` replaces in DeepSpeed. What it must replace in Accelerate and in transformers'
-Trainer stands in integrations/trainers, what such a script then sees in whole_batches.py.
+What it changes in Accelerate and in transformers' Trainer is in integrations/trainers; what such a script
+sees is in whole_batches.py.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.config.deepspeed_file import SECTION
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.initialize import initialize
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.whole_batches import WholeBatches
 
 
@@ -34,12 +35,11 @@ def enable() -> None:
     their mean, and logits are gathered when they are read (collective: on every rank, or on none). A
     configuration without the section raises RingConfigError: its ranks would train by themselves.
     """
-    if getattr(deepspeed.initialize, "starts_a_ring", False):
+    if deepspeed.initialize is _initialize_whole:
         return
-    deepspeed.initialize = _starting_a_ring()
-    _refuse_engines_without_a_ring()
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in initialize.py
+    part = SimpleNamespace(at_enable=_initialize_whole, around_init=_refuse_unread_section)
+    DEEPSPEED.apply({"enable": part})
+    leave_shm_out()
     if find_spec("accelerate") is not None:
         from ds_ring.integrations.trainers.accelerate import enable_accelerate
 
@@ -50,44 +50,32 @@ def enable() -> None:
         enable_trainer_config()
 
 
-def _starting_a_ring() -> Any:
-    @functools.wraps(initialize)
-    def initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
-        if engine.ring.gradient_divisor != dist.get_world_size():
-            raise RingConfigError(
-                'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum": a script that'
-                " takes all ranks for replicas would add up each sequence once a rank; remove the key"
-            )
-        if engine.ring.config.dynamic_ring:
-            raise RingConfigError(
-                "dynamic_ring: expected false under ds_ring.enable(), got true: trainers hand over whole"
-                " batches, and smaller rings get theirs from engine.ring.loader; set it to false"
-            )
-        whole = WholeBatches(engine.ring, engine.module)
-        whole.hook(engine.module)  # Trainers evaluate the module without the engine
-        whole.hook(engine)
-        if loader is not None:
-            loader.keep_whole()
-        return engine, optimizer, loader, scheduler
-
-    initialize_whole.starts_a_ring = True  # type: ignore[attr-defined]
-    return initialize_whole
+@functools.wraps(initialize)
+def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
+    if engine.ring.gradient_divisor != dist.get_world_size():
+        raise RingConfigError(
+            'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum": a script that'
+            " takes all ranks for replicas would add up each sequence once a rank; remove the key"
+        )
+    if engine.ring.config.dynamic_ring:
+        raise RingConfigError(
+            "dynamic_ring: expected false under ds_ring.enable(), got true: trainers hand over whole"
+            " batches, and smaller rings get theirs from engine.ring.loader; set it to false"
+        )
+    whole = WholeBatches(engine.ring, engine.module)
+    DEEPSPEED.apply({"whole_batches": whole}, engine.ring, engine=engine, module=engine.module)
+    if loader is not None:
+        loader.keep_whole()
+    return engine, optimizer, loader, scheduler
 
 
-def _refuse_engines_without_a_ring() -> None:
+def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a section that no ring has read: `from deepspeed import initialize` before `enable()`."""
-    start = DeepSpeedEngine.__init__
-
-    @functools.wraps(start)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        read = getattr(kwargs.get("config_class"), "_param_dict", None) or {}
-        if SECTION in read:
-            raise RingConfigError(
-                f'deepspeed.initialize: expected ds_ring to have read "{SECTION}", got the section unread: a'
-                " deepspeed.initialize from before ds_ring.enable() was called, and every rank would train on"
-                " its own tokens; call ds_ring.enable() before you import the name"
-            )
-        start(self, *args, **kwargs)
-
-    DeepSpeedEngine.__init__ = checked
+    if SECTION in (getattr(kwargs.get("config_class"), "_param_dict", None) or {}):
+        raise RingConfigError(
+            f'deepspeed.initialize: expected ds_ring to have read "{SECTION}", got the section unread: a'
+            " deepspeed.initialize from before ds_ring.enable() was called, and every rank would train on"
+            " its own tokens; call ds_ring.enable() before you import the name"
+        )
+    start(engine, *args, **kwargs)

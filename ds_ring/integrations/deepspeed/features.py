@@ -8,16 +8,16 @@ progressive_layer_drop, MiCS, ...) is left to it; `tests/dist/test_deepspeed_fea
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from deepspeed.pipe import PipelineModule
 
-from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
+from ds_ring.errors import RingCheckpointError, RingConfigError
 
 
 class _Refused(NamedTuple):
@@ -76,24 +76,23 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
         raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
 
 
-def refuse_direct_backward(engine: Any) -> None:
-    """Make `loss.backward()` raise where DeepSpeed 0.19.8 would divide gradients once too often."""
+def refuse_direct_backward(engine: Any) -> dict[str, Any]:
+    """Return the feature that refuses `loss.backward()` where DeepSpeed would divide gradients twice."""
     # With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO
     # 0 refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
     steps, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
     if steps == 1 or stage not in (1, 2):
-        return
-    as_before: Callable[[], None] = engine._backward_prologue
+        return {}
 
-    def prologue() -> None:
+    def around_backward(prologue: Callable[[], None]) -> None:
         if not engine._running_engine_backward:
             raise RingConfigError(
                 f"loss.backward(): expected engine.backward(loss), got a direct call at ZeRO {stage} with"
                 f" gradient_accumulation_steps {steps}; DeepSpeed would divide the gradients by {steps} twice"
             )
-        as_before()
+        prologue()
 
-    engine._backward_prologue = prologue
+    return {"direct_backward": SimpleNamespace(around_backward=around_backward)}
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -176,27 +175,20 @@ def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"zero_optimization": {"stage": 0}}
 
 
-def only_evaluates(engine: Any) -> None:
-    """Make what needs an optimizer raise a typed error on this engine, on every rank alike."""
-    for name in ("backward", "step", "scale"):
-        _refuse(engine, name, RingConfigError, f"engine.{name}: expected an optimizer, got none; {_ADD_ONE}")
+def only_evaluates(engine: Any) -> dict[str, Any]:
+    """Return the features that make what needs an optimizer raise a typed error, on every rank alike."""
+
+    def refuse(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+        raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {_ADD_ONE}")
+
+    def refuse_files(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+        raise RingCheckpointError(
+            f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
+            " (load_module_only=True leaves its states), or load the weights into the model before"
+            " ds_ring.initialize"
+        )
+
+    found = {"evaluation": SimpleNamespace(around_backward=refuse, around_step=refuse, around_call=refuse)}
     if engine.checkpoint_engine is None:  # ZeRO 3
-        for name in ("save_checkpoint", "load_checkpoint"):
-            why = (
-                f"engine.{name}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
-                " (load_module_only=True leaves its states), or load the weights into the model before"
-                " ds_ring.initialize"
-            )
-            _refuse(engine, name, RingCheckpointError, why)
-
-
-def _refuse(engine: Any, name: str, error: Callable[[str], RingError], why: str) -> None:
-    method = getattr(engine, name, None)
-    if method is None:
-        return
-
-    @functools.wraps(method)
-    def refused(*args: Any, **kwargs: Any) -> NoReturn:
-        raise error(why)
-
-    setattr(engine, name, refused)
+        found["no_checkpoints"] = SimpleNamespace(around_save=refuse_files, around_load=refuse_files)
+    return found

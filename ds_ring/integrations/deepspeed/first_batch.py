@@ -8,11 +8,12 @@ parameters, gradients, buffers, optimizer and random numbers are what they would
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import deepspeed
@@ -24,6 +25,7 @@ from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.layer_patterns import LayerPatterns
@@ -126,24 +128,18 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile."""
     outputs: dict[str, Tensor] = {}
-    handles = []
-    for path, parent in model.named_modules():
-        for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
-            handles.append(layer.register_forward_hook(_recorder(outputs, f"{path}.{name}")))
-    try:
+    with ExitStack() as stack:
+        for path, parent in model.named_modules():
+            for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
+                part = SimpleNamespace(after_forward=partial(_record, outputs, f"{path}.{name}"))
+                stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _recorder(outputs: dict[str, Tensor], name: str) -> Any:
-    def record(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
-            outputs[name] = first.detach().clone()
-
-    return record
+def _record(outputs: dict[str, Tensor], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+        outputs[name] = first.detach().clone()
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:
@@ -183,6 +179,7 @@ def _finite(error: float) -> float:
 #
 # Shapes: B samples, T tokens, S local tokens.
 
+
 class Attended(NamedTuple):
     """Describe a batch's attention, wherever its tokens lie."""
 
@@ -201,9 +198,8 @@ class Forward:
     logits: Tensor
     loss: Tensor | None
     layers: dict[str, Tensor]
-    # what the training loop made of `loss`: its gradient; None where it is not used
-    loss_factor: Tensor | None = None
-    logits_gradient: Tensor | None = None  # gradient of the logits, for a loss of the training loop's own
+    # gradients of "loss" (what the training loop made of it) and "logits", without those that are not used
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     sharding: BatchSharding | None = None
 
 
@@ -257,26 +253,25 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
 
 
-def hooked(one: Forward) -> Forward:
+def hooked(one: Forward, session: RingSession) -> Forward:
     """Record in the backward pass what the training loop made of the results."""
-
-    def note(name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            setattr(one, name, gradient.detach())
-
-        return hook
-
-    if one.loss is not None and one.loss.requires_grad:
-        one.loss.register_hook(note("loss_factor"))
-    if one.logits is not one.loss and one.logits.requires_grad:
-        one.logits.register_hook(note("logits_gradient"))
+    results = {"loss": one.loss, "logits": None if one.logits is one.loss else one.logits}
+    for name, result in results.items():
+        if result is not None and result.requires_grad:
+            note = SimpleNamespace(in_backward=partial(_note, one.gradients, name))
+            DEEPSPEED.apply({"first_batch.gradients": note}, session, tensor=result)
     return one
+
+
+def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    gradients[name] = gradient.detach()
 
 
 # Copy a model for one rank to run by itself, to compare the ring with.
 #
 # Owns what of a model can be copied before DeepSpeed and the ring change it, its weights later, and which
 # attention and arguments it gets. See [Note: one process] in first_batch.py.
+
 
 def refuse_dropout(model: nn.Module) -> None:
     """Raise a RingConfigError for a model with dropout, which no two runs share."""
@@ -402,6 +397,7 @@ class FirstBatch:
     model: nn.Module
     session: RingSession
     trains: bool = True
+    engine: Any = None  # DeepSpeed's, as soon as there is one
     _alone: nn.Module | None = None
     _forwards: list[Forward] = field(default_factory=list)
     _done: bool = False
@@ -415,37 +411,31 @@ class FirstBatch:
         refuse_dropout(self.model)
         self._alone = skeleton(self.model)
 
-    def watch(self, engine: Any) -> None:
-        """Record the engine's forward passes, and compare before its first step."""
-        forward, step = engine.forward, engine.step
+    def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record the engine's forward passes."""
+        assert self.engine is not None
+        if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        sharding = self.session.batches.current
+        with recording(self.engine.module) as layers:
+            output = forward(*args, **kwargs)
+        attended = Attended(sharding.layout.tokens, sharding.patterns, sharding.groups)
+        logits, loss = results_of(output)
+        seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
+        self._forwards.append(hooked(seen, self.session))
+        return output
 
-        @functools.wraps(forward)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self._done or not (engine.module.training and torch.is_grad_enabled()):
-                return forward(*args, **kwargs)
-            sharding = self.session.batches.current
-            with recording(engine.module) as layers:
-                output = forward(*args, **kwargs)
-            attended = Attended(sharding.layout.tokens, sharding.patterns, sharding.groups)
-            logits, loss = results_of(output)
-            seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
-            self._forwards.append(hooked(seen))
-            return output
-
-        @functools.wraps(step)
-        def verified(*args: Any, **kwargs: Any) -> Any:
-            if not self._done and engine.is_gradient_accumulation_boundary():
-                self._verify(engine)
-            return step(*args, **kwargs)
-
-        engine.forward, engine.step = recorded, verified
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compare before the first step."""
+        assert self.engine is not None
+        if not self._done and self.engine.is_gradient_accumulation_boundary():
+            self._verify(self.engine)
+        return step(*args, **kwargs)
 
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:
         """Gather the step on rank 0, compare there, and tell all ranks. Collective."""
-        used = [
-            one for one in self._forwards if one.loss_factor is not None or one.logits_gradient is not None
-        ]
+        used = [one for one in self._forwards if one.gradients]
         self._forwards = []
         if not used:
             return
@@ -517,15 +507,14 @@ class FirstBatch:
                 args, given = on_device((part.args, given), self.session.device)
                 output = alone(*args, **given)
                 logits, loss = results_of(output)
-                if part.loss_factor is not None and loss is not None:
-                    (loss * part.loss_factor.to(loss)).backward()
+                if "loss" in part.gradients and loss is not None:
+                    (loss * part.gradients["loss"].to(loss)).backward()
                     total += float(loss.detach())
                 else:
-                    assert part.logits_gradient is not None
-                    logits.backward(part.logits_gradient.to(logits) / divisor)
+                    logits.backward(part.gradients["logits"].to(logits) / divisor)
             rows = Numbers(logits.detach().cpu(), layers={name: x.cpu() for name, x in layers.items()})
             found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
-        if mean is not None and parts[0].loss_factor is not None:
+        if mean is not None and "loss" in parts[0].gradients:
             both = (Numbers(torch.ones(1, 1), value) for value in (mean, total))
             found += [one for one in compare_outputs(*both) if one.kind == "loss"]
         return found
@@ -572,7 +561,6 @@ class FirstBatch:
             take(one.logits),
             take(one.loss),
             {name: take(value) for name, value in one.layers.items()},
-            take(one.loss_factor),
-            take(one.logits_gradient),
+            {name: take(value) for name, value in one.gradients.items()},
         )
         return taken if whole or mesh.sequence_rank == 0 else None

@@ -10,6 +10,8 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -30,8 +32,9 @@ from ds_ring.integrations.deepspeed.config_agreement import (
     agree_on_ranks_per_node,
     resolve_auto,
 )
-from ds_ring.integrations.deepspeed.culprits import culprits_named, join_job, name_culprits
+from ds_ring.integrations.deepspeed.culprits import Settled, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.features import (
     has_optimizer,
     only_evaluates,
@@ -42,11 +45,11 @@ from ds_ring.integrations.deepspeed.features import (
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.loss import divisor_of
-from ds_ring.integrations.deepspeed.monitor import check_monitor, monitor_ring
+from ds_ring.integrations.deepspeed.monitor import RingMonitor, check_monitor
 from ds_ring.integrations.deepspeed.ring_use import RingUse
 from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, ranks_per_node, report_steps
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.teach_compile import teach_compile
+from ds_ring.integrations.deepspeed.teach_compile import RingCompile
 from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
@@ -105,36 +108,42 @@ def initialize(
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached = _attach(model, session)
     sizes = sizes_of(model) if ring_config.dynamic_ring else None
-    engine, engine_optimizer, _, scheduler = culprits_named(_start_engine, session.mesh)(
+    engine, engine_optimizer, _, scheduler = name_culprit(
+        session.mesh, _start_engine,
         args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
         dist_init_required=dist_init_required, collate_fn=collate_fn,
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )  # fmt: skip
-    _give_session(engine, session, sizes)
-    teach_compile(engine, session, attached)
-    _wrap_methods(engine, session, first_batch, trains)
+    features = {
+        "session": SimpleNamespace(at_initialize=session, before_forward=partial(_find_sharding, session)),
+        "ring_use": RingUse(session, engine),
+        "compile": RingCompile(engine, session, attached),
+        "settled": Settled(engine, session.mesh),
+    }
+    if first_batch is not None:
+        first_batch.engine, features["first_batch"] = engine, first_batch
+    if ring_config.monitor:
+        features["monitor"] = RingMonitor(engine, session)
+    if trains:
+        features |= report_steps(engine, session) | refuse_direct_backward(engine)
+    else:
+        features |= only_evaluates(engine)
+    if engine.checkpoint_engine is not None:
+        features["checkpoint"] = guard_checkpoints(engine, attempt_of(attempt_folder()))
+    if session.mesh.watch is not None:
+        features["culprits"] = SimpleNamespace(around_call=partial(name_culprit, session.mesh))
+    DEEPSPEED.apply(features, session, engine=engine)
+    if sizes is not None:
+        dtype = next(engine.module.parameters()).dtype
+        name_culprit(session.mesh, session.dynamic.start, sizes, session, dtype)
     loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
     return engine, engine_optimizer, loader, scheduler
 
 
-def _wrap_methods(
-    engine: DeepSpeedEngine, session: RingSession, first_batch: FirstBatch | None, trains: bool
-) -> None:
-    """Put the checks and reports of the section around the engine's methods."""
-    if first_batch is not None:
-        first_batch.watch(engine)
-    if session.config.monitor:
-        monitor_ring(engine, session)
-    if trains:
-        report_steps(engine, session)
-        refuse_direct_backward(engine)
-    else:
-        only_evaluates(engine)
-    if engine.checkpoint_engine is not None:
-        guard_checkpoints(engine, attempt_of(attempt_folder()))
-    # Last, so that it is outermost: a rank's failure is named whatever was called.
-    name_culprits(engine, session.mesh)
+def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not session.batches.is_off:
+        session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
 
 def _configurations(
@@ -235,14 +244,18 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
         check_dataset(training_data)
 
 
+def leave_shm_out() -> None:
+    """Let gloo carry DeepSpeed's collectives on the CPU, without building an operator for it."""
+    if get_accelerator().device_name() == "cpu":
+        DEEPSPEED.apply({"gloo": SimpleNamespace(at_initialize=False)})
+        log.info("deepspeed_shm_comm is not built: gloo carries DeepSpeed's collectives on the CPU")
+
+
 def init_distributed(
     distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, dist_init_required: bool | None = None
 ) -> torch.device:
     """Start (or find) the process groups; return this rank's device, made current."""
-    if get_accelerator().device_name() == "cpu":
-        # Not skipped, its just-in-time build takes two minutes and needs ninja; gloo serves without it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        log.info("deepspeed_shm_comm is not built: gloo carries DeepSpeed's collectives on the CPU")
+    leave_shm_out()
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
@@ -251,27 +264,6 @@ def init_distributed(
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)
     return torch.device(get_accelerator().device_name(local_rank))
-
-
-def _give_session(engine: DeepSpeedEngine, session: RingSession, sizes: Any) -> None:
-    """Give the engine `engine.ring`, and make each forward find out where its batch lies.
-
-    Collective where the ring is dynamic: `sizes` are the model's then, and None elsewhere.
-    """
-    # A hook of the engine, not of the model: `engine.compile` compiles the model, and the search is Python.
-    engine.ring = session
-
-    def find_sharding(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if session.batches.is_off:
-            return
-        session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-
-    engine.register_forward_pre_hook(find_sharding, with_kwargs=True)
-    use = RingUse(session, lambda: bool(engine.module.training), lambda: bool(engine.is_compiled))
-    engine.forward = use.wrap(engine.forward)
-    if sizes is not None:
-        dtype = next(engine.module.parameters()).dtype
-        culprits_named(session.dynamic.start, session.mesh)(sizes, session, dtype)
 
 
 def _training_loader(
@@ -285,5 +277,5 @@ def _training_loader(
         collate_fn=collate_fn,
     )
     loader.on_batch = engine.tput_timer.start  # as DeepSpeed's loader does: the timer covers loading, too
-    engine.training_dataloader = loader
+    DEEPSPEED.apply({"loader": SimpleNamespace(at_initialize=loader)}, engine.ring, engine=engine)
     return loader

@@ -19,10 +19,8 @@ Each is the largest of all ranks, but tokens are added up: a ring is as fast as 
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,57 +56,46 @@ def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
         )
 
 
-@dataclass
-class _Progress:
-    """Hold what has been seen of the step under way."""
+class RingMonitor:
+    """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
 
-    spans: int = 0  # before the forward pass that is under way
-    tokens: float = 0.0  # of training batches, this rank's part
-    started_s: float | None = None  # of the monotonic clock; None until training goes on
+    def __init__(self, engine: Any, session: RingSession) -> None:
+        self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
+        self._spans = 0  # before the forward pass that is under way
+        self._tokens = 0.0  # of the step's training batches, this rank's part
+        self._started_s: float | None = None  # of the monotonic clock; None until training goes on
+        session.mesh.traces.append(self._trace)
 
+    def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
+        """Begin to measure time with the first training pass of a step."""
+        self._spans = len(self._trace.spans)
+        if not self._engine.module.training:
+            self._started_s = None
+        elif self._started_s is None:
+            self._started_s = time.monotonic()
 
-def monitor_ring(engine: Any, session: RingSession) -> None:
-    """Trace ring passes, and report them after every optimizer step of the engine."""
-    trace, step, seen = Trace(session.mesh.ring_rank), engine.step, _Progress()
-    session.mesh.traces.append(trace)
-
-    def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.spans = len(trace.spans)
-        if not engine.module.training:
-            seen.started_s = None
-        elif seen.started_s is None:
-            seen.started_s = time.monotonic()
-
-    def after(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if engine.module.training:
-            seen.tokens += tokens_of((*args, *kwargs.values()), session)
+    def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Count the tokens of a training pass; forget the spans of another one."""
+        if self._engine.module.training:
+            self._tokens += tokens_of((*args, *kwargs.values()), self._session)
         else:
-            del trace.spans[seen.spans :]
+            del self._trace.spans[self._spans :]
 
-    engine.register_forward_pre_hook(before, with_kwargs=True)
-    engine.register_forward_hook(after, with_kwargs=True)
-
-    @functools.wraps(step)
-    def step_and_report(*args: Any, **kwargs: Any) -> Any:
-        steps = engine.global_steps
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Report the step if it is an optimizer's."""
+        engine, steps = self._engine, self._engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > steps:
             get_accelerator().synchronize()
             now_s = time.monotonic()
-            seconds = 0.0 if seen.started_s is None else now_s - seen.started_s
-            values = _of_all_ranks([*figures(trace.spans), seconds, seen.tokens], session)
+            seconds = 0.0 if self._started_s is None else now_s - self._started_s
+            values = _of_all_ranks([*figures(self._trace.spans), seconds, self._tokens], self._session)
             values[-1] /= max(values[-2], 1e-9)
-            trace.spans.clear()
-            seen.started_s, seen.tokens = time.monotonic(), 0.0
-            engine.monitor.write_events(
-                [
-                    (f"Ring/{name}", value, engine.global_samples)
-                    for name, value in zip(EVENTS, values, strict=True)
-                ]
-            )
+            self._trace.spans.clear()
+            self._started_s, self._tokens = time.monotonic(), 0.0
+            events = zip(EVENTS, values, strict=True)
+            engine.monitor.write_events([(f"Ring/{name}", x, engine.global_samples) for name, x in events])
         return result
-
-    engine.step = step_and_report
 
 
 def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:

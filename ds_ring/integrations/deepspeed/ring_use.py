@@ -10,9 +10,8 @@ Every rank of a sequence runs the same model on the same sharding, so all of the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,66 +42,48 @@ class RingUse:
 
     Args:
         session: knows where the batch in the model lies.
-        is_training: whether the model is; each mode has its own first forward pass.
-        is_compiled: whether the model is; then graphs are not looked into, the backend has read them.
+        engine: whose model is checked, in its first forward pass of each mode (training, evaluation). The
+            graph of a compiled model is not examined: the backend has read it.
     """
 
-    def __init__(
-        self, session: RingSession, is_training: Callable[[], bool], is_compiled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, session: RingSession, engine: Any) -> None:
         self._session = session
-        self._is_training = is_training
-        self._is_compiled = is_compiled
+        self._engine = engine
         self._seen: set[bool] = set()
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` with the check around its first calls that need a ring."""
-
-        @functools.wraps(forward)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            training = self._is_training()
-            if self._session.batches.is_off:
-                if training and torch.is_grad_enabled():
-                    raise RingConfigError(_TRAINS_OFF)
-                return forward(*args, **kwargs)
-            if training in self._seen or not self._needed():
-                return forward(*args, **kwargs)
-            before = forward_passes()
-            with self._no_plain_attention():
-                output = forward(*args, **kwargs)
-            if forward_passes() == before:
-                raise RingConfigError(self._no_pass())
-            self._seen.add(training)
-            return output
-
-        return checked
-
-    def _needed(self) -> bool:
-        """Return whether the model's own attention over this rank's tokens would be wrong for the current
-        batch.
-        """
+    def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Check the first calls that need a ring."""
+        training = bool(self._engine.module.training)
+        if self._session.batches.is_off:
+            if training and torch.is_grad_enabled():
+                raise RingConfigError(_TRAINS_OFF)
+            return forward(*args, **kwargs)
+        if training in self._seen:
+            return forward(*args, **kwargs)
         sharding = self._session.batches.current
-        plain = sharding.patterns.pattern == Causal() and not sharding.groups
-        return sharding.mesh.sequence_size > 1 or not plain
+        is_alone = sharding.mesh.sequence_size == 1
+        if is_alone and sharding.patterns.pattern == Causal() and not sharding.groups:
+            return forward(*args, **kwargs)  # the model's own attention would be right
+        before = forward_passes()
+        with nullcontext() if is_alone or self._engine.is_compiled else _PlainAttention(sharding):
+            output = forward(*args, **kwargs)
+        if forward_passes() == before:
+            raise RingConfigError(_no_pass(sharding))
+        self._seen.add(training)
+        return output
 
-    def _no_plain_attention(self) -> AbstractContextManager[Any]:
-        sharding = self._session.batches.current
-        if sharding.mesh.sequence_size == 1 or self._is_compiled():
-            return nullcontext()
-        return _PlainAttention(sharding)
 
-    def _no_pass(self) -> str:
-        sharding = self._session.batches.current
-        if sharding.mesh.sequence_size > 1:
-            tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
-            fault = f"attention saw {tokens}"
-        else:
-            documents = " with documents" if sharding.groups else ""
-            fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
-        return (
-            "expected the model to use ring attention, but no ring pass ran in its forward pass:"
-            f" {fault}; {_WHAT_TO_DO}"
-        )
+def _no_pass(sharding: BatchSharding) -> str:
+    if sharding.mesh.sequence_size > 1:
+        tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
+        fault = f"attention saw {tokens}"
+    else:
+        documents = " with documents" if sharding.groups else ""
+        fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
+    return (
+        "expected the model to use ring attention, but no ring pass ran in its forward pass:"
+        f" {fault}; {_WHAT_TO_DO}"
+    )
 
 
 class _PlainAttention(TorchFunctionMode):

@@ -15,13 +15,13 @@ a step without one when that pass begins, or at the end of the process.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import math
 import os
 import re
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,27 +111,17 @@ def step_under_way() -> int | None:
     return max(steps) + 1 if steps else None
 
 
-def report_steps(engine: Any, session: RingSession) -> None:
-    """Write this rank's latest figures after its optimizer steps, at most twice a second."""
+def report_steps(engine: Any, session: RingSession) -> dict[str, Any]:
+    """Return the feature that writes this rank's latest figures after its optimizer steps, at most twice a
+    second; none without a run folder.
+    """
     _engines.add(engine)
     folder = attempt_folder()
     if folder is None:
-        return
-    report, step = _Report(session, folder), engine.step
+        return {}
+    report = _Report(engine, session, folder)
     _reports.add(report)
-    engine.register_forward_pre_hook(report.before_forward)
-    engine.register_forward_hook(report.after_forward, with_kwargs=True)
-
-    @functools.wraps(step)
-    def step_and_report(*args: Any, **kwargs: Any) -> Any:
-        steps = engine.global_steps
-        report.before_step()
-        result = step(*args, **kwargs)
-        if engine.global_steps > steps:
-            report.after_step(int(engine.global_steps))
-        return result
-
-    engine.step = step_and_report
+    return {"run_report": report}
 
 
 @atexit.register
@@ -158,8 +148,8 @@ class _Step:
 class _Report:
     """Make and write the figures of one engine."""
 
-    def __init__(self, session: RingSession, folder: Path) -> None:
-        self._session, self._rank = session, dist.get_rank()
+    def __init__(self, engine: Any, session: RingSession, folder: Path) -> None:
+        self._engine, self._session, self._rank = engine, session, dist.get_rank()
         self._world_size = dist.get_world_size()
         self._path = folder / f"rank-{self._rank}.metrics.json"
         self._history = RunHistory(folder / FILE) if self._rank == 0 else None
@@ -173,7 +163,7 @@ class _Report:
         self._links: list[dict[str, Any]] = []
         self._times, self._own_trace = False, Trace(session.mesh.ring_rank)
 
-    def before_forward(self, engine: Any, _: Any) -> None:
+    def before_forward(self, engine: Any, args: Any, kwargs: Any) -> None:
         self._take_loss()
         if self._awaits_loss:
             self._write(whole=True)
@@ -191,13 +181,17 @@ class _Report:
             except RingShapeError:  # no sharded batch: how many tokens these are is the script's own affair
                 self._tokens = None
 
-    def before_step(self) -> None:
-        # Before, since the monitor of the section clears its spans in the step.
-        trace = self._session.mesh.trace
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        steps, trace = self._engine.global_steps, self._session.mesh.trace
+        # Before the step, since the monitor of the section clears its spans in it.
         if self._times and trace is not None:
             self._links = link_times(trace.spans, self._session.mesh)
+        result = step(*args, **kwargs)
+        if self._engine.global_steps > steps:
+            self._after_step(int(self._engine.global_steps))
+        return result
 
-    def after_step(self, number: int) -> None:
+    def _after_step(self, number: int) -> None:
         now_s = time.monotonic()
         self._end_timing(now_s)
         seconds = 0.0 if self._started_s is None else now_s - self._started_s

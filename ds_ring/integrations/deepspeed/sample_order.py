@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 T = TypeVar("T")
 
@@ -112,7 +114,8 @@ class BatchTurns:
         self.generator: torch.Generator = torch.Generator() if given is None else given
         self._reseeded = given is None
         if given is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
-            sampler.generator = self.generator
+            order = SimpleNamespace(in_loader=self.generator)
+            DEEPSPEED.apply({"one_order": order}, sampler=sampler)
         self._began = self._restored = self.generator.get_state() if given is not None else None
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError
+from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
     Batch,
@@ -50,6 +51,7 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     DynamicRing,
     joined,
 )
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.loader import (
     RingLoader,
     check_dataset,
@@ -100,6 +102,9 @@ class StopRequest:
         if self._heard or threading.current_thread() is not threading.main_thread():
             return
         self._heard = True
+        DEEPSPEED.apply({"stop_request": SimpleNamespace(at_exit=self._handle_signals)})
+
+    def _handle_signals(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -185,6 +190,13 @@ class RingSession:
                 stack.enter_context(take_off())
             stack.enter_context(self.batches.off())
             yield
+
+    def describe(self) -> str:
+        """Return what ds_ring replaces, wraps and hooks in DeepSpeed, transformers and trainers here.
+
+        One line for each change, by package, in the order in which they are applied.
+        """
+        return describe(self)
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> Batch:
         """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.

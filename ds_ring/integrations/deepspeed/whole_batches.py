@@ -10,6 +10,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, ValuesView
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.shard import gather_sequence
@@ -55,14 +57,10 @@ class WholeBatches:
         self._parameters = inspect.signature(module.forward).parameters
         self._outermost: tuple[nn.Module, BatchSharding, bool, bool] | None = None
 
-    def hook(self, module: nn.Module) -> None:
-        """Hook the calls of the engine or of its module; the outer of two calls does the work."""
-        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after, always_call=True)
-
-    def _before(
+    def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Shard a batch. The engine and its module call this; the outer of two calls does the work."""
         if self._outermost is not None or self._session.batches.is_off or torch.compiler.is_compiling():
             return None
         if kwargs.get("past_key_values") is not None:  # `generate` cuts its prompts itself
@@ -80,7 +78,8 @@ class WholeBatches:
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Gather the outputs of the call that sharded the batch."""
         if self._outermost is None or self._outermost[0] is not module:
             return None
         _, sharding, only_loss, shifts = self._outermost
@@ -96,7 +95,12 @@ class WholeBatches:
             later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
             if shifts and "log_probs" in output:
                 later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
-            return _read_later(output, later)
+            parts = {
+                "whole_batches.later": SimpleNamespace(after_forward=later),
+                "whole_batches.outputs": SimpleNamespace(after_forward=_class_of(type(output))),
+            }
+            DEEPSPEED.apply(parts, self._session, output=output)
+            return output
         if isinstance(output, Tensor) and output.ndim < 2:
             raise RingConfigError(
                 f"{type(self._module).__name__}: expected logits or a ModelOutput, got a tensor"
@@ -225,13 +229,6 @@ def _names(output: Any) -> list[str]:
     return list(OrderedDict.keys(output))
 
 
-def _read_later(output: Any, later: dict[str, Callable[[Any], Any]]) -> Any:
-    """Return a ModelOutput whose tensors are gathered when they are read; the loss is whole already."""
-    vars(output)["_later"] = later
-    output.__class__ = _class_of(type(output))  # type: ignore[arg-type]
-    return output
-
-
 @cache
-def _class_of(kind: type[Any]) -> type[Any]:
+def _class_of(kind: Any) -> Any:
     return type(f"Whole{kind.__name__}", (_ReadLater, kind), {})

@@ -11,12 +11,24 @@ import torch
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations import adapter
 from ds_ring.integrations.adapter import Row, Table, describe, undo
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the tables of a test away from the real ones."""
     monkeypatch.setattr(adapter, "_tables", [])
+
+
+@pytest.mark.usefixtures("tables")
+def test_every_target_exists_in_the_installed_packages() -> None:
+    DEEPSPEED.check()
+    for lost in ("engine.stepped", "engine.checkpoint_engine.saved", "deepspeed.initialise"):
+        row = Row(lost, "around_step", "wrapped", "one", "a renamed target")
+        with pytest.raises(
+            RingConfigError, match=f"{lost}: expected it in deepspeed >=0.19.8,<0.20, got deepspeed"
+        ):
+            Table("deepspeed", DEEPSPEED.versions, (*DEEPSPEED.rows, row), DEEPSPEED.classes).check()
 
 
 def part(said: list[str], word: str) -> Any:

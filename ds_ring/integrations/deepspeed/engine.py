@@ -1,0 +1,116 @@
+"""Everything that ds_ring changes in DeepSpeed, in an engine, and in Python and torch for an engine.
+
+Rows are applied where their feature begins: in `enable`, `initialize`, a save, a load, a loader. Of two rows
+that wrap one method, the later one is outside.
+"""
+
+from __future__ import annotations
+
+from ds_ring.integrations.adapter import Row, Table
+
+_RING = "the session; finds where each batch lies"
+_FIRST = "records the first step and compares it with one process"
+_MONITOR = "writes Ring/* events after an optimizer step; counts training passes only"
+_REPORT = "writes this rank's latest figures to the folder of the run"
+_NO_OPTIMIZER = "DeepSpeed fails an assertion: raises a typed error"
+_SEALED = "sealed checkpoints, one decision of all ranks; DeepSpeed's method is called inside"
+_SETTLED = "waits until all messages have arrived, since the result lasts"
+_CULPRITS = "raises RingPeerError in place of a broken connection"
+_WHOLE = "shards whole batches and gathers the outputs"
+
+_ROWS = (
+    # the process
+    Row("deepspeed.initialize", "at_enable", "replaced", "enable",
+        "scripts and trainers that know nothing of a ring call it"),
+    Row("deepspeed.runtime.engine.DeepSpeedEngine.__init__", "around_init", "wrapped", "enable",
+        "an earlier `from deepspeed import initialize` would leave the section unread: raises"),
+    Row("deepspeed.ops.__compatible_ops__.deepspeed_shm_comm", "at_initialize", "set", "gloo",
+        "its build takes two minutes and needs ninja; gloo serves without it", when="the device is the CPU"),
+    Row("sys.excepthook", "at_exit", "wrapped", "culprit_at_exit", "names the culprit before the traceback"),
+    Row("signal.signal", "at_exit", "registered", "stop_request",
+        "SIGTERM and SIGUSR1: leave after a step", when="engine.ring.should_stop() was called"),
+    # an engine
+    Row("engine.ring", "at_initialize", "added", "session", _RING),
+    Row("engine", "before_forward", "hook", "session", f"{_RING}; engine.compile compiles only the model"),
+    Row("engine.forward", "around_forward", "wrapped", "ring_use",
+        "raises if no ring pass ran in the first forward, or plain attention over this rank's tokens did"),
+    Row("engine.forward", "around_forward", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
+    Row("engine.step", "around_step", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
+    Row("layer", "after_forward", "hook", "first_batch.layers", "outputs by layer",
+        when="verify_first_batch"),
+    Row("tensor", "in_backward", "hook", "first_batch.gradients",
+        "what the training loop made of the loss and the logits", when="verify_first_batch"),
+    Row("engine.compile", "around_compile", "wrapped", "compile",
+        'backend="ds_ring" gets the session; DeepCompile and a second backend are refused'),
+    Row("engine", "before_forward", "hook", "monitor", _MONITOR, when="monitor"),
+    Row("engine", "after_forward", "hook", "monitor", _MONITOR, when="monitor"),
+    Row("engine.step", "around_step", "wrapped", "monitor", _MONITOR, when="monitor"),
+    Row("engine", "before_forward", "hook", "run_report", _REPORT, when="a run folder is named"),
+    Row("engine", "after_forward", "hook", "run_report", _REPORT, when="a run folder is named"),
+    Row("engine.step", "around_step", "wrapped", "run_report", _REPORT, when="a run folder is named"),
+    Row("engine._backward_prologue", "around_backward", "wrapped", "direct_backward",
+        "DeepSpeed divides the gradients of a direct loss.backward() by the accumulated steps twice: raises",
+        versions="<0.20", when="ZeRO 1 or 2 accumulates gradients"),
+    Row("engine.backward", "around_backward", "wrapped", "evaluation", _NO_OPTIMIZER, when="no optimizer"),
+    Row("engine.step", "around_step", "wrapped", "evaluation", _NO_OPTIMIZER, when="no optimizer"),
+    Row("engine.scale", "around_call", "wrapped", "evaluation", _NO_OPTIMIZER, when="no optimizer"),
+    Row("engine.save_checkpoint", "around_save", "wrapped", "no_checkpoints",
+        "DeepSpeed has no checkpoints there: raises a typed error", when="ZeRO 3 without an optimizer"),
+    Row("engine.load_checkpoint", "around_load", "wrapped", "no_checkpoints",
+        "DeepSpeed has no checkpoints there: raises a typed error", when="ZeRO 3 without an optimizer"),
+    Row("engine.save_checkpoint", "around_save", "replaced", "checkpoint", _SEALED),
+    Row("engine.load_checkpoint", "around_load", "replaced", "checkpoint", _SEALED),
+    Row("engine.checkpoint_engine.save", "around_save", "wrapped", "checkpoint.files",
+        "knows which files were written; keeps an error until all ranks hear of it"),
+    Row("engine._copy_recovery_script", "around_save", "wrapped", "checkpoint.script",
+        "its error must not leave the other ranks in DeepSpeed's barrier"),
+    Row("shutil.copytree", "around_save", "wrapped", "checkpoint.swapped",
+        "DeepSpeed copies swapped-out tensors by it; its error must not leave the others in a barrier"),
+    Row("torch.load", "around_load", "wrapped", "checkpoint.weights_only",
+        "weights_only=True for every file of the checkpoint, whoever calls it"),
+    Row("engine._config.load_universal_checkpoint", "around_load", "set", "checkpoint.universal",
+        "a folder is loaded as what it is"),
+    Row("engine.step", "around_step", "wrapped", "settled", _SETTLED),
+    Row("engine.save_checkpoint", "around_save", "wrapped", "settled", _SETTLED),
+    Row("engine.save_16bit_model", "around_save", "wrapped", "settled", _SETTLED),
+    Row("engine.save_fp16_model", "around_save", "wrapped", "settled", _SETTLED),
+    Row("engine.module_state_dict", "around_save", "wrapped", "settled", _SETTLED),
+    # The outermost: a rank's failure is named whatever was called.
+    *(Row(f"engine.{method}", "around_call", "wrapped", "culprits", _CULPRITS) for method in (
+        "forward", "backward", "step", "allreduce_gradients", "save_checkpoint", "load_checkpoint",
+        "save_16bit_model", "save_fp16_model", "module_state_dict", "load_module_state_dict",
+        "get_global_grad_norm", "destroy")),
+    Row("engine.training_dataloader", "at_initialize", "set", "loader",
+        "each rank reads its tokens", when="training_data is given"),
+    Row("sampler.generator", "in_loader", "set", "one_order", "all ranks draw one order",
+        when="the batch sampler of a given DataLoader has none"),
+    # A Trainer evaluates the module without the engine; the outer of two calls does the work.
+    Row("module", "before_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
+        options=("prepend",)),
+    Row("module", "after_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
+        options=("always_call",)),
+    Row("engine", "before_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
+        options=("prepend",)),
+    Row("engine", "after_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
+        options=("always_call",)),
+    Row("output._later", "after_forward", "added", "whole_batches.later",
+        "what gathers each output", when="ds_ring.enable()"),
+    Row("output.__class__", "after_forward", "set", "whole_batches.outputs",
+        "gathers logits when they are read", when="ds_ring.enable()"),
+)  # fmt: skip
+
+DEEPSPEED = Table(
+    "deepspeed",
+    ">=0.19.8,<0.20",
+    _ROWS,
+    {
+        "engine": "deepspeed.runtime.engine.DeepSpeedEngine",
+        "engine.checkpoint_engine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
+        "engine._config": "deepspeed.runtime.config.DeepSpeedConfig",
+        "module": "torch.nn.Module",
+        "layer": "torch.nn.Module",
+        "tensor": "torch.Tensor",
+        "sampler": "torch.utils.data.RandomSampler",
+        "output": "",
+    },
+)

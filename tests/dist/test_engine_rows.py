@@ -1,0 +1,99 @@
+"""An engine with every option on: the layers of its methods, its hooks, and `engine.ring.describe()`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+
+SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
+
+# From the inside out.
+METHODS = {
+    "forward": ["RingUse", "FirstBatch", "name_culprit"],
+    "backward": ["name_culprit"],
+    "_backward_prologue": ["around_backward"],
+    "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "name_culprit"],
+    "save_checkpoint": ["save_checkpoint", "Settled", "name_culprit"],
+    "load_checkpoint": ["load_checkpoint", "name_culprit"],
+    "compile": ["RingCompile"],
+}
+# In the order in which torch calls them.
+BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]
+AFTER = ["RingMonitor", "_Report", "WholeBatches"]
+
+
+def name_of(part: Any) -> str:
+    owner = getattr(part, "__self__", None)
+    if isinstance(part, functools.partial):
+        return str(part.func.__name__)
+    return part.__name__ if owner is None or inspect.ismodule(owner) else type(owner).__name__
+
+
+def layers_of(method: Callable[..., Any]) -> list[str]:
+    names: list[str] = []
+    while inspect.isfunction(method) and "part" in (found := inspect.getclosurevars(method).nonlocals):
+        names.insert(0, name_of(found["part"]))
+        method = found["call"]
+    inner = getattr(method, "__func__", None)  # ours, where it takes the place of DeepSpeed's
+    return [inner.func.__name__, *names] if isinstance(inner, functools.partial) else names
+
+
+def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    deepspeed = start_deepspeed()
+    import ds_ring
+    from ds_ring.integrations.deepspeed import run_report
+
+    ds_ring.enable()
+    patch = pytest.MonkeyPatch()
+    patch.setenv(run_report.FOLDER_VARIABLE, folder)
+    config = json_config(
+        world_size, 1, 1, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1,
+        csv_monitor={"enabled": True, "output_path": folder, "job_name": "ring"},
+        ring_attention={"monitor": True, "verify_first_batch": True},
+    )  # fmt: skip
+    try:
+        engines: list[Any] = []
+        for section in (config, json_config(world_size, 1, 0)):
+            model = build_model(SIZE, "sdpa")
+            if engines:
+                patch.delenv(run_report.FOLDER_VARIABLE)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            engines.append(deepspeed.initialize(model=model, optimizer=sgd, config=section)[0])
+        full, plain = engines
+        one = {name: x[:1] for name, x in build_batch(SIZE).items()}
+        for _ in range(2):
+            loss = full(**one).loss
+            full.backward(loss)
+            full.step()
+
+        def hooks(found: Iterable[Any]) -> list[str]:
+            return [name_of(hook) for hook in found]
+
+        return {
+            "methods": {name: layers_of(getattr(full, name)) for name in METHODS},
+            "before": hooks(full._forward_pre_hooks.values()),
+            "after": hooks(full._forward_hooks.values()),
+            "full": full.ring.describe(),
+            "plain": plain.ring.describe(),
+        }
+    finally:
+        patch.undo()
+
+
+def test_layers_stand_in_the_order_of_the_table(rank_pool: Any, tmp_path: Path) -> None:
+    found = rank_pool(2).run(describe, str(tmp_path))[0]
+    assert found["methods"] == METHODS
+    assert (found["before"], found["after"]) == (BEFORE, AFTER)
+    for row in ("engine.step (monitor)", "engine.forward (first_batch)", "shutil.copytree", "torch.load"):
+        assert row in found["full"], found["full"]
+    for row in ("(monitor)", "(first_batch)", "(run_report)", "(evaluation)"):
+        assert row not in found["plain"], found["plain"]
+    assert "deepspeed.initialize (enable)" in found["plain"] and "engine.ring (session)" in found["plain"]
