@@ -1,8 +1,7 @@
 """Give megatron-core models the ring's attention: `RingCoreAttention` in a layer's spec.
 
-Owns the module that Megatron calls with its core attention's arguments, and what of a TransformerConfig it
-honours or refuses. Megatron shards the batch and numbers positions itself: over the context parallel ranks,
-in chunks r and 2P - 1 - r of each sequence, which are the layouts that are made here.
+Megatron shards the batch and numbers positions itself: context parallel rank r of P gets chunks r and
+2P - 1 - r of each sequence, and the layouts made here say the same.
 
 Shapes: S local tokens, B samples, H query heads and G key/value heads of this tensor parallel rank,
 D head dim.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -191,16 +190,16 @@ class RingCoreAttention(nn.Module):
         return found
 
 
-class _Packing:
-    """Hold where packed sequences lie, and which tokens belong together."""
+class _Packing(NamedTuple):
+    """Where packed sequences lie, and which tokens belong together."""
 
-    def __init__(self, layout: Layout, documents: Documents) -> None:
-        self.layout, self.documents = layout, documents
+    layout: Layout
+    documents: Documents
 
 
 @lru_cache(maxsize=16)
 def _packing(lengths: tuple[int, ...], padded: tuple[int, ...], ring_size: int) -> _Packing:
-    """Cut every sequence into 2P chunks, as Megatron does; padding behind a sequence belongs to none.
+    """Cut every sequence into 2P chunks, as Megatron does; padding after a sequence belongs to no document.
 
     Args:
         lengths, padded: where sequences begin, without and with their padding; and the end.

@@ -79,7 +79,7 @@ def _put_on_a_ring(accelerator: Any) -> None:
     features = {
         "own samples": SimpleNamespace(around_init=False),
         "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
-        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),
+        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
     }
     ACCELERATE.apply(features, accelerator=accelerator)
 
@@ -142,7 +142,12 @@ class _OnARing(Accelerator):  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """Gather over the data replicas, each once."""
-        return recursively_apply(self._of_replicas, super().gather(tensor), error_on_other_type=True)
+
+        def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
+            parts = gathered.unflatten(0, (self.num_processes, self.sequence_ranks, -1))
+            return parts[:, 0].flatten(0, 1)
+
+        return recursively_apply(first_of_sequence, super().gather(tensor), error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over the data replicas, each once, without the samples that filled up the last batch."""
@@ -162,11 +167,6 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         if reduction == "sum" and self.state.process_index % self.sequence_ranks:
             tensor = recursively_apply(torch.zeros_like, tensor, error_on_other_type=True)
         return super().reduce(tensor, reduction, scale)
-
-    def _of_replicas(self, gathered: Tensor) -> Tensor:
-        """Return the first rank's part of each sequence: [ranks * n, ...] -> [replicas * n, ...]."""
-        parts = gathered.unflatten(0, (self.num_processes, self.sequence_ranks, -1))
-        return parts[:, 0].flatten(0, 1)
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]

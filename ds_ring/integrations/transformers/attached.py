@@ -33,7 +33,7 @@ from ds_ring.integrations.transformers.families import (
     router_loss,
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
-from ds_ring.integrations.transformers.images import images_feature, towers
+from ds_ring.integrations.transformers.images import image_encoders, images_feature
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
 from ds_ring.integrations.transformers.model import TABLE
@@ -102,7 +102,7 @@ class Attached:
         guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
         generation = Generation(model, session)
         # Image encoders number patches of their own.
-        numbering = None if towers(model) else numbering_check(model, session.mesh)
+        numbering = None if image_encoders(model) else numbering_check(model, session.mesh)
         check_lengths(model)
         features = {
             "tiled loss": tiled,

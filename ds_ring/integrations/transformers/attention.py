@@ -1,12 +1,10 @@
 """Give transformers models the ring's attention: `attn_implementation="ds_ring"`.
 
-Owns the attention function and the mask function behind that name (attention_name.py registers it), and
-`attach`, which gives a model that attention and ties it to a session. What a model may ask of attention that
-a ring would not do (a sliding window, dropout, a cache) is refused in `checks.py`: a model must never be
-trained on another attention than its own without a word.
+`attach` gives a model the ring's attention and ties it to a session. `checks.py` refuses what a ring does not
+compute (dropout, a cache): a model is never trained silently on another attention than its own.
 
-The sharding of the batch travels as a keyword argument from the model's forward down to attention, so it
-is no global state and survives gradient checkpointing.
+The sharding of the batch travels as a keyword argument from the model's forward down to attention, so it is
+not global state and survives gradient checkpointing.
 
 Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim.
 """
@@ -24,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import SHARDING
@@ -34,7 +33,7 @@ from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_
 from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.images import attention_of_parts, towers
+from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
 from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.masks.pattern import Pattern
@@ -127,7 +126,7 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     return read_mask(mask_function)
 
 
-# In place of attention_name.py's, which import this file.
+# In place of attention_name.py's functions, which import this file.
 name_them(attention, mask)
 
 
@@ -137,7 +136,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     Raises:
         RingConfigError: with the model's class and its attn_implementation.
     """
-    keep = {id(tower) for outer in _pretrained(model, outermost=True) for tower in towers(outer)}
+    keep = {id(encoder) for outer in _pretrained(model, outermost=True) for encoder in image_encoders(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
         if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
@@ -151,9 +150,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
 
 def _keeps_its_own(config: RingConfig) -> bool:
     """Return whether a model as it is, over the whole sequence, is what is asked for."""
-    return (
-        not config.long_sequence.any and config.sequence_parallel_size == 1 and checks.is_plain_causal(config)
-    )
+    # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask, as the
+    # JSON asks: only with attn_implementation="ds_ring".
+    is_plain_causal = config.pattern == PatternConfig()
+    return not config.long_sequence.any and config.sequence_parallel_size == 1 and is_plain_causal
 
 
 def _check_can_be_switched(part: PreTrainedModel) -> None:
@@ -225,7 +225,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"
             f" {before!r} and the error: {error}"
         ) from error
-    keep = towers(model)
+    keep = image_encoders(model)
     for part in _pretrained(model):
         if part not in keep and part.config._attn_implementation != NAME:
             raise RingConfigError(

@@ -1,7 +1,7 @@
 """Make transformers know `attn_implementation="ds_ring"`, and import neither it nor torch for that.
 
-Owns the registration of the name, and its time: when transformers has been imported, before or after ds_ring.
-What stands behind the name is attention.py, which imports DeepSpeed; its first call imports it.
+The name is registered when transformers has been imported, before or after ds_ring. attention.py, which
+imports DeepSpeed, is imported by the first call of the attention.
 """
 
 from __future__ import annotations

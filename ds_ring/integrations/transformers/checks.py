@@ -1,8 +1,8 @@
 """Refuse what a transformers model may not ask of attention on a ring.
 
-Every check here guards against a silent mistake: a shard taken for the whole sequence, a mask dropped, a loss
-averaged over local tokens. Owns no behaviour of the ring. Errors depend on what all ranks have in common
-(the model, the call), so that they are raised on every rank together.
+Every check guards against a silent mistake: a shard taken for the whole sequence, a mask that is dropped, a
+loss averaged over local tokens. Errors depend on what all ranks have in common (the model, the call), so that
+every rank raises them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ds_ring.config.pattern_section import PatternConfig
-from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
@@ -35,13 +33,6 @@ _FOREIGN_ARGUMENTS = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
 )
-
-
-def is_plain_causal(config: RingConfig) -> bool:
-    """Return whether the pattern is what a causal model computes by itself."""
-    # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask knowingly:
-    # the JSON asks for it. So it goes with every causal model, and only with attn_implementation="ds_ring".
-    return config.pattern == PatternConfig()
 
 
 def check_model_call(name: str, given: dict[str, Any]) -> None:
@@ -99,17 +90,14 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
             )
 
 
-# Decide by class and configuration which transformers models a ring can run at all.
-#
-# Owns what is known before any call: every reason here holds for each batch. What a call may not ask for is
-# in checks.py. A property of the class decides where there is one; the table `_SETTINGS` is for what no
-# property tells.
+# Which models a ring can run at all: known from the class and the configuration, before any call.
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
-# Of a configuration: what the setting does with other tokens, and the value that does not.
+# Settings that no property of the class shows: what the setting does with other tokens, and the value that
+# does not.
 _SETTINGS: dict[str, tuple[str, str]] = {
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
@@ -141,7 +129,11 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
         "it carries a recurrent state from token to token": model._is_stateful,
         "it takes no position_ids": not takes_positions(type(model)),
-        "it convolves tokens": _convolves(model),
+        "it convolves tokens": any(
+            isinstance(part, nn.Conv1d) and part.kernel_size != (1,)
+            for layer in _layers(model)
+            for part in layer.modules()
+        ),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -191,9 +183,7 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
     return "position_ids" in inspect.signature(kind.forward).parameters
 
 
-def _convolves(model: PreTrainedModel) -> bool:
-    """Return whether the language model's layers convolve tokens (a tower for images may)."""
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of the language model, without those of an image encoder (which may convolve)."""
     layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        return False
-    return any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for part in layers.modules())
+    return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()

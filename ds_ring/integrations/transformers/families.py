@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +26,15 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
 from ds_ring.runtime.mesh import RingMesh
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-# Make heads that read one token of a sequence work on a ring: transformers' sequence classifiers.
-#
-# Owns the pooled logits of `GenericForSequenceClassification` (Llama, Qwen, Mistral, Gemma and the like,
-# reward models among them) over all ranks, and the refusal of outputs that are no tensor of local tokens.
-#
-# The score of each local token is computed as ever; what the head picks (the last token that is not padding)
-# is then put in place of all of them, so that the model's own indexing finds it on every rank.
+# Classifiers (`GenericForSequenceClassification`: Llama, Qwen, Mistral, Gemma, reward models) read the logits
+# of the last token that is not padding. `score` computes the logits of each local token; then the last
+# token's are put in place of all of them, so that the model's own indexing finds them on every rank.
 #
 # Shapes: B samples, S local tokens, L labels.
 
 
 def pools_the_last_token(model: nn.Module) -> bool:
-    """Return whether a model is a classifier whose pooled token is known and gathered here."""
+    """Return whether a model is a classifier that reads the last token."""
     return isinstance(model, GenericForSequenceClassification)
 
 
@@ -72,8 +64,7 @@ def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> 
         raise RingShapeError(
             f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens} tokens,"
             " below min_sequence_length, where each rank takes whole samples and its loss would be a mean"
-            " over"
-            ' those; set "min_sequence_length": 0 in the "ring_attention" section'
+            ' over those; set "min_sequence_length": 0 in the "ring_attention" section'
         )
 
 
@@ -108,26 +99,18 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue
-        if name == "logits" and _is_pooled(model, value, local_tokens):
+        classifies = value.ndim == 2 and type(model).__name__.endswith("ForSequenceClassification")
+        if name == "logits" and (classifies or (value.ndim == 2 and value.shape[1] != local_tokens)):
             raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:
             raise RingConfigError(
                 f"{type(model).__name__}: its output {name} {list(value.shape)} is read off, or normalized"
-                " over,"
-                f" this rank's {local_tokens} tokens, and not those of the whole sequence. On a ring a head"
-                " may"
-                " give each token a result of its own (language models, token classifiers), or pool the last"
-                " token (transformers' GenericForSequenceClassification); for any other one take the base"
-                " model"
-                " (without pooling layer: add_pooling_layer=False), and your own head on"
+                f" over, this rank's {local_tokens} tokens, and not those of the whole sequence. On a ring a"
+                " head may give each token a result of its own (language models, token classifiers), or pool"
+                " the last token (transformers' GenericForSequenceClassification); for any other one take the"
+                " base model (without pooling layer: add_pooling_layer=False), and your own head on"
                 " engine.ring.gather(output.last_hidden_state); leave out logits_to_keep"
             )
-
-
-def _is_pooled(model: nn.Module, logits: Tensor, local_tokens: int) -> bool:
-    """Return whether an output is one result for each sample, however many tokens there are."""
-    classifies = type(model).__name__.endswith("ForSequenceClassification")
-    return logits.ndim == 2 and (classifies or logits.shape[1] != local_tokens)
 
 
 def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
@@ -148,12 +131,10 @@ def _own_head(model: PreTrainedModel, logits: Tensor) -> str:
 _OVER_TOKENS = ("start_logits", "end_logits", "pooler_output")
 
 
-# Compute the load balancing loss of a mixture of experts over all tokens of a sequence.
-#
-# Owns its formula on a ring. transformers' `load_balancing_loss_func` multiplies the share of tokens that an
-# expert gets by the mean probability that the router gives it: a product of means, which is no sum over
-# ranks. Each rank adds up its own tokens, `ds_ring::sequence_sum` adds the ranks, and the product is taken of
-# the totals. Tokens of padding do not count, as with an attention_mask on one process.
+# The load balancing loss of a mixture of experts. transformers' `load_balancing_loss_func` multiplies the
+# share of tokens that an expert gets by the mean probability that the router gives it: a product of means,
+# which is not a sum over ranks. Each rank adds up its own tokens, `ds_ring::sequence_sum` adds the ranks, and
+# the product of the totals is taken. Padding does not count, as with an attention_mask on one process.
 #
 # Shapes: B samples, S local tokens, E experts.
 
@@ -164,7 +145,7 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Hold what a model's forward says of its load balancing loss."""
+    """The load balancing loss that a model's forward computes."""
 
     experts: int  # E
     chosen: int  # experts for each token
@@ -205,8 +186,8 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
     Raises:
         RingConfigError: it has a loss of its routers that is another one.
     """
-    # Its own code is read: which attributes hold the number of experts, how many are chosen and the weight.
-    # That its formula is the one here is tried on random numbers.
+    # The source of its forward names the attributes for the number of experts, how many are chosen and the
+    # weight. Random numbers show whether its formula is the one here.
     forward = inspect.unwrap(type(model).forward)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -264,10 +245,6 @@ def _value(model: nn.Module, node: ast.expr) -> Any:
         return getattr(_value(model, node.value), node.attr, None)
     return model if isinstance(node, ast.Name) and node.id == "self" else None
 
-
-# Guard a model's loss function: no mean over local tokens, no term that each rank computes of its own.
-#
-# Owns the checks of a loss that a transformers model computes itself. What such a loss must be is loss.py's.
 
 _FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
 

@@ -1,17 +1,16 @@
 """Let `generate` of a transformers model run on the ring: the same tokens as on one process.
 
 Every rank of a sequence calls `model.generate` with the same whole prompts and gets the same whole sequences.
-Owns what happens around each forward pass of it: the prompt is cut and runs as a ring pass, which leaves keys
-and values where they are (generation.py); each new token runs on every rank, as replicated queries. Decoding
-itself (sampling, beams, stopping) is transformers'.
+Decoding itself (sampling, beams, stopping) is transformers'.
 
-Shapes: B samples, T tokens so far, Q tokens of a call, V words.
+Shapes: B samples, T tokens so far, Q new tokens, V words, G key/value heads, S slots, D head dim.
 
 [Note: the same tokens on all ranks]
-A prompt is cut in front of the model's first hook, as a batch is. A later token runs whole on every rank, and
-only its attention over the cache is shared. All ranks get the logits of the prompt's last token from its
-owner; the logits of later tokens have the same bits everywhere by themselves. Each call first compares
-prompts, settings and the state of the random numbers.
+A prompt is cut before the model's other hooks, as a batch is. It runs as a ring pass, after which each rank
+keeps its part of the keys and values. A later token runs on every rank, as replicated queries over the
+sharded cache. All ranks get the logits of the prompt's last token from its owner; the logits of later tokens
+are bit-equal on all ranks. Each call first compares prompts, settings and the state of the random number
+generator.
 """
 
 from __future__ import annotations
@@ -50,13 +49,6 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import CacheLayout, Layout
-
-# Keep the keys and values of a generation where they are: spread over the ranks of a ring.
-#
-# Owns the cache that `generate` gets in place of transformers' `DynamicCache`, and the sharding with which
-# attention reads it. When it is filled and by what is generation.py's.
-#
-# Shapes: B samples, G key/value heads, S slots of this rank, Q new tokens, D head dim.
 
 _RESERVED = 64  # slots a rank reserves at once for tokens that are generated
 
@@ -183,7 +175,7 @@ class RingCacheLayer(CacheLayerMixin):
 
 @dataclass(frozen=True, eq=False)
 class CachedSharding(BatchSharding):
-    """Hold where the tokens of a cache lie, and where those stand that ask: every rank has all of these."""
+    """Where the tokens of a cache lie, and the positions of the queries, which every rank has."""
 
     q_positions: Tensor = field(kw_only=True)  # int64 [Q], on the CPU
 
@@ -205,7 +197,7 @@ class CachedSharding(BatchSharding):
 
 
 class _CachedAttention(RingAttention):
-    """Attend few queries, which every rank has, to what all ranks hold."""
+    """Attention of few queries, which every rank has, over the keys of all ranks."""
 
     q_positions: Tensor
 
@@ -352,9 +344,14 @@ class Generation:
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank
         local = {
-            key: shard_sequence(value, layout, mesh=mesh, dim=1) if _has_tokens(key, value, tokens) else value
+            key: shard_sequence(value, layout, mesh=mesh, dim=1)
             for key, value in given.items()
+            if isinstance(value, Tensor)
+            and value.ndim >= 2
+            and value.shape[1] == tokens
+            and key not in OF_IMAGES
         }
+        local = given | local
         if "logits_to_keep" in self.signature.parameters:
             local["logits_to_keep"] = torch.tensor([self._last], device=longest.device)
         return local
@@ -460,10 +457,6 @@ def _tokens_of(given: dict[str, Any]) -> int:
     raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
 
 
-def _has_tokens(key: str, value: object, tokens: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens and key not in OF_IMAGES
-
-
 def _note_padding(cache: RingCache, mask_BT: Tensor | None, tokens: int) -> None:
     """Keep which tokens are padding, if new ones are; those behind the mask that is kept are none."""
     if mask_BT is None or bool(mask_BT[:, -tokens:].all()):
@@ -472,14 +465,10 @@ def _note_padding(cache: RingCache, mask_BT: Tensor | None, tokens: int) -> None
     cache.groups.clear()
 
 
-# See a mesh of ring x Ulysses ranks as one ring over all of them.
-#
-# Owns that view, which has no process groups of its own. For calls in which nobody splits heads: replicated
-# queries over a sharded cache.
-
-
 def one_ring(mesh: RingMesh) -> RingMesh:
     """Return a mesh whose ring is the whole sequence group of `mesh`, in order. Collective in the sequence.
+
+    For replicated queries over a sharded cache, where heads are not split.
 
     It shares the groups, the failure detector and the count of calls of `mesh`; it has plans of its own, and
     is not traced. Use one of the two at a time.

@@ -1,14 +1,11 @@
 """Give the language part of a vision-language model the image features of its own tokens.
 
-Owns which models inside a model read whole images (towers: they keep their own attention), and what the
-language part of a rank is given of them. Every rank runs the towers on all images of its batch, and takes the
-features of the image tokens that it has; so parameters of towers get the sum of the ranks' gradients, as all
-others do. Which feature is whose was counted before the batch was cut (batch.py).
+[Note: features of images]
+Every rank runs the image encoders on all images of its batch and takes the features of its own image tokens
+(batch.py counts them before the batch is cut). No feature is sent, and the gradient of an encoder is a sum
+over the ranks, like any other gradient. Image encoders keep their own attention.
 
 Shapes: B samples, T tokens, S local tokens, N image tokens of the batch, E width of the language part.
-
-[Note: features of images]
-So the gradient of a tower is a sum over the ranks, as any other gradient, and no feature travels.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
-# By model_type, those that tests compare with one process. What the others do with features (join them to
-# hidden states of several layers, see all of an image at once) is not looked into.
+# By model_type, those that tests compare with one process. The others join features to hidden states of
+# several layers, or see all of an image at once.
 EXACT = ("llava", "mistral3", "internvl", "qwen2_vl", "qwen2_5_vl")
 OF_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")
 _ENCODED = "mm_encoder_outputs"  # by modality, what `generate` has of images before its first forward pass
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
 
 
-def towers(model: nn.Module) -> list[PreTrainedModel]:
+def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models inside `model` that read whole images, and those inside them."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in EXACT:
@@ -50,8 +47,8 @@ def towers(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def attention_of_parts(model: Any, name: str) -> str | dict[str, str]:
-    """Return what to set as a model's attention so that all of it but its towers gets the one of `name`."""
-    if not towers(model):
+    """Return what to set as a model's attention so that all of it but its image encoders gets `name`."""
+    if not image_encoders(model):
         return name
     others = (key for key in model.config.sub_configs if key != "vision_config")
     return {"": name, "vision_config": model.config.vision_config._attn_implementation} | dict.fromkeys(
@@ -69,7 +66,7 @@ def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamesp
     base = model.base_model
     if not hasattr(base, "get_image_features"):
         return None
-    if towers(model):
+    if image_encoders(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
         session.needs.images = ImageNeeds(int(model.config.image_token_id), frozenset(OF_IMAGES), number)
     signature = inspect.signature(base.forward)
@@ -104,7 +101,7 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
     name = type(model).__name__
     refused = [key for key in _REFUSED if given.get(key) is not None]
     refused += [key for key in given.get(_ENCODED) or {} if key != "image"]
-    if _has_images(given) and not towers(model):
+    if _has_images(given) and not image_encoders(model):
         refused.append("images")
     if refused:
         raise RingConfigError(

@@ -1,9 +1,7 @@
 """Read what each layer of a transformers model masks: its window, its chunk, whether it is causal.
 
-Owns the mask that transformers hands to a layer instead of a tensor (`LayerMask`), how it is read off the
-functions that transformers composes a mask from, and what a configuration says of all layers before there is
-a batch. transformers' causal window counts the token itself, as `SlidingWindow` does; its two-sided one does
-not. Whether the JSON may stand for a layer is layer_patterns.py's.
+transformers' causal window counts the token itself, as `SlidingWindow` does; its two-sided one does not.
+`masks/layer_patterns.py` decides whether the pattern of the JSON may replace a layer's.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ _MAKERS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Stand for a mask tensor on its way to a layer.
+    """What a layer masks, in place of a mask tensor.
 
     Raises:
         RingPatternError: a model reads or changes the mask as a tensor, so its attention is another one.
     """
 
-    # No tensor: the recomputation of a layer would be handed a copy, which has lost the pattern.
+    # Not a subclass of Tensor: the recomputation of a layer would get a copy, which has lost the pattern.
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
 
@@ -69,11 +67,11 @@ def _used_as_tensor(how: str) -> RingPatternError:
 
 
 # [Note: what a layer says]
-# Whoever makes a mask in transformers composes it from a few functions of positions, and calls the mask
-# function that is registered for the attention. Ours reads these functions and returns a `LayerMask`, which
-# the model hands to the layers that it made the mask for: it is what "eager" would have masked, whatever the
-# configuration calls it. A function that is not known is refused by name. Only a layer that gets no mask at
-# all is read by what it hands to attention (`is_causal`, `sliding_window`).
+# transformers composes a mask from a few functions of positions, and calls the mask function that is
+# registered for the attention. Ours reads these functions and returns a `LayerMask`, which the model passes
+# to its layers: it is what "eager" would mask, whatever the configuration says. An unknown function is
+# refused by name. For a layer that gets no mask, the arguments of attention decide (`is_causal`,
+# `sliding_window`).
 def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
     """Return what a mask of transformers masks: [Note: what a layer says].
 

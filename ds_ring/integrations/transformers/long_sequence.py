@@ -1,7 +1,7 @@
-"""Give a causal language model a head whose logits are computed in tiles, with the loss.
+"""What the JSON's "long_sequence" does to a model: tiled logits, tiled MLPs, checkpoints on the host.
 
-Owns when that is done, and what of a model must be as it is: the head is a Linear, and the loss is that of
-transformers' causal models. What stands for the logits is tiled.py's, the loss tiled.py's.
+runtime/tiled.py runs the tiles. Logits are tiled where the head is a Linear and the loss that of
+transformers' causal models.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _why_not(model: PreTrainedModel) -> str | None:
 
 
 class TiledHead:
-    """Hold back the logits of one model's head while its loss will be asked for.
+    """Defer the logits of one model's head while its loss will be computed.
 
     Attributes:
         deferring: whether the forward pass that is running wants a loss (labels, or training without any).
@@ -82,7 +82,7 @@ class TiledHead:
         self.deferring = False
 
     def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
-        """Return logits, what stands for them, or what a job makes of the whole weight."""
+        """Return logits, deferred logits, or the result of a job that gets the whole weight."""
         # A job comes in by the module's call: at ZeRO 3 its hooks make the weight whole meanwhile.
         if job is not None:
             return job(hidden, self._head.weight, self._head.bias)
@@ -95,7 +95,7 @@ class TiledHead:
         return made
 
     def loss_function(self, plain: Loss) -> Loss:
-        """Return the model's loss function, for logits that are held back and for those that are not."""
+        """Return the model's loss function, for deferred logits and for others."""
 
         def loss(logits: Any, labels: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(logits, DeferredLogits):
@@ -139,12 +139,9 @@ class TiledHead:
         )
 
 
-# Compute the MLPs and the norms of a transformers model in tiles of tokens.
-#
-# Owns which modules are taken (MLPs of one input, the experts of a mixture, and the norms of the residual
-# stream, that treat tokens one by one) and how their forward is replaced. How tiles are run, forward and
-# backward, is runtime/tiled.py's. A whole mixture of experts is not taken: its router's results are read
-# for the load balancing loss.
+# Tiled are MLPs of one input, the experts of a mixture, and the norms of the residual stream: they treat
+# tokens one by one. A whole mixture of experts is not: its router's results are read for the load balancing
+# loss.
 
 _MLPS = ("MLP", "FeedForward")  # what transformers' classes of one input end with
 _EXPERTS = "Experts"  # of hidden states, and of each token's experts and their weights
@@ -161,7 +158,11 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     if asked is False:
         return {}
     found, why_not = list(_token_by_token(model)), "it has no module that is known for one"
-    dropping = [type(one).__name__ for one in found if _draws_random_numbers(one)]
+    dropping = [
+        type(one).__name__
+        for one in found
+        if any(isinstance(part, nn.Dropout) and part.p > 0 for part in one.modules())
+    ]
     if dropping:
         found, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
     if not found:
@@ -236,10 +237,6 @@ def _required(module: nn.Module) -> list[str]:
     ]
 
 
-def _draws_random_numbers(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
-
-
 class _TiledModule:
     """Run one module tile by tile."""
 
@@ -292,17 +289,15 @@ def _say_once(name: str) -> None:
     log.warning('tiled_mlp "auto": %s is called with other things than tokens, and stays whole', name)
 
 
-# Keep the checkpoints of a transformers model's layers in the host's memory.
-#
-# Owns how transformers' checkpointing is switched on and wrapped. What a layer's checkpoint is: its input,
-# and (kept_results.py) what attention's gradient needs of the ring. Where they go is kept_results.py's.
-
 _FUNCTION = "_gradient_checkpointing_func"  # by which transformers' layers call what checkpoints them
 
 
 @dataclass(frozen=True)
 class _Offloading:
-    """Checkpoint as `plain` does, with the tensors that it saves on the host."""
+    """Checkpoint as `plain` does, with the tensors that it saves on the host.
+
+    Not torch's `save_on_cpu`: it copies on the stream of the computation, which then waits for the copies.
+    """
 
     plain: Callable[..., Any]
     memory: HostMemory

@@ -1,9 +1,9 @@
-"""Give models that number their tokens by themselves the numbers of the whole batch, or refuse them.
+"""What a model computes from the positions of the whole batch: position ids, rotary length, query scale.
 
-Owns the position ids of RoBERTa-like models, which count from `padding_idx + 1` and leave padding out, and
-the check that whatever a model calls `position_ids` inside is what it was given.
+RoBERTa-like models number tokens from `padding_idx + 1` and leave padding out. Any other model must use the
+position ids that it is given.
 
-Shapes: B samples, T global tokens, S local tokens.
+Shapes: B samples, T global tokens, S local tokens, H query heads, D head dim.
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
             return
         bound = inspect.signature(part.forward).bind_partial(*args, **kwargs).arguments
         used = bound.get("position_ids")
-        if isinstance(used, Tensor) and not _same(used, given[0]):
+        if not isinstance(used, Tensor):
+            return
+        # position ids may have further axes in front
+        if used.shape[-1] != given[0].shape[-1] or not bool((used == given[0]).all()):
             error = RingPatternError(
-                f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself"
-                " and not by"
-                " the position_ids that the model was given, so their positions in the sequence would be"
-                " lost;"
-                " use a model that hands its position_ids down"
+                f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself and"
+                " not by the position_ids that the model was given, so their positions in the sequence would"
+                " be lost; use a model that hands its position_ids down"
             )
             refusing_context(mesh, error).refuse(error)
 
@@ -114,25 +115,11 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     )
 
 
-def _same(used: Tensor, given: Tensor) -> bool:
-    """Return whether the numbers are the same, on whatever further axes."""
-    if used.shape[-1] != given.shape[-1]:
-        return False
-    return bool((used == given).all())
-
-
-# Give rotary embeddings that depend on the length of the sequence that of the whole batch.
-#
-# Owns how they get the greatest position of the whole batch. transformers' dynamic NTK and LongRoPE (and own
-# code of models such as PhiMoE) choose their frequencies by `max(position_ids)`, which on a shard is the
-# shard's own.
-#
-# So one slot more, with the greatest position of the batch, stands behind the position ids while such a
-# module runs, and its row of the result is taken off again: whatever a module computes from the maximum is
-# then what one process computes, without knowledge of its code. The position travels with the batch's
-# sharding as a tensor, so that a compiled graph serves every length.
-#
-# Shapes: B samples, S local tokens, D rotary dimensions.
+# transformers' dynamic NTK and LongRoPE (and own code of models such as PhiMoE) choose the frequencies of a
+# rotary embedding by `max(position_ids)`, which on a shard is the shard's own. So the greatest position of
+# the batch is appended to the position ids while such a module runs, and its row of the result is removed:
+# whatever the module computes from the maximum is then what one process computes. The position is a tensor of
+# the batch's sharding, so that a compiled graph serves every length.
 
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -145,8 +132,22 @@ def check_lengths(model: nn.Module) -> None:
             or takes no position_ids.
     """
     for name, module in model.named_modules():
-        if depends_on_length(module):
-            check_rotary(model, name, module)
+        if not depends_on_length(module):
+            continue
+        parts = name.split(".")
+        around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        if any(isinstance(parent, GradientCheckpointingLayer) for parent in around):
+            reason = "computed inside each layer, again in the backward pass of a checkpointed one"
+        elif "position_ids" not in inspect.signature(module.forward).parameters:
+            reason = "computed without position_ids"
+        else:
+            continue
+        raise RingConfigError(
+            f"{type(model).__name__} cannot run on a ring: its rotary embedding {type(module).__name__}"
+            f" (rope_type {module.rope_type!r}) depends on the length of the whole sequence, and is {reason};"
+            ' set rope_parameters["rope_type"] in the configuration of the model to one that does not depend'
+            " on it (default, linear, yarn, llama3)"
+        )
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -165,25 +166,6 @@ def _reads_the_maximum(module: nn.Module) -> bool:
     except (OSError, TypeError):
         return False
     return "max(position_ids" in source or "position_ids.max(" in source
-
-
-def check_rotary(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Refuse a rotary embedding that cannot be told the length; see `check_lengths`."""
-    parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
-    if any(isinstance(parent, GradientCheckpointingLayer) for parent in around):
-        reason = "computed inside each layer, again in the backward pass of a checkpointed one"
-    elif "position_ids" not in inspect.signature(module.forward).parameters:
-        reason = "computed without position_ids"
-    else:
-        return
-    raise RingConfigError(
-        f"{type(model).__name__} cannot run on a ring: its rotary embedding {type(module).__name__}"
-        " (rope_type"
-        f" {module.rope_type!r}) depends on the length of the whole sequence, and is {reason}; set"
-        ' rope_parameters["rope_type"] of the model\'s configuration to one that does not depend on it'
-        " (default, linear, yarn, llama3)"
-    )
 
 
 def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
@@ -213,17 +195,12 @@ def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
     return torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], dim=-1)
 
 
-# Scale queries by their place in the whole sequence, where a model does so by their place in its tensor.
-#
-# Owns Llama 4's temperature tuning: layers without rotary embedding multiply each query by
-# 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)), and count p from the first token that they are
-# given.
-#
-# Shapes: B samples, S local tokens, H query heads, D head dim.
-
-
 class QueryScale:
-    """Scale the queries of one layer with temperature tuning, in place of the layer."""
+    """Scale the queries of one layer of Llama 4 with temperature tuning, in place of the layer.
+
+    A layer without rotary embedding multiplies each query by 1 + attn_scale * log(1 + floor((p + 1) /
+    floor_scale)), and counts p from the first token that it is given.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
