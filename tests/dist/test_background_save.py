@@ -40,7 +40,7 @@ def save_and_go_on(rank: int, world_size: int, config: dict[str, Any], folder: s
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.day("3")
 def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path, stage: int) -> None:
     config = json_config(2, SIZE.samples, stage)
     losses, seen = rank_pool(2).run(save_and_go_on, config, str(tmp_path))[0]

@@ -142,7 +142,7 @@ def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.sampled(4)
+@pytest.mark.day("zero1-bit of the optimizer", "zero3-bit of the manifest", "zero1-latest torn", "zero3-model removed")
 def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     results = rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS)
@@ -178,6 +178,7 @@ def test_deepspeed_itself_loads_a_flipped_bit(whole, copied, rank_pool, pattern)
 
 
 @pytest.mark.parametrize("where", ["shard", "manifest", "latest"])
+@pytest.mark.covering(1)
 def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     """SIGKILL while a file is half-written: `latest` still names the one before, and that one is used."""
     shutil.copytree(whole.folder / OLDER, tmp_path / OLDER)
@@ -210,7 +211,6 @@ def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.sampled(2)
 def test_after_a_hop_that_failed_no_step_is_made_and_nothing_is_saved(tmp_path, stage):
     """(The step added what happened to be in memory, and a checkpoint of it was sealed.)"""
     config = json_config(2, SIZE.samples, stage, gradient_accumulation_steps=2)

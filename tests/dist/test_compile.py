@@ -117,6 +117,7 @@ def compiled_block(rank: int, world_size: int, ulysses_size: int, steps: int = 2
 
 
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(3, 1), (2, 2)])
+@pytest.mark.day("3-1")
 def test_a_transformer_block_is_one_graph_with_eager_gradients(
     rank_pool: Pool, world_size: int, ulysses_size: int
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_transformer_block_is_one_graph_with_eager_gradients(
         assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-10, found.errors
 
 
+@pytest.mark.night
 def test_the_graph_does_not_grow_with_the_ring() -> None:
     """On fresh ranks: what was compiled in a process before may make sizes symbolic, which adds nodes."""
     two, three = (run_ranks(compiled_block, size, 1, 1, timeout_s=120) for size in (2, 3))

@@ -46,7 +46,7 @@ def check_parity(
     ids=lambda value: f"zero{value}" if isinstance(value, int) else f"T{value.tokens}",
 )
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.sampled(2)
+@pytest.mark.covering(1)
 def test_training_equals_one_process(rank_pool, mesh, stage, size):
     world, ring = MESHES[mesh]
     config = json_config(ring, size.samples * ring // world, stage, ring_attention={"layout": LAYOUTS[size]})
@@ -67,7 +67,6 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled(2)
 def test_settings_that_could_change_the_scale(rank_pool, variant):
     config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))

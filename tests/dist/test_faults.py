@@ -38,21 +38,21 @@ def zygote_of() -> Iterator[Callable[[str], Zygote]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order", "different hop counts")
 def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("attention"), kind, "attention", 0)
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.parametrize("kind", IN_TRAINING)
-@pytest.mark.sampled(3)
+@pytest.mark.day("exception")
 def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("deepspeed"), kind, "deepspeed", 0)
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.parametrize("kind", list(WHILE_STARTING)[::2])  # the campaign has all
-@pytest.mark.sampled(2)
+@pytest.mark.night
 def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
     zygote_of: Callable[[str], Zygote], kind: str
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
 
 
 @pytest.mark.parametrize(("kind", "stage"), OUTSIDE_THE_RING)
-@pytest.mark.sampled(3)
+@pytest.mark.day("kill in a collective of the script-0")
 def test_a_rank_that_fails_outside_the_ring_is_named(
     zygote_of: Callable[[str], Zygote], kind: str, stage: int
 ) -> None:

@@ -126,6 +126,7 @@ def trained(rank: int, world_size: int, cp_size: int, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.day("causal", "four ranks", "learnable softmax")
 def test_a_gpt_model_trains_as_on_one_process(rank_pool: Pool, name: str) -> None:
     cp_size, world_size, changes = CASES[name]
     for errors in rank_pool(world_size).run(trained, cp_size, changes):

@@ -4,7 +4,6 @@ pattern on any layout in cases that Hypothesis draws."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -155,7 +154,7 @@ def differentiate(
 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
-@pytest.mark.sampled(2)
+@pytest.mark.day("2", "4")
 def test_dilated_attention_is_its_definition_and_the_mixture(rank_pool: Pool, ring_size: int) -> None:
     found = rank_pool(ring_size).run(dilated_errors, timeout_s=300)[0]
     assert len(found) == len(SETS) * 2 * LAYOUTS_PER_CASE[ring_size]
@@ -179,9 +178,6 @@ def test_the_mixture_is_the_one_softmax() -> None:
         branches = Branches((8, 16, 32), (1, 2, 4), causal, rule)
         mixed, one = (differentiate(oracle, branches, shape) for oracle in (mixture, one_softmax))
         assert max(error(a, b) for a, b in zip(mixed, one, strict=True) if a is not mixed.lse) < 1e-12
-
-
-ROUNDS = int(os.environ.get("DS_RING_ROUNDS", "1"))
 
 
 class Case(NamedTuple):
@@ -252,13 +248,15 @@ def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(("ring_size", "batches"), [(1, 2), (2, 3), (3, 3), (4, 2)])
-@pytest.mark.sampled(2)
-def test_any_pattern_on_any_layout_is_the_reference(rank_pool: Pool, ring_size: int, batches: int) -> None:
-    """Cases are drawn ten at a time, so that ranks are not called for each: 100 in a round.
-
-    DS_RING_ROUNDS=10 draws ten times as many.
-    """
-    pool, done, batches = rank_pool(ring_size), list[Case](), batches * ROUNDS
+def test_any_pattern_on_any_layout_is_the_reference(
+    request: pytest.FixtureRequest, rank_pool: Pool, ring_size: int, batches: int
+) -> None:
+    """Cases are drawn ten at a time, so that ranks are not called for each: 100 by day, 1000 at night."""
+    pool, done, batches = (
+        rank_pool(ring_size),
+        list[Case](),
+        batches * (10 if request.config.option.night else 1),
+    )
 
     # No shrinking: the message names the one case of the batch that is wrong, and ranks are slow to ask.
     phases = (Phase.reuse, Phase.generate)

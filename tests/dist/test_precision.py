@@ -65,6 +65,7 @@ def errors(found: list[Tensor], name: str, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("causal", torch.bfloat16), ("LongNet", torch.float16)])
+@pytest.mark.day("causal-dtype0")
 def test_the_error_does_not_grow_with_the_ring(rank_pool: Pool, name: str, dtype: torch.dtype) -> None:
     """It is that of rounding the results once: at most half a unit in the last place, relative."""
     by_size = {
@@ -124,7 +125,7 @@ def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(PATTERNS))
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 def test_the_same_inputs_give_the_same_bits(
     rank_pool: Pool, size: int, name: str, dtype: torch.dtype
 ) -> None:

@@ -54,6 +54,7 @@ def _ranks(pids: set[int]) -> list[str]:
     return found
 
 
+@pytest.mark.night
 def test_a_real_ring_beside_the_virtual_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = own_processes()
     arguments = ["profile", "--tokens", "2001", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]

@@ -125,7 +125,6 @@ def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, flo
 
 
 @pytest.mark.parametrize("ring_size", RANKS)
-@pytest.mark.sampled(2)
 def test_every_mask_is_its_formula(rank_pool: Callable[[int], RankPool], ring_size: int) -> None:
     chosen = cases(ring_size)
     found = rank_pool(ring_size).run(errors, chosen, timeout_s=3600 if WHOLE else 280)[0]
@@ -162,7 +161,6 @@ def test_every_public_pattern_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.sampled(3)
 def test_multiplicities_are_the_formula(name: str) -> None:
     q, k, want = torch.arange(TOKENS)[:, None].numpy(), torch.arange(TOKENS)[None].numpy(), dense(name)
     for head in range(HEADS):

@@ -74,7 +74,7 @@ def parity(
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, tokens: int) -> None:
     shape, dense, layouts = Shape(tokens=tokens), ("causal", "full"), CHUNKS if tokens % 2 or ring_size == 8 else LAYOUTS
     errors = rank_pool(ring_size).run(parity, shape, torch.float32, dense, layouts, timeout_s=120)[0]
@@ -83,7 +83,7 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, toke
 
 
 @pytest.mark.parametrize(("ring_size", "layouts"), [(3, LAYOUTS), (8, ("zigzag", "auto"))])
-@pytest.mark.sampled(2)
+@pytest.mark.day("3-layouts0")
 def test_every_pattern_is_within_1e_5_of_float64(
     rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]
 ) -> None:
@@ -115,7 +115,6 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
     errors = rank_pool(3).run(parity, Shape(tokens=130), torch.float32, layouts=CHUNKS, **options)[0]
     assert max(errors.values()) < 1e-5, errors
@@ -231,7 +230,6 @@ MOST_SENT = {"full": 1.0, "window": 0.6, "dilated": 0.4, "documents, causal": 0.
 
 
 @pytest.mark.parametrize("pattern_name", PATTERNS)
-@pytest.mark.sampled(2)
 def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: str) -> None:
     dtype = torch.bfloat16  # what travels forward and what comes home are of other dtypes then
     results = rank_pool(4).run(bytes_on_the_wire, pattern_name, dtype)

@@ -185,7 +185,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "layout", "packed", "checkpointing"), CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_the_length_is_that_of_the_whole_batch(
     rank_pool: Pool, family: str, layout: str, packed: bool, checkpointing: bool
 ) -> None:
@@ -203,7 +203,8 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("family", "layout", "route"), COMPILED)
-@pytest.mark.sampled(2)
+@pytest.mark.covering(1)
+@pytest.mark.day("dynamic-contiguous-session")
 def test_the_length_is_that_of_the_whole_batch_in_compiled_code(
     rank_pool: Pool, family: str, layout: str, route: str
 ) -> None:

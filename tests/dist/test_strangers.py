@@ -15,7 +15,7 @@ from ds_ring_launcher.cluster.checks import choose_free_port
 from tests.dist.campaign import Zygote
 from tests.dist.strangers import ATTACKS, Target
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.night]
 
 
 def attack(folder: Path, port: int, secret: str, refused: dict[str, str]) -> None:

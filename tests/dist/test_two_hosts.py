@@ -13,7 +13,7 @@ import pytest
 
 from tests.dist.namespaces import Hosts, two_hosts
 
-pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.slow, pytest.mark.alone, pytest.mark.night]
 
 TOKENS = 1 << 14  # K and V of 4 MiB each: 0.7 s a hop at 100 Mbit/s
 PASSES = 3

@@ -335,7 +335,6 @@ def call_wrongly(rank: int, world_size: int, name: str, ulysses_size: int) -> Re
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.sampled(2)
 def test_wrong_arguments_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = WRONG[name]
     for rank, found in enumerate(outcomes(rank_pool(2), call_wrongly, name, 1)):
@@ -676,7 +675,6 @@ def act_wrongly(rank: int, world_size: int, name: str) -> Refusal:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sampled(2)
 def test_wrong_calls_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     case = CALLS[name]
     for rank, found in enumerate(outcomes(rank_pool(2), act_wrongly, name)):

@@ -176,7 +176,6 @@ def wrong_start(rank: int, world_size: int, what: str) -> Refusal:
 
 
 @pytest.mark.parametrize("what", STARTS)
-@pytest.mark.sampled(3)
 def test_wrong_starts_are_errors_on_every_rank(rank_pool, what):
     _, error, words = STARTS[what]
     check(answers(rank_pool(2), wrong_start, what), (error, error), words)
@@ -254,7 +253,7 @@ def differing_start(
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (2, 0), (4, 2)])
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_configurations_that_differ_name_rank_and_key(rank_pool, tmp_path, what, world, wrong_rank):
     config, words = DIFFERENT[what]
     results = answers(rank_pool(world), differing_start, config, wrong_rank, str(tmp_path))

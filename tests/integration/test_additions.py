@@ -77,6 +77,7 @@ def test_a_file_and_a_row_are_all(copy: Path) -> None:
     assert differing == {"__init__.pyi": 1, "registry.py": 2}  # a pattern; a layout and a kernel
 
 
+@pytest.mark.night
 def test_two_ranks_run_all_of_them_by_their_names(copy: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     reports = [tmp_path / f"report{rank}" for rank in range(2)]
@@ -100,6 +101,7 @@ def test_two_ranks_run_all_of_them_by_their_names(copy: Path, tmp_path: Path) ->
         assert report["public"] == "ds_ring.masks.block_causal"
 
 
+@pytest.mark.night
 def test_the_copy_keeps_to_the_architecture(copy: Path) -> None:
     chosen = " or ".join([*(Path(name).stem for name, _ in TOUCHED.values()), "public"])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py"]

@@ -55,6 +55,7 @@ def in_this_process(ring_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_killed_run_goes_on_and_another_sharding_agrees(tmp_path: Path) -> None:
     first = start(tmp_path / "state")
     files = [tmp_path / "state" / f"worker_{worker}.npz" for worker in range(2)]
@@ -120,6 +121,7 @@ def test_wrong_sizes(sizes: dict[str, int]) -> None:
         LongRun(**{"tokens": TOKENS, "ring_size": 16, **sizes})
 
 
+@pytest.mark.night
 def test_a_layer_of_a_large_ring_needs_what_one_of_a_small_ring_needs() -> None:
     """The last rank of 4 and of 64, 64 Ki tokens each, on fake tensors."""
     totals = []

@@ -36,7 +36,8 @@ def doctor(
 @pytest.mark.parametrize("case", ["healthy", "slow cable", "gone"])
 @pytest.mark.needs("sshd")
 @pytest.mark.alone
-@pytest.mark.sampled(3)
+@pytest.mark.night
+@pytest.mark.night
 def test_hosts_that_ssh_reaches(tmp_path: Path, case: str) -> None:
     """All is well where hosts' own names are loopback's: with a run_folder ranks choose the interface."""
     path = write(tmp_path, hosts=HOSTS, run_folder="run", top=RING)
@@ -59,6 +60,7 @@ def test_hosts_that_ssh_reaches(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.needs("slurm")
 @pytest.mark.alone
+@pytest.mark.night
 def test_hosts_of_an_allocation(tmp_path: Path) -> None:
     path = write(tmp_path, engine="slurm", hosts=HOSTS, run_folder="run", top=RING)
     with two_hosts() as hosts, slurm_on(hosts) as slurm:

@@ -150,6 +150,7 @@ def require_engine(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.day("torchrun")
 def test_ranks_meet(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", MEET)
@@ -168,7 +169,7 @@ def test_ranks_meet(workplace: Workplace, engine: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("deepspeed", 17), ("torchrun", 1), ("mpirun", 17)])
-@pytest.mark.sampled(3)
+@pytest.mark.day("mpirun-17")
 def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: int) -> None:
     require_engine(engine)  # torchrun ends with 1 whatever the rank said
     path = workplace.write(f"engine: {engine}\n{LOCAL}")
@@ -178,7 +179,7 @@ def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: 
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.sampled(3)
+@pytest.mark.day("torchrun")
 def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     started = workplace.start([*DS_RING, str(workplace.write(f"engine: {engine}\n{LOCAL}")), "--", "--sleep"])
@@ -267,7 +268,7 @@ ENGINES = ["deepspeed", "torchrun", "mpirun"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sampled(3)
+@pytest.mark.day("mpirun")
 def test_environment_crosses_to_other_hosts(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     hosts, caller = by_ssh(workplace, engine)
@@ -295,7 +296,8 @@ def command_lines() -> str:
 
 @pytest.mark.parametrize("reach", ["local", "ssh"])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
+@pytest.mark.day("mpirun-ssh")
 def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, reach: str) -> None:
     """On other hosts too; meanwhile no value of environment stands on a command line or in the output."""
     require_engine(engine)

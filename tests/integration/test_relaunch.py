@@ -84,7 +84,7 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.sampled(3)
+@pytest.mark.day("torchrun")
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
     require_engine(engine)
     status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")

@@ -70,6 +70,7 @@ NODE_LINES = "hosts: [" + ", ".join(f"{{name: {node}, slots: 2}}" for node in NO
 
 
 @pytest.mark.needs("slurm")
+@pytest.mark.night
 def test_ranks_get_their_place_from_slurm(workplace: Workplace, slurm: SlurmCluster) -> None:  # noqa: F811
     path = workplace.write(f"engine: slurm\n{NODE_LINES}environment: {{TOKEN: my-token}}\n", REPORT, 4)
     job = slurm.allocate()
@@ -104,6 +105,7 @@ def test_without_srun_it_says_what_to_do(workplace: Workplace) -> None:  # noqa:
 
 
 @pytest.mark.needs("slurm")
+@pytest.mark.night
 def test_hosts_of_one_switch_are_neighbours(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_engine, "_scontrol", lambda *what: slurm.ask("scontrol", "show", *what))
     hosts = tuple(Host(name=f"gpu{n}", slots=8) for n in range(8))
@@ -120,6 +122,7 @@ def test_a_host_without_a_switch_stays_where_it_was() -> None:
 
 
 @pytest.mark.needs("slurm")
+@pytest.mark.night
 def test_a_preempted_job_goes_back_into_the_queue_and_ends(
     workplace: Workplace,  # noqa: F811
     slurm: SlurmCluster,

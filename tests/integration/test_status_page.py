@@ -7,7 +7,6 @@ are most of the time.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -105,13 +104,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-REAL = pytest.mark.skipif(
-    "DS_RING_ROUNDS" not in os.environ, reason="a minute of a core or two; DS_RING_ROUNDS=5 runs it"
-)
-
-
 @pytest.mark.needs("chromium", "mpirun")
-@pytest.mark.parametrize("script", ["plain", pytest.param("training", marks=REAL)])
+@pytest.mark.parametrize("script", ["plain", "training"])
+@pytest.mark.night
 def test_a_browser_shows_a_run_its_fault_and_its_end(workplace: Workplace, script: str) -> None:  # noqa: F811
     place, run = workplace.folder, RunFolder(workplace.folder / "run")
     (place / "out").mkdir()
@@ -151,6 +146,7 @@ def test_a_browser_shows_a_run_its_fault_and_its_end(workplace: Workplace, scrip
 
 
 @pytest.mark.needs("chromium")
+@pytest.mark.night
 def test_a_fault_that_is_html_does_nothing_in_a_browser(tmp_path: Path) -> None:
     run, nasty = RunFolder(tmp_path / "run"), "</td></table><script>document.title='owned'</script><img src=x"
     run.record("start", run.start_attempt(), hosts={nasty: 1}, missing={nasty: nasty}, world_size=1)

@@ -80,6 +80,7 @@ def test_a_resumed_run_has_the_losses_of_the_whole_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_longnet_configuration_trains(tmp_path):
     """`packed` is run by test_documents.py, as configs/README.md says."""
     config = json.loads((ROOT / "configs/longnet.json").read_text())

@@ -568,7 +568,6 @@ def is_equal(got: Any, want: Any) -> bool:
 
 
 @pytest.mark.parametrize(("name", "argument", "refused", "equal"), probes())
-@pytest.mark.sampled(3)
 def test_a_typed_error_or_the_right_result(
     name: str, argument: str, refused: tuple[object, ...], equal: tuple[object, ...]
 ) -> None:

@@ -34,7 +34,7 @@ def errors(pattern: Pattern, layout_name: str, ring_size: int, payload: str) -> 
     [(Causal(), "zigzag", (2, 8, 64)), (Dilated((64, 256, 512), (1, 2, 4)), "contiguous", (64,))],
     ids=["causal", "LongNet"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.day("causal")
 def test_the_error_stays_near_that_of_one_rank(
     pattern: Pattern, layout_name: str, sizes: tuple[int, ...]
 ) -> None:

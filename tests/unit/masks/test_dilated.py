@@ -69,7 +69,7 @@ def check(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("lengths", "rates", "tokens"), SETS, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 def test_tiles_are_the_definition(
     lengths: tuple[int, ...], rates: tuple[int, ...], tokens: int, rule: str, causal: bool
 ) -> None:
@@ -185,7 +185,7 @@ def test_longnet_computes_its_pairs_and_no_others(rule: str, causal: bool, share
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 def test_a_sharded_longnet_computes_its_pairs_and_no_others(
     layout_name: str, rule: str, causal: bool
 ) -> None:

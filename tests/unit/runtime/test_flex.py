@@ -111,7 +111,7 @@ def hops_of(pattern: Pattern, layout_name: str, ring_size: int) -> Iterator[Tile
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped", "residue"])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_name: str) -> None:
     block, pattern = 16, RULES[name](TOKENS)
     for tiles in (t for ring_size in (1, 3) for t in hops_of(pattern, layout_name, ring_size)):
@@ -214,7 +214,6 @@ class OperatorCount(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))
-@pytest.mark.sampled(3)
 def test_kernel_equals_float64_over_a_ring(name: str) -> None:
     """Operators on the CPU: dense, but with our masks; gradients by the recomputed hop."""
     pattern = PATTERNS[name](TOKENS)
@@ -232,7 +231,6 @@ def test_kernel_equals_float64_over_a_ring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.sampled(4)
 def test_masks_of_flex_attention_are_exact_here_too(name: str) -> None:
     """The kernel as it is, not compiled; the truth is FlexAttention's create_mask."""
     pattern, mask = patterns(name, "& Causal()", 64 if name == "natten" else 65)

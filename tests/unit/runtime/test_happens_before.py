@@ -288,7 +288,7 @@ def rank_of(name: str, layout_name: str, ring_size: int, rank: int) -> tuple[Any
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("name", ["causal", "full", "window both ways", "dilated", "documents, causal"])
-@pytest.mark.sampled(5)
+@pytest.mark.covering(1)
 def test_every_access_is_ordered(name: str, layout_name: str) -> None:
     """All ring sizes from 2 to 8; windows and documents travel in both directions."""
     waits = 0
@@ -305,7 +305,7 @@ def test_every_access_is_ordered(name: str, layout_name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout_name"), [("causal", "zigzag"), ("window both ways", "contiguous"), ("full", "striped")]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.day("causal-zigzag")
 def test_leaving_out_any_single_wait_is_found(name: str, layout_name: str) -> None:
     for ring_size in (2, 3, 5):
         plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2)

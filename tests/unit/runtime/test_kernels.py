@@ -75,7 +75,6 @@ def run_kernel(
 @pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu", "cpu-small-blocks"])
 @pytest.mark.parametrize("kind", ["full", "causal", "strict", "inverse-causal", "band"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (130, 259), (259, 130), (1, 1)])
-@pytest.mark.sampled(3)
 def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 16, dtype=torch.float64) for h, n in ((4, queries), (2, keys), (2, keys)))
@@ -115,7 +114,7 @@ def test_forward_and_gradients(kernel: CpuKernel, kind: str, queries: int, keys:
     ],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_heads_of_their_own_and_multiplicities(kernel: Kernel, pattern: Pattern, strided: bool) -> None:
     """Tables by head, log m, and equal tiles that repeat, against a dense softmax with log m added."""
     tokens, (heads, kv_heads) = 260, (4, 2)

@@ -62,7 +62,7 @@ def one_pass(made: RingPass, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> H
 
 @pytest.mark.parametrize("layout_name", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", list(PATTERNS))
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 def test_a_pass_waits_for_nothing_after_the_first_of_its_shape(
     mesh: RingMesh, name: str, layout_name: str
 ) -> None:

@@ -37,7 +37,7 @@ def executed(pattern: Pattern, layout: Layout, block: int) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("block", [1, BLOCK])
-@pytest.mark.sampled(6)
+@pytest.mark.covering(1)
 def test_auto_executes_least(name: str, block: int) -> None:
     """Over the registry of patterns; what executes 5 % more at most is as good, there traffic decides."""
     tokens, ring_size = 2048, 4

@@ -45,7 +45,7 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
         (64, 5, True),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_a_plan_computes_the_mask_and_every_key_is_there(
     layout_name: str, pattern_of: PatternOf, tokens: int, ring_size: int, prune: bool
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_plan_computes_the_mask_and_every_key_is_there(
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 5])
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_what_is_sent_is_what_is_received_and_no_more_than_is_read(
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [2, 5])
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_gradients_come_home_once_for_every_time_a_key_leaves(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:

@@ -53,7 +53,6 @@ def ways(size: int, node: int) -> list[tuple[Direction, ...]]:
         (64, 8, ("causal",)),
     ],
 )
-@pytest.mark.sampled(2)
 def test_both_ends_have_the_same_messages_in_every_batch(
     size: int, node: int, names: tuple[str, ...]
 ) -> None:
@@ -74,7 +73,6 @@ def test_both_ends_have_the_same_messages_in_every_batch(
 
 
 @pytest.mark.parametrize(("size", "node"), [(4, 2), (6, 3), (6, 2)])
-@pytest.mark.sampled(2)
 def test_schedules_of_two_levels_are_proven(size: int, node: int) -> None:
     tokens = 4 * size + 5
     for name in ("causal", "full", "dilated", "window both ways"):

@@ -27,7 +27,7 @@ ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
 def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable[[int], Pattern], ring_size: int) -> None:
     tokens = 8 * ring_size + 5
     pattern = pattern_of(tokens)
