@@ -61,6 +61,6 @@ def test_a_table_of_a_long_shard_is_soon_done() -> None:
     tiles = plan.rank(0).classes[0].hops[0].tiles
     for _ in range(5):
         before = time.process_time()
-        calls = calls_of_tiles.__wrapped__(tiles)
+        calls = flash_calls.flash_calls.__wrapped__(tiles)
         seconds.append(time.process_time() - before)
     assert len(calls) <= 12 and min(seconds) < 0.08
