@@ -46,7 +46,7 @@ NAMES = ("out", "dq", "dk", "dv")
 WRONG = 1e-3  # a relative error beyond this is no rounding
 
 
-class Job(NamedTuple):
+class BenchJob(NamedTuple):
     """What one rank is asked for."""
 
     act: str  # "time", "error" or "memory"
@@ -61,19 +61,19 @@ class Worker:
         self.rank, self.size, self.options, self.mesh = rank, size, options, mesh
         self.entries: dict[tuple[str, int], Entry] = {}
 
-    def do(self, job: Job) -> Any:
+    def do(self, job: BenchJob) -> Any:
         """The answer to a job, or CannotRun."""
         if (job.name, job.tokens) not in self.entries:
             self.entries[job.name, job.tokens] = self._prepare(job)
         return getattr(self, f"_{job.act}")(job, self.entries[job.name, job.tokens])
 
-    def _prepare(self, job: Job) -> Entry:
+    def _prepare(self, job: BenchJob) -> Entry:
         try:
             return CONTESTANTS[job.name].prepare(Place(self.rank, self.size, job.tokens, self.mesh))
         except ImportError as error:
             raise CannotRun(f"not installed: {error}") from None
 
-    def _inputs(self, job: Job, entry: Entry) -> list[Tensor]:
+    def _inputs(self, job: BenchJob, entry: Entry) -> list[Tensor]:
         """Local q, k, v and the gradient of out."""
         return [x[:, :, entry.positions].contiguous() for x in global_inputs(job.tokens, self.options)]
 
@@ -85,7 +85,7 @@ class Worker:
         out.backward(grad)
         return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
-    def _time(self, job: Job, entry: Entry) -> tuple[float, float, int]:
+    def _time(self, job: BenchJob, entry: Entry) -> tuple[float, float, int]:
         """Wall seconds, processor seconds, bytes over the loopback device while it ran."""
         inputs = self._inputs(job, entry)
         threads = 1 if CONTESTANTS[job.name].where == ONE_THREAD or self.mesh else self.options.ranks
@@ -99,14 +99,14 @@ class Worker:
             dist.barrier()
         return *seconds, loopback_bytes() - sent
 
-    def _memory(self, job: Job, entry: Entry) -> int:
+    def _memory(self, job: BenchJob, entry: Entry) -> int:
         """Peak tensor bytes of a pass, with its inputs."""
         with silent_profiler(), measure_cpu_memory() as memory:
             shape = (1, self.options.heads, len(entry.positions), self.options.head_dim)
             self._pass([torch.randn(shape) for _ in range(4)], entry)
         return memory.peak_bytes
 
-    def _error(self, job: Job, entry: Entry) -> list[float]:
+    def _error(self, job: BenchJob, entry: Entry) -> list[float]:
         """Largest differences from float64 in out, dq, dk and dv, relative to their largest values."""
         found = self._pass(self._inputs(job, entry), entry)
         exact = torch.load(reference_file(self.options.folder, job.tokens), mmap=True)
@@ -169,7 +169,7 @@ def serve(rank: int, size: int, options: argparse.Namespace, pipe: Connection) -
     worker = Worker(max(rank, 0), size if rank >= 0 else 1, options, mesh)
     while True:
         try:
-            job: Job = pipe.recv()
+            job: BenchJob = pipe.recv()
         except EOFError:
             return
         try:
@@ -195,7 +195,7 @@ class Machine:
             self.processes.append(process)
         self.broken: dict[tuple[str, int], str] = {}
 
-    def ask(self, job: Job) -> list[Any]:
+    def ask(self, job: BenchJob) -> list[Any]:
         """The answers of all processes of a contestant; none where it cannot run."""
         if (job.name, job.tokens) in self.broken:
             return []
@@ -240,7 +240,7 @@ class Comparison:
         for turn in range(self.options.rounds + 1):
             for name in self.names[turn % len(self.names) :] + self.names[: turn % len(self.names)]:
                 self.bar.set_postfix_str(f"{self.tokens} tokens, {name}")
-                answers = self.machine.ask(Job("time", name, self.tokens))
+                answers = self.machine.ask(BenchJob("time", name, self.tokens))
                 if answers and turn:
                     walls, cpus, sent = zip(*answers, strict=True)
                     self.times[name].wall.append(max(walls))
@@ -265,8 +265,8 @@ class Comparison:
 
     def _row(self, name: str) -> dict[str, Any]:
         row: dict[str, Any] = {"contestant": name, "tokens": self.tokens, "ranks": self.options.ranks}
-        memory = self.machine.ask(Job("memory", name, self.tokens))
-        errors = self.machine.ask(Job("error", name, self.tokens)) if self.options.errors else []
+        memory = self.machine.ask(BenchJob("memory", name, self.tokens))
+        errors = self.machine.ask(BenchJob("error", name, self.tokens)) if self.options.errors else []
         if (name, self.tokens) in self.machine.broken:
             return row | {"cannot_run": self.machine.broken[name, self.tokens]}
         times, base, serial = self.times[name], self._median(BASE, "wall"), self._median(SERIAL, "cpu")

@@ -33,8 +33,8 @@ from ds_ring.config.section import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
-from ds_ring_launcher.plan.model_memory import FLOAT, Moment, Zero
-from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.model_memory import FLOAT, MemoryMoment, Zero
+from ds_ring_launcher.plan.training_setting import TrainingSetting
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tables import console, print_table
 
@@ -164,11 +164,11 @@ def time_rank(runs: list[Run], rounds: int) -> list[list[float]]:
     return seconds
 
 
-def planned(run: Run) -> Moment:
+def planned(run: Run) -> MemoryMoment:
     """Return what the plan says of the moment of the most memory."""
     parts = () if run.parts == "off" else NAMES if run.parts in ("all", "auto") else run.parts.split()
     zero = Zero(run.stage, run.ranks, 4, SHAPE.largest_parameter, run.stage == 3, fused_adam=False)
-    setting = Setting(
+    setting = TrainingSetting(
         run.tokens, run.ranks, 1, SHAPE, SlidingWindow(run.window), "contiguous", zero, "float32",
         read_hardware("cpu"), checkpointing=run.checkpointing or "offload_checkpoints" in parts,
         loss_tokens=tile_tokens(True, SHAPE.vocab) if "tiled_loss" in parts else None,
@@ -197,7 +197,7 @@ def meaning(size: int, run: Run) -> str:
     return next((name for name, elements in of.items() if 4 * elements == size), "")
 
 
-def wrong(run: Run, found: Found, plan: Moment) -> str:
+def wrong(run: Run, found: Found, plan: MemoryMoment) -> str:
     """Say what contradicts the options: a tensor that tiles rule out, a plan that is off; "" for nothing."""
     rows = run.tokens // run.ranks
     wide = {"tiled_loss": rows * SHAPE.vocab, "tiled_loss tiled_mlp": rows * SHAPE.intermediate}

@@ -37,8 +37,8 @@ from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero, attention_alone
 from ds_ring_launcher.plan.pass_memory import PassShape, pass_memory
-from ds_ring_launcher.plan.pass_time import Part, bytes_sent
-from ds_ring_launcher.plan.training_setting import ELEMENT_BYTES, Setting
+from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
+from ds_ring_launcher.plan.training_setting import ELEMENT_BYTES, TrainingSetting
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 HEAD_DIM = 64
@@ -137,7 +137,7 @@ def planned(point: Point) -> Found:
     if point.model is not None and point.stage is not None:
         zero = Zero(point.stage, point.ranks, element, bucket_of(point), point.stage == 3, fused_adam=False)
         cpu = read_hardware("cpu")
-        setting = Setting(
+        setting = TrainingSetting(
             point.tokens, point.ranks, 1, point.model, pattern, "auto", zero, point.dtype, cpu,
             checkpointing=point.checkpointing, recompute_attention=point.recompute,
             loss_tokens=TILES["tiled_loss"] if "tiled_loss" in point.long else None,
@@ -157,7 +157,7 @@ def planned(point: Point) -> Found:
             point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape, first=True)
         )
         found.append(
-            Found(moment.total, sum(bytes_sent([Part(head_class, 1) for head_class in classes], shape)))
+            Found(moment.total, sum(bytes_sent([CostPart(head_class, 1) for head_class in classes], shape)))
         )
     return Found(*map(max, zip(*found, strict=True)))
 

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from ds_ring_launcher.run.local_ranks import run_ranks
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.measurements import Clock, Passes
-from ds_ring_launcher.tune.request import Request, request_from
-from ds_ring_launcher.tune.result import Result
+from ds_ring_launcher.tune.request import TuningRequest, request_from
+from ds_ring_launcher.tune.result import TuningResult
 from ds_ring_launcher.tune.search import device_of, tune
 
 Times = dict[TuningCandidate, list[float]]
@@ -51,7 +51,7 @@ def grid(
     return times, time.perf_counter() - started
 
 
-def row_of(options: argparse.Namespace, request: Request, result: Result) -> dict[str, Any]:
+def row_of(options: argparse.Namespace, request: TuningRequest, result: TuningResult) -> dict[str, Any]:
     """The grid, its best and the choice again, and how the search compares."""
     passes = Passes(request, Clock(device_of(request)))
     everyone = candidates(request)

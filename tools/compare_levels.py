@@ -17,12 +17,12 @@ from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import slowest_passes, total_cost
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
-from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.training_setting import TrainingSetting
 
 HEADS, HEAD_DIM = 32, 128
 
 
-def seconds(setting: Setting) -> float:
+def seconds(setting: TrainingSetting) -> float:
     """Return the seconds of both passes of a layer on the slowest rank looked at."""
     return total_cost(slowest_passes(setting, setting.bytes_per_s)).seconds
 
@@ -41,7 +41,7 @@ def main() -> None:
     model = ModelShape(1, HEADS * HEAD_DIM, HEADS, options.kv_heads, HEAD_DIM, 1, 1)
     print("tokens a rank   one ring   two levels   ratio   with bfloat16 gradients: one ring   two levels")
     for local in options.local_tokens:
-        setting = Setting(
+        setting = TrainingSetting(
             local * ranks, ranks, 1, model, Causal(), "zigzag", Zero(0, ranks, 2), "bfloat16", hardware
         )
         row = [

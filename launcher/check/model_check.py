@@ -47,7 +47,7 @@ from .small_model import (
     usual_head,
 )
 
-Result = Literal["exact", "refused", "WRONG", "invalid"]
+CheckVerdict = Literal["exact", "refused", "WRONG", "invalid"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ModelReport:
     model: str  # its class, and the request's source
     # "exact"; "refused" with a typed error before anything wrong was computed; "WRONG"; "invalid" where the
     # model itself cannot be made or run on one process
-    result: Result
+    result: CheckVerdict
     reason: str = ""  # of a refusal or a crash, with the error's type
     differences: tuple[Difference, ...] = ()  # all that rounding does not explain, in the order of computing
     largest: Mapping[str, Difference] = field(default_factory=dict)  # the largest relative error of each kind

@@ -19,7 +19,7 @@ from ds_ring.config.json_text import read_object
 from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 
-Values = dict[str, Any]
+ConfigValues = dict[str, Any]
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM = 89, 64, 4, 16
 
@@ -70,7 +70,7 @@ _LEFT_OPEN = {
     "num_experts_per_tok": 2,
 }
 # By model type: what its defaults leave open, or what must fit a size that was made smaller.
-_OF_TYPES: dict[str, Values] = {
+_OF_TYPES: dict[str, ConfigValues] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
@@ -154,7 +154,7 @@ def shrink(
     return _made(config.model_type, values)
 
 
-def _made(model_type: str, values: Values) -> PreTrainedConfig:
+def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
     if model_type.endswith("_assistant"):  # Gemma 4's
         raise RingConfigError(
             f"{model_type}: expected a model that runs by itself, got one that drafts tokens from the keys of"
@@ -170,7 +170,7 @@ def _made(model_type: str, values: Values) -> PreTrainedConfig:
     return made
 
 
-def _shrink_layers(values: Values, at_least: int) -> None:
+def _shrink_layers(values: ConfigValues, at_least: int) -> None:
     """Keep fewer layers: one of each kind, by every list that has an entry for each layer."""
     name = next((name for name in _LAYERS if isinstance(values.get(name), int)), None)
     if name is None:
@@ -201,7 +201,7 @@ def _shrink_layers(values: Values, at_least: int) -> None:
         values["attention_types"] = [[values["attention_layers"], 1]]
 
 
-def _shrink_sizes(values: Values) -> None:
+def _shrink_sizes(values: ConfigValues) -> None:
     heads = next((values[key] for key in _SIZES[HEADS][:5] if isinstance(values.get(key), int)), None)
     if values.get("query_pre_attn_scalar", 0) == values.get("head_dim"):  # Gemma's own name for it
         values["query_pre_attn_scalar"] = HEAD_DIM
@@ -223,7 +223,7 @@ def _shrink_sizes(values: Values) -> None:
         _shrink_sizes(layer)
 
 
-def _shrink_lengths(values: Values, tokens: int) -> None:
+def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
     """Shrink windows to a fifth of the tokens, rotary scaling's length to between shard and sequence."""
     for name in _WINDOWS:
         if isinstance(values.get(name), int) and values[name] > 0:
@@ -249,14 +249,14 @@ def _shrink_lengths(values: Values, tokens: int) -> None:
         values["original_max_position_embeddings"] = trained
 
 
-def special_tokens(values: Values) -> set[int]:
+def special_tokens(values: ConfigValues) -> set[int]:
     """Return the tokens that a configuration gives a meaning of their own (padding, ends, images)."""
     named = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
     flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
     return {item for item in flat if isinstance(item, int)}
 
 
-def _keep_tokens_known(values: Values) -> None:
+def _keep_tokens_known(values: ConfigValues) -> None:
     """Move special tokens inside the small vocabulary."""
     size = values.get("vocab_size", VOCABULARY)
     for name, value in values.items():
@@ -267,7 +267,7 @@ def _keep_tokens_known(values: Values) -> None:
                 values[name] = [item % size for item in value if isinstance(item, int)]
 
 
-def _take_dropout_out(values: Values) -> None:
+def _take_dropout_out(values: ConfigValues) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             _take_dropout_out(value)

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
-    progress = _Progress()
+    progress = _ProgressLine()
     found = estimate(settings_of(options, progress.say), progress)
     advice = advise(found, progress.say)
     rows = compare(found, advice.longest_tokens) if options.compare else []
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     return 0
 
 
-class _Progress:
+class _ProgressLine:
     """Print on stderr what is being done, once that has taken two seconds; on terminals only."""
 
     def __init__(self) -> None:

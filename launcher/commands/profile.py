@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ds_ring.masks.pattern import Pattern
 
-    from ..profile.measure import Job, RingRun
+    from ..profile.measure import ProfileJob, RingRun
     from ..profile.timeline import Timeline
 
 
@@ -63,7 +63,7 @@ def times_of(timeline: Timeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_memory(job: Job, runs: list[RingRun]) -> None:
+def print_memory(job: ProfileJob, runs: list[RingRun]) -> None:
     """Print a table of peaks and their parts, a row for each ring."""
     from rich.table import Table
 
@@ -170,14 +170,14 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     return 0
 
 
-def _folders(options: argparse.Namespace, jobs: list[Job]) -> list[Path]:
+def _folders(options: argparse.Namespace, jobs: list[ProfileJob]) -> list[Path]:
     """Return where each job's files go: a folder below the given one where there are several."""
     if len(jobs) == 1:
         return [options.output]
     return [options.output / f"pattern-{number}" for number in range(1, len(jobs) + 1)]
 
 
-def _profiled(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path) -> dict[str, Any]:
+def _profiled(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folder: Path) -> dict[str, Any]:
     """Measure, draw and print one pattern; return what `--json` prints of it."""
     # Only the largest ring is drawn in time: the pictures of small ones say little.
     runs = _measured(options, job, sizes)
@@ -197,13 +197,13 @@ def _profiled(options: argparse.Namespace, job: Job, sizes: list[int], folder: P
     }
 
 
-def _jobs(options: argparse.Namespace) -> list[Job]:
+def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
     """Return a job for every pattern of the model's layers."""
     config, source = config_of(options), source_of(options)
     from ds_ring.runtime.context import Options
 
     from ..plan.model_file import mix_of
-    from ..profile.measure import Job
+    from ..profile.measure import ProfileJob
 
     how = Options(
         kernel=config.kernel,
@@ -212,7 +212,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         chunk_bytes=options.chunk_bytes,
         hop_timeout_s=options.timeout if options.timeout > 0 else 1.0,
     )
-    job = Job(
+    job = ProfileJob(
         source.geometry,
         pattern_of(options, config),
         options.layout or config.layout,
@@ -236,7 +236,7 @@ def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
     return said_of(json.dumps(with_layer_types(options.hf_config)), options.layers)
 
 
-def _check(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path) -> None:
+def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folder: Path) -> None:
     """Raise whatever can be known to be wrong before anything is run."""
     from ds_ring.errors import RingConfigError
 
@@ -265,7 +265,7 @@ def _check(options: argparse.Namespace, job: Job, sizes: list[int], folder: Path
         ) from None
 
 
-def _measured(options: argparse.Namespace, job: Job, sizes: list[int]) -> list[RingRun]:
+def _measured(options: argparse.Namespace, job: ProfileJob, sizes: list[int]) -> list[RingRun]:
     """Measure every ring size, real and simulated as asked for; times of the largest one."""
     from tqdm import tqdm
 
@@ -322,7 +322,7 @@ def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timelin
 
 
 def _write(
-    options: argparse.Namespace, job: Job, runs: list[RingRun], timelines: list[Timeline], folder: Path
+    options: argparse.Namespace, job: ProfileJob, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
     from ..profile.pictures import draw_memory, draw_steps, draw_timeline

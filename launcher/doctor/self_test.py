@@ -36,7 +36,7 @@ from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.rank import Geometry, shard_of
 
-from ..profile.measure import Job, measure_rank
+from ..profile.measure import ProfileJob, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
@@ -188,7 +188,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     sizes = Geometry(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
-    job, pattern = Job(sizes, Causal(), options=options), Causal()
+    job, pattern = ProfileJob(sizes, Causal(), options=options), Causal()
     layout = job.layout(mesh.ring_size)
     context = context_for(pattern, layout, mesh, options)
     dtype, device = _kind(mesh)
@@ -235,7 +235,7 @@ def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
     return torch.float32, torch.device("cpu")
 
 
-def _whole(job: Job, name: str) -> Tensor:
+def _whole(job: ProfileJob, name: str) -> Tensor:
     """Return a tensor of all tokens."""
     return shard_of(job.source, job.layout(1), name, 0)
 
@@ -266,8 +266,8 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
 
-    def job(tokens: int) -> Job:
-        return Job(_memory_sizes(tokens, torch.float32), NARROW, options=options)
+    def job(tokens: int) -> ProfileJob:
+        return ProfileJob(_memory_sizes(tokens, torch.float32), NARROW, options=options)
 
     here = measure_rank(mesh, job(tokens), times=False).memory.peak_bytes / tokens
     if dist.get_rank():  # once is enough, and takes P times the memory
@@ -284,7 +284,7 @@ def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
     found = []
     for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
-        job = Job(_memory_sizes(tokens, torch.bfloat16), NARROW, options=options)
+        job = ProfileJob(_memory_sizes(tokens, torch.bfloat16), NARROW, options=options)
         layout = job.layout(one.ring_size)
         context = context_for(job.pattern, layout, one, options)
         torch.cuda.synchronize()

@@ -18,7 +18,7 @@ from .options import (
     sets_that_fit,
 )
 from .pass_time import EXPOSED
-from .training_setting import Setting
+from .training_setting import TrainingSetting
 
 # Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
 # data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
@@ -36,22 +36,22 @@ class Remedy(NamedTuple):
     peak_bytes: int  # of a device then
     host_bytes: int  # of a node's host then
     step_s: float  # seconds of a step then
-    setting: Setting  # with the change in it
+    setting: TrainingSetting  # with the change in it
 
 
 class _Change(NamedTuple):
     text: str
-    apply: Callable[[Setting], Setting]
+    apply: Callable[[TrainingSetting], TrainingSetting]
 
 
-def remedies(setting: Setting) -> tuple[Remedy, ...]:
+def remedies(setting: TrainingSetting) -> tuple[Remedy, ...]:
     """Return at most five changes that each make the setting fit, cheapest first."""
     changes = list(_changes(setting))
     found = chain(_on_these_devices(setting, changes), _more_devices(setting), _shorter(setting))
     return tuple(islice(found, MOST_LINES))
 
 
-def _changes(setting: Setting) -> Iterator[_Change]:
+def _changes(setting: TrainingSetting) -> Iterator[_Change]:
     """Yield every change on the same devices for the same sequence, cheapest first."""
     zero, model = setting.zero, setting.model
     if zero.stage and zero.bucket_elements > model.largest_parameter:
@@ -72,11 +72,11 @@ def _changes(setting: Setting) -> Iterator[_Change]:
         yield _Change("--batch 1", lambda s: replace(s, batch=1))
 
 
-def _with_stage(stage: int) -> Callable[[Setting], Setting]:
+def _with_stage(stage: int) -> Callable[[TrainingSetting], TrainingSetting]:
     return lambda setting: replace(setting, zero=replace(setting.zero, stage=stage))
 
 
-def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Remedy]:
+def _on_these_devices(setting: TrainingSetting, changes: list[_Change]) -> Iterator[Remedy]:
     """Yield changes that are enough and options that are; where none is, a change with options."""
     enough = (one for change in changes for one in _found(change.text, change.apply(setting)))
     found = list(islice(chain(enough, _with_options("", setting)), MOST_OF_THESE_DEVICES))
@@ -84,7 +84,7 @@ def _on_these_devices(setting: Setting, changes: list[_Change]) -> Iterator[Reme
     yield from found or islice(both, MOST_OF_THESE_DEVICES)
 
 
-def _with_options(text: str, setting: Setting) -> Iterator[Remedy]:
+def _with_options(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
     """Yield the cheapest sets of options that make a setting fit."""
     local = -(-setting.tokens // setting.ring_size)
     # The rough estimate rules most out before the slow one.
@@ -101,7 +101,7 @@ def flags(options: OptionSet) -> str:
     return " ".join(option.flag for option in options)
 
 
-def _more_devices(setting: Setting) -> Iterator[Remedy]:
+def _more_devices(setting: TrainingSetting) -> Iterator[Remedy]:
     """Propose more devices in one ring, alone, and fewer of them with options."""
     alone = _few_devices(setting)
     if alone is not None and alone.devices > setting.devices:
@@ -115,29 +115,29 @@ def _more_devices(setting: Setting) -> Iterator[Remedy]:
         yield from islice(_with_options(_devices_text(fewer), replace(fewer, may_add_options=False)), 1)
 
 
-def _few_devices(setting: Setting) -> Setting | None:
+def _few_devices(setting: TrainingSetting) -> TrainingSetting | None:
     """Return the fewest devices; None beyond the ring whose whole estimate takes about a second."""
     found = fewest_devices(setting)
     return found if found is not None and found.ring_size <= MOST_RANKS else None
 
 
-def _devices_text(setting: Setting) -> str:
+def _devices_text(setting: TrainingSetting) -> str:
     return f"--devices {setting.devices} --ring-size {setting.ring_size}"
 
 
-def _shorter(setting: Setting) -> Iterator[Remedy]:
+def _shorter(setting: TrainingSetting) -> Iterator[Remedy]:
     tokens = longest_sequence(setting)
     if 0 < tokens < setting.tokens:
         yield from _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
 
 
-def _found(text: str, setting: Setting) -> Iterator[Remedy]:
+def _found(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
     remedy = _checked(text, setting)
     if remedy is not None:
         yield remedy
 
 
-def _checked(text: str, setting: Setting) -> Remedy | None:
+def _checked(text: str, setting: TrainingSetting) -> Remedy | None:
     """Estimate a changed setting; None if it does not fit."""
     local = -(-setting.tokens // setting.ring_size)
     # The rough estimate rules most out before the slow one.

@@ -27,14 +27,14 @@ from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
 from .options import MOST_TOKENS
 from .pass_memory import PassMemory
-from .training_setting import ELEMENT_BYTES, Setting
+from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 GIB = 1 << 30
 CHUNK_TOKENS = 256  # of TRL's chunked_nll
 FINE = 256  # lengths are exact to 1 / FINE
 
 
-class Row(NamedTuple):
+class ComparisonRow(NamedTuple):
     """Hold what a method needs.
 
     Attributes:
@@ -57,12 +57,12 @@ class Row(NamedTuple):
 
 class _Method(NamedTuple):
     name: str
-    step: Callable[[Setting], TrainingStep]
-    ranks: Callable[[Setting], int]
-    sent: Callable[[Setting], int]
+    step: Callable[[TrainingSetting], TrainingStep]
+    ranks: Callable[[TrainingSetting], int]
+    sent: Callable[[TrainingSetting], int]
 
 
-def compare(found: Estimate, longest_tokens: int) -> list[Row]:
+def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     """Return ds_ring's own row and those of the other methods, for the same model, tokens and devices.
 
     Args:
@@ -72,13 +72,13 @@ def compare(found: Estimate, longest_tokens: int) -> list[Row]:
     setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
     ranks = setting.ring_size * setting.ulysses_size
     own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, longest_tokens)
-    return [Row(*own), *(_row(method, setting) for method in _METHODS)]
+    return [ComparisonRow(*own), *(_row(method, setting) for method in _METHODS)]
 
 
-def _row(method: _Method, setting: Setting) -> Row:
+def _row(method: _Method, setting: TrainingSetting) -> ComparisonRow:
     step = method.step(setting)
     moments = step.moments()
-    return Row(
+    return ComparisonRow(
         method.name,
         method.ranks(setting),
         step.peak().total,
@@ -89,7 +89,7 @@ def _row(method: _Method, setting: Setting) -> Row:
     )
 
 
-def _longest(method: _Method, setting: Setting) -> int:
+def _longest(method: _Method, setting: TrainingSetting) -> int:
     def has_room(tokens: int) -> bool:
         tried = replace(setting, tokens=tokens)
         return fits(tried, method.step(tried).moments())
@@ -103,17 +103,17 @@ def _longest(method: _Method, setting: Setting) -> int:
     return low
 
 
-def _ulysses_ranks(setting: Setting) -> int:
+def _ulysses_ranks(setting: TrainingSetting) -> int:
     """Return the most ranks that divide both heads and devices."""
     heads, devices = setting.model.heads, setting.devices
     return max(n for n in range(1, heads + 1) if heads % n == 0 and devices % n == 0)
 
 
-def _all_ranks(setting: Setting) -> int:
+def _all_ranks(setting: TrainingSetting) -> int:
     return setting.devices
 
 
-def _ulysses_step(setting: Setting) -> TrainingStep:
+def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     ranks, model = _ulysses_ranks(setting), setting.model
     inside = setting.batch * setting.tokens
     tokens = LocalTokens(-(-inside // ranks), inside, model.heads // ranks, max(model.kv_heads // ranks, 1))
@@ -121,7 +121,7 @@ def _ulysses_step(setting: Setting) -> TrainingStep:
     return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
 
 
-def _alst_step(setting: Setting) -> TrainingStep:
+def _alst_step(setting: TrainingSetting) -> TrainingStep:
     zero, model = setting.zero, setting.model
     tiled = replace(
         setting,
@@ -133,7 +133,7 @@ def _alst_step(setting: Setting) -> TrainingStep:
     return _ulysses_step(tiled)
 
 
-def _torch_step(setting: Setting) -> TrainingStep:
+def _torch_step(setting: TrainingSetting) -> TrainingStep:
     ranks, model = _all_ranks(setting), setting.model
     local = -(-setting.batch * setting.tokens // ranks)
     # K and V of the whole sequence; out, and dq, dk and dv in the backward pass, are added up in float32.
@@ -147,13 +147,13 @@ def _torch_step(setting: Setting) -> TrainingStep:
     )
 
 
-def _step(setting: Setting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:
+def _step(setting: TrainingSetting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:
     """Return a step with checkpointing and attention computed again, as all of them train long sequences."""
     again = replace(setting, checkpointing=True, recompute_attention=1.0)
     return replace(training_step(again, 1, ring), tokens=tokens)
 
 
-def _sent_by_ulysses(setting: Setting) -> int:
+def _sent_by_ulysses(setting: TrainingSetting) -> int:
     ranks, model = _ulysses_ranks(setting), setting.model
     heads = 2 * model.heads + 2 * max(model.kv_heads, ranks)
     local = setting.batch * setting.tokens // ranks
@@ -161,7 +161,7 @@ def _sent_by_ulysses(setting: Setting) -> int:
     return 2 * model.layers * once  # and their gradients
 
 
-def _sent_by_torch(setting: Setting) -> int:
+def _sent_by_torch(setting: TrainingSetting) -> int:
     """K and V once forward and once backward to all others, and their float32 gradients home."""
     model, ranks = setting.model, _all_ranks(setting)
     elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)

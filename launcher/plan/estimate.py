@@ -11,11 +11,11 @@ from typing import NamedTuple
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 
-from .layer_passes import LayerPass, LayerPasses, Progress, layer_passes
-from .model_memory import LocalTokens, Moment, TrainingStep
+from .layer_passes import LayerPass, LayerPasses, OnProgress, layer_passes
+from .model_memory import LocalTokens, MemoryMoment, TrainingStep
 from .pass_memory import PassMemory
 from .pass_time import PassCost
-from .training_setting import ELEMENT_BYTES, Setting
+from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 # Ulysses: a forward pass exchanges q, k and v for all tokens of some heads, and out back
 # (runtime/autograd.py); a backward pass does the same with the gradients. A rank sends (U -
@@ -42,7 +42,7 @@ def swapped_heads(heads: int, kv_heads: int) -> int:
     return 2 * (heads + kv_heads)
 
 
-def head_swaps(setting: Setting, local_tokens: int) -> HeadSwaps:
+def head_swaps(setting: TrainingSetting, local_tokens: int) -> HeadSwaps:
     """Return the all-to-alls of a layer whose ring shards have so many slots, which Ulysses ranks share."""
     size, model, hardware = setting.ulysses_size, setting.model, setting.hardware
     if size == 1:
@@ -65,9 +65,9 @@ CHUNKS_HERE = 3
 class Estimate(NamedTuple):
     """Hold what a step costs on the device that needs most."""
 
-    setting: Setting  # what was planned
+    setting: TrainingSetting  # what was planned
     layout: Layout  # which one it is
-    moments: list[Moment]  # every moment at which memory can be highest
+    moments: list[MemoryMoment]  # every moment at which memory can be highest
     passes: tuple[LayerPass, ...]  # of one layer of each pattern on the slowest rank looked at
     attention: PassCost  # of all layers' passes
     # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
@@ -88,12 +88,12 @@ class Estimate(NamedTuple):
     ranks: int  # how many ring ranks were looked at
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """Return the moment of the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
-    def host_peak(self) -> Moment:
+    def host_peak(self) -> MemoryMoment:
         """Return the moment at which most lies on the host."""
         return max(self.moments, key=lambda moment: moment.host_total)
 
@@ -113,19 +113,19 @@ class Estimate(NamedTuple):
         return self.attention_s + self.dense_s + self.zero_s + self.host_s
 
 
-def fits(setting: Setting, moments: list[Moment]) -> bool:
+def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
     """Return whether device and host can give what is alive at every moment."""
     host = setting.usable_host_bytes or 0.0
     return all(one.total <= setting.usable_bytes and one.host_total <= host for one in moments)
 
 
-def least_step(setting: Setting) -> TrainingStep:
+def least_step(setting: TrainingSetting) -> TrainingStep:
     """Return a step without what the ring needs: no plan has to be made for it."""
     slots = -(-setting.tokens // (setting.ring_size * setting.ulysses_size)) * setting.ulysses_size
     return training_step(setting, slots, PassMemory(0, 0, 0))
 
 
-def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingStep:
+def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> TrainingStep:
     """Return the memory of a step with so many slots of a ring rank, and what its passes need."""
     ulysses, model = setting.ulysses_size, setting.model
     inside = setting.batch * slots
@@ -137,7 +137,7 @@ def training_step(setting: Setting, slots: int, ring: PassMemory) -> TrainingSte
     )  # fmt: skip
 
 
-def heads_here(setting: Setting, slots: int) -> float | None:
+def heads_here(setting: TrainingSetting, slots: int) -> float | None:
     """Return the part of attention's heads that are on the device while some are computed; None for all."""
     kind, model = setting.hardware.kind, setting.model
     # On the CPU both are one memory: nothing is gained, and what is copied replaces what it was copied from.
@@ -151,7 +151,7 @@ def heads_here(setting: Setting, slots: int) -> float | None:
 
 
 def estimate(
-    setting: Setting, progress: Progress | None = None, attention: LayerPasses | None = None
+    setting: TrainingSetting, progress: OnProgress | None = None, attention: LayerPasses | None = None
 ) -> Estimate:
     """Estimate everything about a setting.
 
@@ -211,7 +211,7 @@ def estimate(
 # two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
 # devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
 # if nothing were hidden behind compute.
-def host_traffic(setting: Setting, step: TrainingStep) -> tuple[int, float]:
+def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, float]:
     """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
     zero, model, hardware = setting.zero, setting.model, setting.hardware
     moved, adam_s = 0, 0.0
@@ -230,7 +230,7 @@ def host_traffic(setting: Setting, step: TrainingStep) -> tuple[int, float]:
     return (0, adam_s) if setting.host_is_device or link is None else (moved, moved / link + adam_s)
 
 
-def _zero_bytes(setting: Setting) -> int:
+def _zero_bytes(setting: TrainingSetting) -> int:
     """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one."""
     # Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
     zero = setting.zero
@@ -238,7 +238,7 @@ def _zero_bytes(setting: Setting) -> int:
     return times * zero.element_bytes * setting.model.parameters * (zero.world - 1) // zero.world
 
 
-def _widest_link(setting: Setting) -> float:
+def _widest_link(setting: TrainingSetting) -> float:
     hardware = setting.hardware
     inside = setting.devices <= hardware.devices_per_node
     return hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s

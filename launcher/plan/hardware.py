@@ -25,7 +25,7 @@ _FRACTION = "a number of at least 1e-06 and at most 1"
 _WAIT = "a number of seconds, 0 or more and at most 1e+06"
 
 Name = Annotated[str, Field(min_length=1), Takes("a word", "write the name of the device")]
-Kind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
+DeviceKind = Annotated[Literal["cuda", "cpu"], Takes("a word", "write one of these in the YAML")]
 Bytes = Annotated[
     int, Field(ge=1, le=2**60), Takes("a whole number of bytes above 0", "write 80_000_000_000, say")
 ]
@@ -42,7 +42,7 @@ BytesOrNone = Annotated[
 Fraction = Annotated[
     float, Field(ge=1e-6, le=1, allow_inf_nan=False), Takes(_FRACTION, "write 0.5 for half of the peak")
 ]
-Wait = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
+WaitSeconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Takes(_WAIT, "write 1.0e-05, say")]
 Sources = Annotated[
     dict[str, str], Takes("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
 ]
@@ -76,7 +76,7 @@ class Hardware(Section):
     """Describe one kind of device and its network. Rates are FLOPs or bytes per second, waits are seconds."""
 
     name: Name = Field(description="what tables call it")
-    kind: Kind = Field(description="cuda also stands for ROCm, as in torch")
+    kind: DeviceKind = Field(description="cuda also stands for ROCm, as in torch")
     memory_bytes: Bytes = Field(description="of one device (for kind cpu: that one process may use)")
     devices_per_node: Count = Field(description="devices that intra_node_bytes_per_s connects")
     peak_flops: Annotated[PeakFlops, Takes("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")] = (
@@ -92,13 +92,13 @@ class Hardware(Section):
         default=None, description="the same of other kernels, for plans with that kernel in the JSON"
     )
     matmul_efficiency: Fraction = Field(description="of peak_flops in the model's other matrices")
-    call_overhead_s: Wait = Field(description="fixed cost of a kernel call")
+    call_overhead_s: WaitSeconds = Field(description="fixed cost of a kernel call")
     intra_node_bytes_per_s: Rate = Field(
         description="that one device receives from its neighbour in the node"
     )
     inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
-    link_latency_s: Wait = Field(description="from a send to the first byte")
-    hop_overhead_s: Wait = Field(description="fixed cost of posting and waiting for a hop's messages")
+    link_latency_s: WaitSeconds = Field(description="from a send to the first byte")
+    hop_overhead_s: WaitSeconds = Field(description="fixed cost of posting and waiting for a hop's messages")
     host_memory_bytes: BytesOrNone = Field(
         default=None, description="of a node's host, for what is offloaded; without it nothing is"
     )

@@ -1,4 +1,4 @@
-"""Turn the options of `ds-ring plan` into a `Setting`: read files, fill in defaults, search what is open.
+"""Turn the options of `ds-ring plan` into a `TrainingSetting`: read files, fill in defaults, search.
 
 Options come before the DeepSpeed JSON, which comes before defaults.
 """
@@ -30,7 +30,7 @@ from .options import (
     tiled_mlp,
     with_cheapest_options,
 )
-from .training_setting import ELEMENT_BYTES, Setting
+from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
 _ZERO = "zero_optimization"
@@ -47,7 +47,7 @@ _MOST = {
 }
 
 
-def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Setting:
+def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> TrainingSetting:
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
     if options.tiled_loss is None:
         options.tiled_loss = options.loss_chunk
@@ -105,7 +105,7 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
 
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
-) -> Setting:
+) -> TrainingSetting:
     model, ulysses = model_of(options), config.ulysses_size
     if ring * ulysses > _MOST_DEVICES:
         expected = f"at most {_MOST_DEVICES:,} ranks"
@@ -122,7 +122,7 @@ def _setting(
     hardware.runs(config.kernel)  # likewise
     said = said_of_layers(options.hf_config, model.layers)
     batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
-    setting = Setting(
+    setting = TrainingSetting(
         tokens=options.tokens or 1,
         ring_size=ring,
         ulysses_size=ulysses,
@@ -145,7 +145,9 @@ def _setting(
     return _with_options(setting, options, config)
 
 
-def _with_options(setting: Setting, options: argparse.Namespace, config: RingConfig) -> Setting:
+def _with_options(
+    setting: TrainingSetting, options: argparse.Namespace, config: RingConfig
+) -> TrainingSetting:
     """Turn on what the command line or the JSON asks for of `launcher/plan/options.py`."""
     long, gpu = config.long_sequence, not setting.host_is_device
     for key, turn_on in (("tiled_loss", tiled_loss), ("tiled_mlp", tiled_mlp)):
@@ -238,7 +240,7 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
     return value
 
 
-def _fewest(setting: Setting) -> Setting:
+def _fewest(setting: TrainingSetting) -> TrainingSetting:
     found = fewest_devices(setting)
     if found is None:
         raise RingConfigError(
@@ -248,7 +250,7 @@ def _fewest(setting: Setting) -> Setting:
     return found
 
 
-def _longest(setting: Setting) -> Setting:
+def _longest(setting: TrainingSetting) -> TrainingSetting:
     if setting.may_add_options:
         found = longest_with_options(setting)
     else:

@@ -21,12 +21,12 @@ from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 from .hardware import Hardware
 from .pass_memory import PassMemory, PassShape, pass_memory
-from .pass_time import Part, PassCost, pass_cost
-from .training_setting import ELEMENT_BYTES, FEW_RANKS, Setting
+from .pass_time import CostPart, PassCost, pass_cost
+from .training_setting import ELEMENT_BYTES, FEW_RANKS, TrainingSetting
 
 FEW_CLASSES, MANY_RANKS = 4, 64
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 class LayerPass(NamedTuple):
@@ -70,12 +70,12 @@ def total_cost(passes: Iterable[LayerPass]) -> PassCost:
     return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
 
 
-def blocks_of(setting: Setting) -> int:
+def blocks_of(setting: TrainingSetting) -> int:
     """Return the side of the blocks in which the kernel computes; 1 for one that does not."""
     return setting.block_size if KERNELS[setting.kernel_that_runs].takes_blocks else 1
 
 
-def plans_of(setting: Setting) -> list[tuple[Plan, int]]:
+def plans_of(setting: TrainingSetting) -> list[tuple[Plan, int]]:
     """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
     mix = setting.mix
     layout = make_layout(
@@ -114,7 +114,7 @@ def _waste(pattern: Pattern, layout: Layout, block: int) -> float:
     return executed_of_fullest(bound, layout, block) / max(int(work_of_ranks(bound, layout).max()), 1)
 
 
-def pass_shape(setting: Setting, layout: Layout) -> PassShape:
+def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
     """Return the tensors of a pass on one rank."""
     model, element = setting.model, ELEMENT_BYTES[setting.dtype]
     return PassShape(
@@ -141,15 +141,15 @@ def sampled_ranks(ring_size: int) -> list[int]:
     return [ranks[0], ranks[-1]] if ring_size > MANY_RANKS else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
 
 
-def parts_of(plan: Plan, ring_rank: int) -> list[Part]:
+def parts_of(plan: Plan, ring_rank: int) -> list[CostPart]:
     """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
     if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
-        return [Part(head_class.rank(ring_rank), 1) for head_class in plan.classes]
+        return [CostPart(head_class.rank(ring_rank), 1) for head_class in plan.classes]
     if plan.ring_size > MANY_RANKS:
-        return [Part(plan.classes[0].rank(ring_rank), len(plan.classes))]
+        return [CostPart(plan.classes[0].rank(ring_rank), len(plan.classes))]
     half = len(plan.classes) // 2
     chosen = ((plan.classes[0], half), (plan.classes[-1], len(plan.classes) - half))
-    return [Part(head_class.rank(ring_rank), times) for head_class, times in chosen]
+    return [CostPart(head_class.rank(ring_rank), times) for head_class, times in chosen]
 
 
 def slowest_pass(
@@ -161,7 +161,7 @@ def slowest_pass(
     return max(costs, key=lambda cost: cost.seconds)
 
 
-def slowest_passes(setting: Setting, bytes_per_s: float) -> tuple[LayerPass, ...]:
+def slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[LayerPass, ...]:
     """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
     plans = plans_of(setting)
     shape = pass_shape(setting, plans[0][0].layout)
@@ -169,7 +169,7 @@ def slowest_passes(setting: Setting, bytes_per_s: float) -> tuple[LayerPass, ...
     return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
 
 
-def layer_passes(setting: Setting, progress: Progress | None = None) -> LayerPasses:
+def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -> LayerPasses:
     """Estimate the attention of all layers.
 
     Raises:
@@ -196,18 +196,18 @@ def layer_passes(setting: Setting, progress: Progress | None = None) -> LayerPas
     )
 
 
-def rough_pass_memory(setting: Setting) -> tuple[Layout, PassMemory]:
+def rough_pass_memory(setting: TrainingSetting) -> tuple[Layout, PassMemory]:
     """Return the layout, and what passes need by two ranks and one class of heads: enough for a search."""
     plans = plans_of(setting)
     layout = plans[0][0].layout
     shape, needs = pass_shape(setting, layout), []
     for rank in sorted({0, setting.ring_size // 2}):
-        parts = [[Part(plan.classes[0].rank(rank), len(plan.classes))] for plan, _ in plans]
+        parts = [[CostPart(plan.classes[0].rank(rank), len(plan.classes))] for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
     return layout, max(needs, key=lambda memory: memory.total)
 
 
-def _memory(parts: list[Part], shape: PassShape) -> PassMemory:
+def _memory(parts: list[CostPart], shape: PassShape) -> PassMemory:
     return pass_memory(tuple(part.head_class for part in parts for _ in range(part.times)), shape)
 
 

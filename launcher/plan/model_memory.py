@@ -144,7 +144,7 @@ class Zero:
 Components = dict[str, int]
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """Hold bytes by component at one moment of a step, on the device and on its host."""
 
     name: str
@@ -274,7 +274,7 @@ class TrainingStep:
             return layers * kept if attention else inputs
         return layers * (self._attention_here if attention else 2 * self.norm_bytes + self.mlp_bytes)
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[MemoryMoment]:
         """Return every moment that can be the highest, in the order of a step."""
         return [
             self._start(),
@@ -289,7 +289,7 @@ class TrainingStep:
         """Return the most that lies on the host at once."""
         return max(moment.host_total for moment in self.moments())
 
-    def _moment(self, name: str, components: Components, layers: int = 0) -> Moment:
+    def _moment(self, name: str, components: Components, layers: int = 0) -> MemoryMoment:
         """Return a moment at which so many layers wait for their backward pass."""
         offloaded = self.checkpointing and self.offload_checkpoints
         waiting = min(layers, 1) if self.checkpointing else layers  # checkpointed layers do so one by one
@@ -299,10 +299,10 @@ class TrainingStep:
             "attention on the host": waiting * self.offloaded_bytes,
         }
         if self.host_is_device:
-            return Moment(name, components | host, {})
-        return Moment(name, components, host)
+            return MemoryMoment(name, components | host, {})
+        return MemoryMoment(name, components, host)
 
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """Return the moment of the most memory."""
         return max(self.moments(), key=lambda moment: moment.total)
 
@@ -316,11 +316,11 @@ class TrainingStep:
             "ring buffers": self.ring.buffers,
         }
 
-    def _start(self) -> Moment:
+    def _start(self) -> MemoryMoment:
         zero, model = self.zero, self.model
         return self._moment("start of the engine", {"parameters": zero.start(model)})
 
-    def _loss(self) -> Iterator[Moment]:
+    def _loss(self) -> Iterator[MemoryMoment]:
         """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more.
 
         In tiles, a tile's gradients follow its loss at once: the hidden states' are kept, and the output
@@ -346,7 +346,7 @@ class TrainingStep:
             backward = element * self.logits + 2 * self.layer_input_bytes
         yield self._moment("output matrix, backward", made | {"logits and loss": backward}, layers)
 
-    def _layers(self) -> Iterator[Moment]:
+    def _layers(self) -> Iterator[MemoryMoment]:
         """Yield the last layer, while all others are saved, and the first, when all gradients exist."""
         layers, per_layer = self.model.layers, self.model.layer_parameters
         head = self.model.head_parameters
@@ -388,12 +388,12 @@ class TrainingStep:
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
         )
 
-    def _end_of_backward(self) -> Moment:
+    def _end_of_backward(self) -> MemoryMoment:
         states = self._states(self.model.parameters)
         states["gradients"] += self.zero.reduction(self.model)
         return self._moment("end of the backward pass", states)
 
-    def _optimizer_step(self) -> Moment:
+    def _optimizer_step(self) -> MemoryMoment:
         states = self._states(0, passing=False)
         gradients, temporary = self.zero.step(self.model)
         states["gradients"] += gradients
@@ -403,7 +403,7 @@ class TrainingStep:
 def attention_alone(
     rows: int, kv_rows: int, local_tokens: int, head_dim: int, element: int, ring: PassMemory,
     v_head_dim: int | None = None,
-) -> Moment:  # fmt: skip
+) -> MemoryMoment:  # fmt: skip
     """Return the memory of a forward and backward pass with no model around it.
 
     Args:
@@ -418,4 +418,4 @@ def attention_alone(
     tensors = 2 * (rows + kv_rows) * local_tokens * both * element  # q, k, v, out and their gradients
     parts = {"attention": tensors + rows * local_tokens * FLOAT, "ring buffers": ring.buffers}
     parts |= {"accumulators": ring.accumulators, "kernel workspace": ring.workspace}
-    return Moment("attention, backward", parts, {})
+    return MemoryMoment("attention, backward", parts, {})

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .estimate import Estimate, estimate
 from .layer_passes import plans_of, slowest_passes, total_cost
 from .pass_time import EXPOSED, PassCost
-from .training_setting import Setting, like_in_hops
+from .training_setting import TrainingSetting, like_in_hops
 
 # The shortest shard from which on transfers hide behind compute, by bisection on the cost model.
 
@@ -48,7 +48,7 @@ def waiting(cost: PassCost) -> float:
 # Very short shards hide because posting a message takes longer than the message; longer ones may not, until
 # compute, which grows faster, has caught up. The search therefore comes down from long shards to the first
 # that does not hide, and bisects between that one and the last that does.
-def hiding_shard(setting: Setting) -> Hiding:
+def hiding_shard(setting: TrainingSetting) -> Hiding:
     """Return the fewest tokens per ring rank from which on transfers hide; [Note: from which on].
 
     Raises:
@@ -72,7 +72,7 @@ def hiding_shard(setting: Setting) -> Hiding:
     return Hiding(high, None)
 
 
-def _most(setting: Setting) -> int:
+def _most(setting: TrainingSetting) -> int:
     """Return a power of two, times the Ulysses size, no shorter than the setting's own shard."""
     most = MOST * setting.ulysses_size
     while most * setting.ring_size < setting.tokens:
@@ -80,12 +80,12 @@ def _most(setting: Setting) -> int:
     return most
 
 
-def _cost(setting: Setting, local_tokens: int) -> PassCost:
+def _cost(setting: TrainingSetting, local_tokens: int) -> PassCost:
     """Return the cost of all layers on the slowest of up to eight ranks, over the planned ring's links."""
     return total_cost(slowest_passes(like_in_hops(setting, local_tokens), setting.bytes_per_s))
 
 
-def _why(setting: Setting, most: int) -> str:
+def _why(setting: TrainingSetting, most: int) -> str:
     long, shorter = _cost(setting, most), _cost(setting, most // STEP)
     wait = f"{waiting(long):.0%} of a pass waits at T/P = {most:,}"
     now, before = (cost.exposed_s / cost.compute_s for cost in (long, shorter))
@@ -110,7 +110,7 @@ class NodeOrder(NamedTuple):
     """
 
     name: str
-    setting: Setting
+    setting: TrainingSetting
     runs: bool
     attention_s: float
     waiting_s: float
@@ -150,12 +150,12 @@ def node_orders(found: Estimate) -> NodeOrders | None:
     return NodeOrders(rows, best, hides, _advice(rows, best, hides))
 
 
-def _one_ring(setting: Setting) -> Setting:
+def _one_ring(setting: TrainingSetting) -> TrainingSetting:
     ring = setting.ring_size * setting.ulysses_size
     return replace(setting, ring_size=ring, ulysses_size=1, ring_ranks_per_node=0)
 
 
-def _others(setting: Setting) -> Iterator[Setting]:
+def _others(setting: TrainingSetting) -> Iterator[TrainingSetting]:
     """Yield the ways beside the setting's own."""
     whole = replace(setting, ring_size=setting.ring_size * setting.ulysses_size, ulysses_size=1)
     inside = math.gcd(setting.model.kv_heads, setting.model.heads, setting.hardware.devices_per_node)
@@ -167,17 +167,17 @@ def _others(setting: Setting) -> Iterator[Setting]:
     yield from (way for way in ways if _sizes(way) != own)
 
 
-def _sizes(setting: Setting) -> tuple[int, int, bool]:
+def _sizes(setting: TrainingSetting) -> tuple[int, int, bool]:
     return setting.ring_size, setting.ulysses_size, _has_levels(setting)
 
 
-def _has_levels(setting: Setting) -> bool:
+def _has_levels(setting: TrainingSetting) -> bool:
     """Return whether some layer's plan goes by nodes."""
     ways = (plan.classes[0].directions for plan, _ in plans_of(setting))
     return any(way.ranks_per_node > 0 for directions in ways for way in directions)
 
 
-def _row(setting: Setting, found: Estimate | None = None) -> NodeOrder:
+def _row(setting: TrainingSetting, found: Estimate | None = None) -> NodeOrder:
     if found is None:
         found = estimate(setting)
     ring, ulysses, levels = _sizes(setting)

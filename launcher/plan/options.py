@@ -17,7 +17,7 @@ from ds_ring.registry import FAST_KERNELS
 from .estimate import Estimate, estimate, fits, least_step, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
 from .pass_memory import PassMemory
-from .training_setting import Setting, like_in_memory
+from .training_setting import TrainingSetting, like_in_memory
 
 _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
@@ -36,19 +36,19 @@ class MemoryOption(NamedTuple):
 
     flag: str
     section: tuple[tuple[str, ...], object] | None
-    is_on: Callable[[Setting], bool]
+    is_on: Callable[[TrainingSetting], bool]
     needs: str
-    is_possible: Callable[[Setting], bool]
-    apply: Callable[[Setting], Setting]
+    is_possible: Callable[[TrainingSetting], bool]
+    apply: Callable[[TrainingSetting], TrainingSetting]
 
 
-def tiled_loss(setting: Setting, tokens: int | None = None) -> Setting:
+def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
     """Turn on a loss in tiles of so many tokens; None is the default size."""
     size = tile_tokens(True if tokens is None else tokens, setting.model.vocab, setting.hardware.kind)
     return replace(setting, loss_tokens=size)
 
 
-def tiled_mlp(setting: Setting, tokens: int | None = None) -> Setting:
+def tiled_mlp(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
     """Turn on MLPs in tiles of so many tokens; None is the default size."""
     width = setting.model.intermediate
     return replace(
@@ -56,7 +56,7 @@ def tiled_mlp(setting: Setting, tokens: int | None = None) -> Setting:
     )
 
 
-def _has_host(setting: Setting) -> bool:
+def _has_host(setting: TrainingSetting) -> bool:
     hardware = setting.hardware
     known = hardware.host_memory_bytes is not None and hardware.host_link_bytes_per_s is not None
     return known or setting.host_is_device
@@ -140,7 +140,7 @@ OPTIONS = (
 OptionSet = tuple[MemoryOption, ...]
 
 
-def option_sets(setting: Setting) -> Iterator[tuple[OptionSet, Setting]]:
+def option_sets(setting: TrainingSetting) -> Iterator[tuple[OptionSet, TrainingSetting]]:
     """Yield every set of options that can be turned on, the empty one first, with the setting that has it."""
     checkpointed = replace(setting, checkpointing=True)  # what some of them need
     off = [
@@ -157,7 +157,7 @@ def option_sets(setting: Setting) -> Iterator[tuple[OptionSet, Setting]]:
                 yield chosen, changed
 
 
-def with_options(setting: Setting, options: OptionSet) -> Setting | None:
+def with_options(setting: TrainingSetting, options: OptionSet) -> TrainingSetting | None:
     """Turn on options, in the order of the rows; None where one of them is not possible."""
     for option in options:
         if not option.is_possible(setting):
@@ -166,7 +166,7 @@ def with_options(setting: Setting, options: OptionSet) -> Setting | None:
     return setting
 
 
-def fits_somehow(setting: Setting, slots: int, ring: PassMemory) -> bool:
+def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool:
     """Return whether a setting fits, or may with options if it says that they may be added.
 
     Args:
@@ -178,34 +178,34 @@ def fits_somehow(setting: Setting, slots: int, ring: PassMemory) -> bool:
     return any(fits(one, training_step(one, slots, ring).moments()) for one in tried)
 
 
-class Found(NamedTuple):
+class FoundSetting(NamedTuple):
     """Hold a set of options and what a step with them costs."""
 
     options: OptionSet
     estimate: Estimate
 
 
-def sets_that_fit(setting: Setting, attention: LayerPasses | None = None) -> list[Found]:
+def sets_that_fit(setting: TrainingSetting, attention: LayerPasses | None = None) -> list[FoundSetting]:
     """Return the sets of options that make a setting fit, none with a needless one, cheapest first."""
     attention = layer_passes(setting) if attention is None else attention
-    found: list[Found] = []
+    found: list[FoundSetting] = []
     for options, changed in option_sets(setting):  # small sets come first
         flags = {option.flag for option in options}
         if any(flags.issuperset(option.flag for option in smaller.options) for smaller in found):
             continue
         tried = estimate(changed, attention=attention)
         if tried.fits:
-            found.append(Found(options, tried))
+            found.append(FoundSetting(options, tried))
     return sorted(found, key=lambda one: (one.estimate.step_s, len(one.options)))
 
 
-def with_cheapest_options(setting: Setting) -> Setting:
+def with_cheapest_options(setting: TrainingSetting) -> TrainingSetting:
     """Turn on the cheapest set of options that makes a setting fit; as it was where none does."""
     found = sets_that_fit(setting)
     return found[0].estimate.setting if found else setting
 
 
-def json_of(setting: Setting) -> dict[str, Any]:
+def json_of(setting: TrainingSetting) -> dict[str, Any]:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     whole: dict[str, Any] = {}
     kernel = setting.kernel_that_runs
@@ -234,7 +234,7 @@ FINE = 64  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 4
 
 
-def peak_bytes(setting: Setting, local_tokens: int) -> int:
+def peak_bytes(setting: TrainingSetting, local_tokens: int) -> int:
     """Return the peak of a device with so many tokens per rank, or a part of it that is too much."""
     smaller = like_in_memory(setting, local_tokens)
     # Cheap lower bound first: most of a search's settings need no plan.
@@ -245,7 +245,7 @@ def peak_bytes(setting: Setting, local_tokens: int) -> int:
     return training_step(smaller, layout.local_tokens, memory).peak().total
 
 
-def can_hold(setting: Setting, local_tokens: int) -> bool:
+def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
     """Return whether devices and hosts hold so many tokens per rank, with options added where they may be."""
     smaller = like_in_memory(setting, local_tokens)
     least = least_step(smaller)
@@ -255,7 +255,7 @@ def can_hold(setting: Setting, local_tokens: int) -> bool:
     return fits_somehow(smaller, layout.local_tokens, memory)
 
 
-def longest_sequence(setting: Setting) -> int:
+def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
     low, high = 0, 64 * unit
@@ -267,7 +267,7 @@ def longest_sequence(setting: Setting) -> int:
     return low * setting.ring_size
 
 
-def longest_with_options(setting: Setting) -> Setting | None:
+def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:
     """Return the longest sequence with the cheapest options that make it fit, None if none does."""
     tokens = longest_sequence(replace(setting, may_add_options=True))
     # The search looks at a small ring: the whole one may need a little more.
@@ -279,7 +279,7 @@ def longest_with_options(setting: Setting) -> Setting | None:
     return None
 
 
-def fewest_devices(setting: Setting) -> Setting | None:
+def fewest_devices(setting: TrainingSetting) -> TrainingSetting | None:
     """Return the setting on the smallest power of two of devices that fit, all in one ring, or None."""
     size = setting.ulysses_size
     while size <= MOST_DEVICES:

@@ -31,7 +31,7 @@ FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and element of D: 
 Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
 
 
-class Rates(NamedTuple):
+class PassRates(NamedTuple):
     """Describe what a machine takes for the work of a pass, seconds.
 
     Attributes:
@@ -120,7 +120,7 @@ def work_of(
     return work
 
 
-def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates: Rates) -> TimeLine:
+def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates: PassRates) -> TimeLine:
     """Return what every batch of a pass takes, all head chunks together.
 
     Args:
@@ -159,7 +159,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
 EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that does not hide
 
 
-class Part(NamedTuple):
+class CostPart(NamedTuple):
     """Hold one of a rank's classes of K/V heads, which may stand for several.
 
     Attributes:
@@ -171,7 +171,7 @@ class Part(NamedTuple):
     times: int
 
 
-def _classes(parts: list[Part]) -> list[HeadClassPlan]:
+def _classes(parts: list[CostPart]) -> list[HeadClassPlan]:
     return [part.head_class for part in parts for _ in range(part.times)]
 
 
@@ -222,7 +222,7 @@ def executed_pairs(tiles: Tiles) -> int:
     return int(np.minimum(whole, q * k).sum())
 
 
-def bytes_sent(parts: list[Part], shape: PassShape) -> tuple[int, int]:
+def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
     """Return the bytes that one rank sends, forward and backward.
 
     K and V of every token that the plan sends go once forward; backward they go again, and dK and dV, float32
@@ -247,7 +247,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
 
 
 def pass_cost(
-    parts: list[Part],
+    parts: list[CostPart],
     shape: PassShape,
     hardware: Hardware,
     dtype: str,
@@ -298,10 +298,10 @@ def _is_inside(head_class: HeadClassPlan) -> Callable[[int], bool]:
     return lambda peer: node > 0 and own is not None and peer // node == own.origin // node
 
 
-def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> Rates:
+def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> PassRates:
     efficiency = hardware.efficiency(shape.kernel)
     fraction = efficiency.backward if backward else efficiency.forward
-    return Rates(
+    return PassRates(
         hardware.flops(dtype) * fraction,
         hardware.call_overhead_s,
         shape.kernel != "cpu",  # flex takes a whole hop at once

@@ -13,7 +13,7 @@ from ds_ring.schedule.choose import in_words
 from ..tables import console as make_console
 from ..tables import print_table
 from .advice import Advice, Remedy
-from .compare import Row
+from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
 from .node_orders import NodeOrder, NodeOrders
@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def as_json(
-    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None
 ) -> str:
     """Return one object; sizes in bytes, times in seconds."""
     more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
@@ -136,7 +136,7 @@ def _remedy(one: Remedy) -> dict[str, Any]:
 
 
 def print_report(
-    found: Estimate, advice: Advice, rows: Sequence[Row] = (), orders: NodeOrders | None = None
+    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None
 ) -> None:
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
@@ -241,7 +241,7 @@ def _orders_table(orders: NodeOrders) -> Table:
     return table
 
 
-def _compared_table(rows: Sequence[Row]) -> Table:
+def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` says where their formulas are from."""
     table = Table(
         "method", "ranks", "GiB", "host GiB", "sent GiB", "longest tokens", title="by published formulas"

@@ -22,7 +22,7 @@ FEW_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """Describe a training setting."""
 
     tokens: int  # T of one sequence
@@ -111,7 +111,7 @@ class Setting:
         return found if 1 < found < self.ring_size else 0
 
 
-def like_in_memory(setting: Setting, local_tokens: int) -> Setting:
+def like_in_memory(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:
     """Return a setting of at most four ring ranks with as many tokens each, which needs the same memory.
 
     (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.) On two levels
@@ -121,12 +121,14 @@ def like_in_memory(setting: Setting, local_tokens: int) -> Setting:
     return _smaller_ring(setting, local_tokens, 4, nodes, 2)
 
 
-def like_in_hops(setting: Setting, local_tokens: int) -> Setting:
+def like_in_hops(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:
     """Return a setting of at most eight ring ranks, or two nodes, with as many tokens each: the same hops."""
     return _smaller_ring(setting, local_tokens, FEW_RANKS, 2, setting.node_ranks)
 
 
-def _smaller_ring(setting: Setting, local_tokens: int, most: int, nodes: int, node: int) -> Setting:
+def _smaller_ring(
+    setting: TrainingSetting, local_tokens: int, most: int, nodes: int, node: int
+) -> TrainingSetting:
     """Return a setting of so many nodes of so many ranks if it has nodes, else of at most `most` ranks."""
     node = min(setting.node_ranks, node)
     ring = nodes * node or min(setting.ring_size, most)

@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfileJob:
     """Describe one attention over generated numbers, for rings of any size."""
 
     sizes: Geometry  # of the global tensors
@@ -139,7 +139,7 @@ class RingRun:
         return {rank: run.trace for rank, run in enumerate(self.ranks) if run.trace is not None}
 
 
-def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True) -> RingRun:
+def measure_virtual(job: ProfileJob, ring_size: int, times: bool, progress: bool = True) -> RingRun:
     """Measure all ranks of a ring in this process, one after the other.
 
     Args:
@@ -169,7 +169,7 @@ def measure_virtual(job: Job, ring_size: int, times: bool, progress: bool = True
     return RingRun(SIMULATED, layout.name, ranks)
 
 
-def measure_ring(job: Job, times: bool) -> RankRun:
+def measure_ring(job: ProfileJob, times: bool) -> RankRun:
     """Call `measure_rank` in a ring of all ranks of the process group. Collective.
 
     Raises:
@@ -182,7 +182,7 @@ def measure_ring(job: Job, times: bool) -> RankRun:
         mesh.close()
 
 
-def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
+def measure_rank(mesh: RingMesh, job: ProfileJob, times: bool) -> RankRun:
     """Measure this rank's part of a real ring. Collective over the mesh.
 
     Raises:
@@ -200,7 +200,7 @@ def measure_rank(mesh: RingMesh, job: Job, times: bool) -> RankRun:
     return RankRun(memory, trace)
 
 
-def _one_pass(mesh: RingMesh, job: Job, layout: Layout, context: RingContext) -> TensorBytes:
+def _one_pass(mesh: RingMesh, job: ProfileJob, layout: Layout, context: RingContext) -> TensorBytes:
     """Run a pass over generated shards, in the order in which virtual ranks do it."""
     q, k, v = (
         shard_of(job.source, layout, name, mesh.ring_rank).requires_grad_(job.backward)

@@ -179,7 +179,7 @@ class _Message:
     arrives_us: float | None = None
 
 
-class _Step(NamedTuple):
+class _ReplayStep(NamedTuple):
     """Hold a step of a rank as measured, and its messages."""
 
     send: Span
@@ -229,10 +229,10 @@ def replay(traces: Mapping[int, Trace], link_mbit_s: float) -> Timeline:
     return Timeline("simulated", len(traces), tuple(events), note, tuple(transfers))
 
 
-def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]:
+def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_ReplayStep]]:
     """Return the steps of a phase by rank; both ends of a message share one object."""
     messages: dict[tuple[int, int, int], _Message] = {}
-    steps: dict[int, list[_Step]] = {}
+    steps: dict[int, list[_ReplayStep]] = {}
     for rank, trace in traces.items():
         spans = (span for span in trace.spans if span.phase == phase)
         posted: Counter[tuple[int, int]] = Counter()
@@ -247,14 +247,14 @@ def _steps_of(traces: Mapping[int, Trace], phase: str) -> dict[int, list[_Step]]
                 posted[source, target] += 1
                 mine.append(messages.setdefault(key, _Message(source, target, size)))
                 assert mine[-1].payload_bytes == size, f"ends of a message differ: {key}"
-            steps[rank].append(_Step(send, compute, wait, mine))
+            steps[rank].append(_ReplayStep(send, compute, wait, mine))
     return steps
 
 
 class _Phase:
     """Simulate one phase of all ranks, event by event."""
 
-    def __init__(self, steps: Mapping[int, list[_Step]], us_per_byte: float, begin_us: float) -> None:
+    def __init__(self, steps: Mapping[int, list[_ReplayStep]], us_per_byte: float, begin_us: float) -> None:
         self.steps, self.us_per_byte = steps, us_per_byte
         self.events: list[Event] = []
         self.transfers: list[Transfer] = []

@@ -25,7 +25,7 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Presence:
+class HostPresence:
     """List the hosts that take part, in the YAML's order, and why the others do not.
 
     Attributes:
@@ -39,7 +39,7 @@ class Presence:
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def find_hosts(cluster: Cluster, seconds: float) -> Presence:
+def find_hosts(cluster: Cluster, seconds: float) -> HostPresence:
     """Return which hosts can take part now; nobody is asked where no host is reached by ssh.
 
     Args:
@@ -47,10 +47,10 @@ def find_hosts(cluster: Cluster, seconds: float) -> Presence:
         seconds: for all answers together.
     """
     # An engine with daemons has all hosts: Slurm ends a job that loses one.
-    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else Presence(cluster.hosts)
+    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else HostPresence(cluster.hosts)
 
 
-def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
+def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
     """Return which hosts answer, and reach the first one that does.
 
     Args:
@@ -67,7 +67,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
         missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
         present = [host for host in cluster.hosts if host.name not in missing]
         if not present:
-            return Presence((), missing)
+            return HostPresence((), missing)
         master, interfaces = present[0].name, dict[str, tuple[str, str]]()
         address, port = address_of_master(cluster, master), (greetings[master] or {})["port"]
         most = max(min(5.0, seconds), 1.0)
@@ -80,7 +80,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> Presence:
                 interfaces[host.name] = (said["address"], said["interface"])
             elif host.name != master:  # its own name may mean nothing to itself
                 missing[host.name] = f"does not reach {master} at {address}: {said['why']}"
-        return Presence(tuple(host for host in present if host.name not in missing), missing, interfaces)
+        return HostPresence(tuple(host for host in present if host.name not in missing), missing, interfaces)
     finally:
         for one in asked.values():
             one.end()

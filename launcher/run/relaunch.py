@@ -33,7 +33,7 @@ from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
 from .guardian import POLL_SECONDS
 from .job import Job
-from .presence import Presence, address_of_master, find_hosts
+from .presence import HostPresence, address_of_master, find_hosts
 from .process import few, say, signals_noted
 from .run_folder import (
     CONFIG,
@@ -234,7 +234,7 @@ _SIZE, _MICRO, _STEPS = (
 
 
 @dataclass(frozen=True)
-class Ring:
+class RemainingRing:
     """Say how many ranks go on, how many of them share a sequence, and the JSON that says so."""
 
     world_size: int
@@ -242,7 +242,7 @@ class Ring:
     config: dict[str, Any]
 
 
-def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: int) -> Ring | None:
+def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: int) -> RemainingRing | None:
     """Return the ring for at most `ranks` ranks; None where no allowed size fits.
 
     Args:
@@ -255,7 +255,7 @@ def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: i
         for world in range(ranks - ranks % sequence, 0, -sequence):
             made = _config_for(config, planned_ranks // planned, sequence, world // sequence)
             if made is not None and _fits(made, world):
-                return Ring(world, sequence, made)
+                return RemainingRing(world, sequence, made)
     return None
 
 
@@ -328,10 +328,10 @@ def run(job: Job) -> int:
     """
     assert job.cluster.run_folder is not None
     with signals_noted() as signals, page_kept(job.cluster.run_folder):
-        return _Run(job, signals).until_done()
+        return _RelaunchedRun(job, signals).until_done()
 
 
-class _Run:
+class _RelaunchedRun:
     def __init__(self, job: Job, signals: list[int]) -> None:
         assert job.cluster.run_folder is not None
         self.job, self.signals, self.policy = job, signals, job.cluster.relaunch
@@ -377,7 +377,7 @@ class _Run:
         attempt_folder = self.folder.attempt(self.number)
         return outcome_of(self.number, attempt_folder, job.cluster.hosts, status, self._signal, progressed)
 
-    def _presence(self) -> Presence:
+    def _presence(self) -> HostPresence:
         """Return who is there; wait for the others as long as the YAML says."""
         cluster, policy = self.job.cluster, self.policy
         seconds = _HOST_SECONDS if policy is None else policy.host_seconds
@@ -388,7 +388,7 @@ class _Run:
                 return presence
             self._pause(1.0)
 
-    def _job_for(self, presence: Presence) -> Job:
+    def _job_for(self, presence: HostPresence) -> Job:
         """Return the job for the hosts that are there, with a smaller ring if they are fewer."""
         cluster, attempt = self.job.cluster, self.folder.attempt(self.number)
         if presence.missing:
@@ -405,7 +405,7 @@ class _Run:
         told = secret_for(cluster) if self.history else self.job.secret
         return replace(self.job, cluster=cluster, port=port, secret=told, attempt_folder=attempt)
 
-    def _smaller(self, cluster: Cluster, presence: Presence, attempt: Path) -> Cluster:
+    def _smaller(self, cluster: Cluster, presence: HostPresence, attempt: Path) -> Cluster:
         slots = sum(host.slots for host in presence.hosts)
         smallest = 1 if self.policy is None else self.policy.smallest_ring_size
         config = read_config(cluster.deepspeed_config)

@@ -34,7 +34,7 @@ COLOURS = 6  # classes c0 to c5 of the page's style
 _Scale = Callable[[float], float]
 
 
-class Point(NamedTuple):
+class ChartPoint(NamedTuple):
     """Hold a value of an attempt after a step; nan and infinite ones are marked at the top."""
 
     attempt: int
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 
 def chart(
-    title: str, points: Sequence[Point], fault_steps: Sequence[int] = (), from_zero: bool = False
+    title: str, points: Sequence[ChartPoint], fault_steps: Sequence[int] = (), from_zero: bool = False
 ) -> str:
     """Return an <svg> element.
 
@@ -98,7 +98,7 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _line(attempt: int, points: list[Point], x_of: _Scale, y_of: _Scale) -> list[str]:
+def _line(attempt: int, points: list[ChartPoint], x_of: _Scale, y_of: _Scale) -> list[str]:
     colour, found = f"c{(attempt - 1) % COLOURS}", list[str]()
     for good, run in groupby(points, key=_is_drawn):
         places = [(x_of(point.step), y_of(point.value) if good else _TOP) for point in run]
@@ -115,7 +115,7 @@ def _line(attempt: int, points: list[Point], x_of: _Scale, y_of: _Scale) -> list
     return found
 
 
-def _is_drawn(point: Point) -> bool:
+def _is_drawn(point: ChartPoint) -> bool:
     return abs(point.value) < 1e100  # neither nan nor infinite, nor so large that arithmetic is
 
 
@@ -123,7 +123,7 @@ def _tip(text: str) -> str:
     return f"<title>{text}</title>"
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _thinned(points: Sequence[ChartPoint]) -> list[ChartPoint]:
     """Return at most MOST_POINTS points, the last one among them."""
     every = -(-len(points) // MOST_POINTS)
     return list(points) if every <= 1 else list(points[(len(points) - 1) % every :: every])
@@ -287,9 +287,9 @@ def _missing(status: RunStatus) -> str:
 
 def _charts(status: RunStatus) -> str:
     course = status.course
-    losses = [Point(one.attempt, one.step, one.loss) for one in course if one.loss is not None]
+    losses = [ChartPoint(one.attempt, one.step, one.loss) for one in course if one.loss is not None]
     rates = [
-        Point(one.attempt, one.step, one.tokens_per_second)
+        ChartPoint(one.attempt, one.step, one.tokens_per_second)
         for one in course
         if one.tokens_per_second is not None
     ]

@@ -135,7 +135,7 @@ class AttemptStatus:
 
 
 @dataclass(frozen=True)
-class Moment:
+class HistoryMoment:
     """Hold a step of the course of a run; a loss may be nan or infinite."""
 
     attempt: int
@@ -162,7 +162,7 @@ class RunStatus:
     ranks: tuple[RankStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    course: tuple[Moment, ...] = field(default=(), repr=False)
+    course: tuple[HistoryMoment, ...] = field(default=(), repr=False)
 
     @property
     def is_under_way(self) -> bool:
@@ -170,7 +170,7 @@ class RunStatus:
         return self.state in ("starting", "running", "waiting")
 
     @property
-    def last_moment(self) -> Moment | None:
+    def last_moment(self) -> HistoryMoment | None:
         """Return the latest step that is known."""
         return self.course[-1] if self.course else None
 
@@ -321,13 +321,13 @@ def _links(path: Path, attempt: AttemptStatus) -> tuple[LinkStatus, ...]:
     return tuple(sorted(found, key=lambda link: (-link.hop_seconds, link.to)))
 
 
-def _moments(number: int, path: Path) -> list[Moment]:
+def _moments(number: int, path: Path) -> list[HistoryMoment]:
     found = []
     for one in history_of(path):
         step = _whole(one, "step")
         if step is not None:
             figures = number_of(one, "loss"), number_of(one, "tokens_per_second")
-            found.append(Moment(number, step, *figures))
+            found.append(HistoryMoment(number, step, *figures))
     return found
 
 

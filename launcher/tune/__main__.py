@@ -23,12 +23,12 @@ from ds_ring.errors import RingError
 
 from ..plan.model_file import said_of
 from .arguments import declare
-from .request import Request, request_from
-from .result import Result, describe_hardware, print_tables, require_writable
+from .request import TuningRequest, request_from
+from .result import TuningResult, describe_hardware, print_tables, require_writable
 from .search import tune
 
 
-def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
+def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequest]:
     """Read the DeepSpeed JSON and the request; measure nothing.
 
     Raises:
@@ -56,7 +56,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, Request]:
     return whole, request
 
 
-def run(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> TuningResult:
     """Read, tune, and on rank 0 write and print. Collective."""
     whole, request = read(options, dist.get_world_size())
     result = tune(request, progress=True)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> Result:
     return result
 
 
-def _print(options: argparse.Namespace, result: Result, merged: Json) -> None:
+def _print(options: argparse.Namespace, result: TuningResult, merged: Json) -> None:
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
         return

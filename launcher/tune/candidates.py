@@ -21,7 +21,7 @@ from ds_ring.schedule.lowering import head_chunks
 from ds_ring.schedule.plan import head_classes
 from ds_ring.schedule.workspace import BLOCK, TRIANGLE
 
-from .request import Request
+from .request import TuningRequest
 
 BLOCKS, TRIANGLES = (1024, 2048, 4096), (64, 128, 256)  # tokens, of the cpu kernel
 BLOCK_SIZES = (64, 128, 256)  # tokens, of the flex kernel
@@ -62,13 +62,13 @@ class TuningCandidate:
         )
 
 
-def candidates(request: Request) -> list[TuningCandidate]:
+def candidates(request: TuningRequest) -> list[TuningCandidate]:
     """Return all that is worth a try, each once; the first one is what the defaults come to."""
     first = default_candidate(request)
     return list(dict.fromkeys([first, *_all(request)]))
 
 
-def default_candidate(request: Request) -> TuningCandidate:
+def default_candidate(request: TuningRequest) -> TuningCandidate:
     """Return one ring of all ranks with the runtime's own choices."""
     size = request.sequence_size
     shard = layout_of(request, "auto", size, 1, request.tokens).local_tokens
@@ -77,7 +77,7 @@ def default_candidate(request: Request) -> TuningCandidate:
     return TuningCandidate(size, 1, name, True, choice, default_heads(request, size, 1, request.tokens))
 
 
-def _all(request: Request) -> Iterator[TuningCandidate]:
+def _all(request: TuningRequest) -> Iterator[TuningCandidate]:
     for ulysses in range(1, request.sequence_size + 1):
         if request.sequence_size % ulysses or request.heads % ulysses or request.kv_heads % ulysses:
             continue
@@ -96,7 +96,7 @@ def _all(request: Request) -> Iterator[TuningCandidate]:
 
 
 @lru_cache(maxsize=256)
-def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
+def layout_of(request: TuningRequest, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
     """Return the layout of that name for `tokens`; RingLayoutError where the patterns have none."""
     mix = dict(request.mix)
     sizes = {"tokens": tokens, "ring_size": ring, "multiple_of": ulysses}
@@ -104,7 +104,7 @@ def layout_of(request: Request, name: str, ring: int, ulysses: int, tokens: int)
     return make_layout(name, pattern=mix, **sizes, block_size=block)
 
 
-def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
+def layout_names(request: TuningRequest, ring: int, ulysses: int) -> dict[str, str]:
     """Map every layout name that the pattern permits to the first name of an equal layout."""
     names: dict[str, str] = {}
     first: dict[Layout, str] = {}
@@ -117,7 +117,7 @@ def layout_names(request: Request, ring: int, ulysses: int) -> dict[str, str]:
     return names
 
 
-def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
+def kernel_choices(request: TuningRequest, shard_tokens: int) -> list[KernelChoice]:
     """Return options of the kernel, the default first; of blocks that hold a whole shard only one."""
     size = request.base.block_size
     if request.kernel == "flex":
@@ -132,13 +132,13 @@ def kernel_choices(request: Request, shard_tokens: int) -> list[KernelChoice]:
     return [KernelChoice((("block", block), ("triangle", triangle)), size) for block, triangle in pairs]
 
 
-def head_bytes(request: Request, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
+def head_bytes(request: TuningRequest, ring: int, ulysses: int, tokens: int, layout: str = "auto") -> int:
     """Return bytes of K of one head of a ring shard."""
     shard = layout_of(request, layout, ring, ulysses, tokens).local_tokens
     return request.batch * shard * request.head_dim * request.item_bytes
 
 
-def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int:
+def default_heads(request: TuningRequest, ring: int, ulysses: int, tokens: int) -> int:
     """Return K/V heads that go round together by default; 0 in a ring of one."""
     if ring == 1:
         return 0
@@ -149,19 +149,19 @@ def default_heads(request: Request, ring: int, ulysses: int, tokens: int) -> int
     return len(range(most)[first])
 
 
-def message_sizes(request: Request, ring: int, ulysses: int) -> list[int]:
+def message_sizes(request: TuningRequest, ring: int, ulysses: int) -> list[int]:
     """Return heads per message: the default, one, and all that are read alike."""
     default, most = default_heads(request, ring, ulysses, request.tokens), _largest_class(request, ulysses)
     return list(dict.fromkeys([default, 1, most] if request.has_hops else [default]))
 
 
-def _largest_class(request: Request, ulysses: int) -> int:
+def _largest_class(request: TuningRequest, ulysses: int) -> int:
     heads, kv_heads = request.heads // ulysses, request.kv_heads // ulysses
     classes = (part for pattern, _ in request.mix for part, _ in head_classes(pattern, heads, kv_heads))
     return max(len(range(kv_heads)[part]) for part in classes)
 
 
-def keys_of(candidate: TuningCandidate, request: Request, tokens: int) -> dict[str, Any]:
+def keys_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> dict[str, Any]:
     """Return the keys of the section that the candidate sets, for sequences of `tokens`."""
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
@@ -175,7 +175,7 @@ def keys_of(candidate: TuningCandidate, request: Request, tokens: int) -> dict[s
     return keys
 
 
-def _kernel_options(candidate: TuningCandidate, request: Request) -> dict[str, Any]:
+def _kernel_options(candidate: TuningCandidate, request: TuningRequest) -> dict[str, Any]:
     """Return options without the defaults, so that the file serves on another device as well."""
     chosen = dict(candidate.kernel.options)
     kept = {name: value for name, value in request.base.kernel_options.items() if name not in chosen}
@@ -184,7 +184,7 @@ def _kernel_options(candidate: TuningCandidate, request: Request) -> dict[str, A
 
 
 @lru_cache(maxsize=1024)
-def config_of(candidate: TuningCandidate, request: Request, tokens: int) -> RingConfig:
+def config_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> RingConfig:
     """Return the section that the candidate comes to."""
     keys = request.base.model_dump() | keys_of(candidate, request, tokens)
     return RingConfig.model_validate(keys)

@@ -37,7 +37,7 @@ from .candidates import (
     default_heads,
     layout_of,
 )
-from .request import Request
+from .request import TuningRequest
 
 
 class Clock:
@@ -130,7 +130,7 @@ class Passes:
     """
 
     def __init__(
-        self, request: Request, clock: Clock, meshes: dict[tuple[int, int], RingMesh] | None = None
+        self, request: TuningRequest, clock: Clock, meshes: dict[tuple[int, int], RingMesh] | None = None
     ) -> None:
         self.request, self.clock = request, clock
         self.count = 0
@@ -266,14 +266,14 @@ class KernelRate:
     backward_tile_s: float
 
 
-class Sample(NamedTuple):
+class KernelSample(NamedTuple):
     """Hold FLOPs and seconds of one size, forward and backward."""
 
     flops: tuple[float, float]
     seconds: tuple[float, float]
 
 
-def kernel_of(choice: KernelChoice, request: Request) -> Kernel:
+def kernel_of(choice: KernelChoice, request: TuningRequest) -> Kernel:
     """Return the kernel with these options."""
     return get_kernel(request.kernel, request.device, choice.options, choice.block_size)
 
@@ -286,7 +286,7 @@ class Probe:
         clock: of all ranks.
     """
 
-    def __init__(self, request: Request, clock: Clock) -> None:
+    def __init__(self, request: TuningRequest, clock: Clock) -> None:
         self.request, self.clock = request, clock
         self.heads = 1 if request.device == "cpu" else request.heads  # a GPU wants to be filled
         self.mesh = RingMesh.single()
@@ -301,7 +301,7 @@ class Probe:
             large_tokens: the larger of the two sizes.
             told: called `TURNS` times for each choice.
         """
-        samples: dict[tuple[KernelChoice, int], list[Sample]] = defaultdict(list)
+        samples: dict[tuple[KernelChoice, int], list[KernelSample]] = defaultdict(list)
         # In turns, so that a busy moment of the machine hits every choice alike.
         for turn in range(TURNS):
             for choice in choices:
@@ -345,7 +345,7 @@ class Probe:
         shape, dtype = (1, self.heads, tokens, request.head_dim), getattr(torch, request.dtype)
         return context, [torch.randn(shape, dtype=dtype, device=self.clock.device) for _ in range(4)]
 
-    def _sample(self, choice: KernelChoice, tokens: int, rounds: int) -> Sample:
+    def _sample(self, choice: KernelChoice, tokens: int, rounds: int) -> KernelSample:
         context, (q, k, v, grad) = self._pass(choice, tokens)
         results: list[tuple[Tensor, Tensor]] = []
         forward_s = self.clock.together(
@@ -360,21 +360,21 @@ class Probe:
         kernel, unit = kernel_of(choice, self.request), self.heads * self.request.head_dim
         forward = FORWARD_FLOPS * unit * kernel.executed_pairs(tiles)
         backward = BACKWARD_FLOPS * unit * kernel.executed_pairs(tiles, backward=True)
-        return Sample((forward, backward), (forward_s, backward_s))
+        return KernelSample((forward, backward), (forward_s, backward_s))
 
 
-def _rate(small: list[Sample], large: list[Sample]) -> KernelRate:
+def _rate(small: list[KernelSample], large: list[KernelSample]) -> KernelRate:
     (forward, forward_s), (backward, backward_s) = (_fit(_least(small), _least(large), way) for way in (0, 1))
     return KernelRate(forward, backward, forward_s, backward_s)
 
 
-def _least(samples: list[Sample]) -> Sample:
+def _least(samples: list[KernelSample]) -> KernelSample:
     """Return the least seconds, forward and backward each by itself."""
     forward, backward = (min(sample.seconds[way] for sample in samples) for way in (0, 1))
-    return Sample(samples[0].flops, (forward, backward))
+    return KernelSample(samples[0].flops, (forward, backward))
 
 
-def _fit(small: Sample, large: Sample, way: int) -> tuple[float, float]:
+def _fit(small: KernelSample, large: KernelSample, way: int) -> tuple[float, float]:
     """Fit rate and fixed seconds to two points; without a rise, return the larger one's rate alone."""
     rise_s = large.seconds[way] - small.seconds[way]
     if rise_s <= 0:

@@ -17,10 +17,10 @@ from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 from ..plan.estimate import swapped_heads
 from ..plan.pass_memory import PassShape
-from ..plan.pass_time import Rates, TimeLine, time_line, work_of
+from ..plan.pass_time import PassRates, TimeLine, time_line, work_of
 from .candidates import KernelChoice, TuningCandidate, layout_of
 from .measurements import KernelRate, Links, kernel_of
-from .request import Request
+from .request import TuningRequest
 
 SWAPS = 4  # all-to-alls of a step with Ulysses ranks
 
@@ -49,7 +49,7 @@ class Predicted:
 class Model:
     """Predict times for one request on what was measured."""
 
-    def __init__(self, request: Request, measured: Measured) -> None:
+    def __init__(self, request: TuningRequest, measured: Measured) -> None:
         self.request, self.measured = request, measured
         self._known: dict[tuple[TuningCandidate, int], Predicted] = {}
 
@@ -107,7 +107,7 @@ class Model:
             work = {key: work_of(one, shape, executed) for key, one in steps.items()}
             flops = rate.backward_flops if backward else rate.forward_flops
             tile_s = rate.backward_tile_s if backward else rate.forward_tile_s
-            rates = Rates(flops, tile_s, False, measured.hop_overhead_s, bytes_per_s)
+            rates = PassRates(flops, tile_s, False, measured.hop_overhead_s, bytes_per_s)
             lines.append(time_line(schedule, work, shape, rates))
         return lines
 
@@ -122,7 +122,7 @@ class Model:
         return heads * own * (size - 1) / size / rate + SWAPS * links.latency_s
 
 
-def plan_of(candidate: TuningCandidate, request: Request, tokens: int, pattern: Pattern) -> Plan:
+def plan_of(candidate: TuningCandidate, request: TuningRequest, tokens: int, pattern: Pattern) -> Plan:
     """Build a pattern's plan of the candidate's first Ulysses rank; the others' work is alike."""
     ring, size = candidate.ring_size, candidate.ulysses_size
     return build_plan(
@@ -135,5 +135,5 @@ def plan_of(candidate: TuningCandidate, request: Request, tokens: int, pattern: 
 
 
 @lru_cache(maxsize=4096)
-def _executed_pairs(tiles: Tiles, choice: KernelChoice, request: Request, backward: bool) -> int:
+def _executed_pairs(tiles: Tiles, choice: KernelChoice, request: TuningRequest, backward: bool) -> int:
     return kernel_of(choice, request).executed_pairs(tiles, backward)

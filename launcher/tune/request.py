@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Request:
+class TuningRequest:
     """Describe what is tuned for; `request_from` checks it."""
 
     tokens: int  # of a whole sequence
@@ -76,7 +76,7 @@ def request_from(
     device: str = "cpu",
     dtype: str | None = None,
     said: tuple[Pattern | None, ...] | None = None,
-) -> Request:
+) -> TuningRequest:
     """Check what was asked for.
 
     Args:
@@ -120,7 +120,7 @@ def request_from(
         )
     if said is None:
         said = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
-    request = Request(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, said)
+    request = TuningRequest(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, said)
     _ = request.mix  # or what is wrong with it
     return request
 

@@ -28,7 +28,7 @@ from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
 from ..tables import console, print_table
 from .candidates import TuningCandidate, keys_of
 from .model import Measured, Predicted, plan_of
-from .request import Request
+from .request import TuningRequest
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Finalist:
 
 
 @dataclass(frozen=True)
-class Result:
+class TuningResult:
     """Hold what `tune` found; the same on all ranks."""
 
-    request: Request  # what was asked
+    request: TuningRequest  # what was asked
     measured: Measured  # what the machine gives
     chosen: TuningCandidate  # the best candidate
     predicted: Predicted  # what the model expected of it
@@ -148,7 +148,7 @@ def require_writable(path: Path, option: str) -> None:
         )
 
 
-def print_tables(result: Result) -> None:
+def print_tables(result: TuningResult) -> None:
     """Print the tables on stdout."""
     here = console()
     print_table(_machine(result))
@@ -157,7 +157,7 @@ def print_tables(result: Result) -> None:
         here.print(line)
 
 
-def _machine(result: Result) -> Table:
+def _machine(result: TuningResult) -> Table:
     measured, table = result.measured, Table(title="measured, every rank at work", title_justify="left")
     table.add_column("what")
     table.add_column("", justify="right")
@@ -182,7 +182,7 @@ def _machine(result: Result) -> Table:
     return table
 
 
-def _finals(result: Result) -> Table:
+def _finals(result: TuningResult) -> Table:
     title = f"passes of {result.request.tokens} tokens, forward + backward, slowest rank"
     table = Table(title=title, title_justify="left")
     for name in ("", "candidate"):
@@ -194,7 +194,7 @@ def _finals(result: Result) -> Table:
     return table
 
 
-def _mark(finalist: Finalist, result: Result) -> str:
+def _mark(finalist: Finalist, result: TuningResult) -> str:
     marks = {"chosen": result.chosen, "defaults": result.default}
     return ", ".join(mark for mark, candidate in marks.items() if candidate == finalist.candidate)
 
@@ -204,7 +204,7 @@ def _times(finalist: Finalist) -> tuple[str, str, str]:
     return f"{finalist.predicted_s:.4f} s", f"{finalist.median_s:.4f} s", f"{low:.4f} to {high:.4f}"
 
 
-def _words(result: Result) -> list[str]:
+def _words(result: TuningResult) -> list[str]:
     ratio = result.chosen_s / result.default_s
     lines = [
         f"chosen: {result.chosen}",
@@ -222,7 +222,7 @@ def _words(result: Result) -> list[str]:
 MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that something else was measured
 
 
-def describe_hardware(result: Result) -> Json:
+def describe_hardware(result: TuningResult) -> Json:
     """Describe this hardware; rates are per rank, with all ranks at work."""
     # A rank of the CPU counts as a device. What was not measured, with one rank, is not in it. Where the
     # choice has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate stands.
@@ -238,7 +238,7 @@ def describe_hardware(result: Result) -> Json:
     return description
 
 
-def _describe(result: Result, times: float) -> Json:
+def _describe(result: TuningResult, times: float) -> Json:
     """Describe it with a kernel `times` slower than it was by itself."""
     request, measured, links = result.request, result.measured, result.measured.links
     kernel = measured.kernels[result.chosen.kernel]
@@ -268,7 +268,7 @@ def _describe(result: Result, times: float) -> Json:
 # them. So the rate that is written down is the one at which the chosen pass, as it was timed at the full
 # length with the pattern of the request, comes out right: what it took beyond the plan's figure is laid to
 # its arithmetic.
-def _slower(result: Result, hardware: Hardware) -> float:
+def _slower(result: TuningResult, hardware: Hardware) -> float:
     """Return seconds of arithmetic in the chosen pass over those planned; [Note: the rate of a pattern]."""
     request, chosen = result.request, result.chosen
     plans = [(plan_of(chosen, request, request.tokens, one), layers) for one, layers in request.mix]
@@ -288,20 +288,20 @@ def _slower(result: Result, hardware: Hardware) -> float:
     return min(max(took / arithmetic, 1 / MOST), MOST)
 
 
-def _device_name(request: Request, ranks_per_node: int) -> str:
+def _device_name(request: TuningRequest, ranks_per_node: int) -> str:
     cuda = request.device == "cuda"
     name = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     return f"{name}, {ranks_per_node} ranks on {socket.gethostname()}"
 
 
-def _memory_bytes(request: Request, ranks_per_node: int) -> int:
+def _memory_bytes(request: TuningRequest, ranks_per_node: int) -> int:
     """Return the memory of a device: a GPU's own, or a rank's part of the host's."""
     if request.device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
     return int(psutil.virtual_memory().total) // ranks_per_node
 
 
-def _source(request: Request) -> dict[str, str]:
+def _source(request: TuningRequest) -> dict[str, str]:
     return {
         "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
         "peak_flops": "the best of a large product of matrices and the attention kernel",

@@ -37,8 +37,8 @@ from .measurements import (
     measure_links,
 )
 from .model import Measured, Model
-from .request import Request
-from .result import Finalist, Result
+from .request import TuningRequest
+from .result import Finalist, TuningResult
 
 # Choose which candidates get a real pass: the model prunes, successive halving decides.
 #
@@ -63,7 +63,7 @@ Predict = Callable[[TuningCandidate, int], float]
 Measure = Callable[[TuningCandidate, int], float]
 
 
-class Stage(NamedTuple):
+class RaceStage(NamedTuple):
     """Describe some rounds at one length, after which `keep` contestants go on."""
 
     tokens: int
@@ -130,16 +130,16 @@ def shortest_length(contestants: Sequence[TuningCandidate], tokens: int, ranks: 
     return tokens
 
 
-def stages_of(count: int, shortest: int, tokens: int) -> Iterator[Stage]:
+def stages_of(count: int, shortest: int, tokens: int) -> Iterator[RaceStage]:
     """Yield the stages: half the contestants after each, twice the length from the third on, the final."""
     length, number, neighbours = shortest, 0, count // NEIGHBOURS
     while count > FINALISTS:
         keep = max(-(-count // 2), FINALISTS)
-        yield Stage(length, ROUNDS, count, keep)
+        yield RaceStage(length, ROUNDS, count, keep)
         count = keep + (neighbours if number == 0 else 0)
         length = length if number == 0 else min(2 * length, tokens)
         number += 1
-    yield Stage(tokens, FINAL_ROUNDS, min(count, FINALISTS) + 1, 1)
+    yield RaceStage(tokens, FINAL_ROUNDS, min(count, FINALISTS) + 1, 1)
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Halving:
         everyone: Sequence[TuningCandidate],
         contestants: Sequence[TuningCandidate],
         shortest: int,
-        told: Callable[[Stage], None] = lambda stage: None,
+        told: Callable[[RaceStage], None] = lambda stage: None,
     ) -> TuningCandidate:
         """Return the best of the contestants and of the first leader's neighbours.
 
@@ -193,7 +193,7 @@ class Halving:
         measured = self.seconds.get((candidate, tokens))
         return statistics.median(measured) if measured else float("inf")
 
-    def _stage(self, contestants: list[TuningCandidate], stage: Stage) -> list[TuningCandidate]:
+    def _stage(self, contestants: list[TuningCandidate], stage: RaceStage) -> list[TuningCandidate]:
         """Run all rounds; who falls far behind leaves at once. Return the best `keep`, in order."""
         for candidate in contestants:
             if not self.seconds.get((candidate, stage.tokens)):
@@ -232,7 +232,7 @@ def _differences(a: TuningCandidate, b: TuningCandidate) -> int:
     return sum(getattr(a, thing) != getattr(b, thing) for thing in things)
 
 
-def tune(request: Request, *, progress: bool = False) -> Result:
+def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
     """Choose the section for a request.
 
     Args:
@@ -265,7 +265,7 @@ def tune(request: Request, *, progress: bool = False) -> Result:
         passes.close()
 
 
-def device_of(request: Request) -> torch.device:
+def device_of(request: TuningRequest) -> torch.device:
     """Return this rank's device, made the current one."""
     if request.device == "cpu":
         return torch.device("cpu")
@@ -275,7 +275,7 @@ def device_of(request: Request) -> torch.device:
 
 
 def measure_machine(
-    everyone: list[TuningCandidate], request: Request, clock: Clock, passes: Passes, bar: tqdm[None]
+    everyone: list[TuningCandidate], request: TuningRequest, clock: Clock, passes: Passes, bar: tqdm[None]
 ) -> Measured:
     """Measure kernel rates, links and the overhead of a hop."""
     probe, first = Probe(request, clock), everyone[0]
@@ -308,12 +308,12 @@ def _links(everyone: list[TuningCandidate], passes: Passes, clock: Clock) -> Lin
 
 def _race(
     everyone: list[TuningCandidate],
-    request: Request,
+    request: TuningRequest,
     measured: Measured,
     passes: Passes,
     progress: bool,
     started: float,
-) -> Result:
+) -> TuningResult:
     model, tokens = Model(request, measured), request.tokens
     contestants, shortest = field_of(everyone, tokens, request.sequence_size, model)
     race = Halving(tokens, model, passes.seconds)
@@ -327,14 +327,14 @@ def _race(
             bar.update(model(fastest, length))
             return seconds
 
-        def told(stage: Stage) -> None:
+        def told(stage: RaceStage) -> None:
             bar.set_description_str(f"{stage.contestants} contestants, {stage.tokens} tokens")
 
         race.measure = measure
         chosen = race.run(everyone, contestants, shortest, told)
     final = [one for one, length in race.seconds if length == tokens]
     rows = [Finalist(one, model(one, tokens), tuple(race.seconds[one, tokens])) for one in final]
-    return Result(
+    return TuningResult(
         request=request,
         measured=measured,
         chosen=chosen,

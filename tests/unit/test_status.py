@@ -20,7 +20,7 @@ from ds_ring_launcher.status.page import (
     HEIGHT,
     MOST_POINTS,
     WIDTH,
-    Point,
+    ChartPoint,
     chart,
     page_kept,
     page_of,
@@ -185,14 +185,14 @@ def test_the_page_shows_what_files_say_as_text_and_fetches_nothing(run: RunFolde
 
 def test_a_chart_stays_inside_its_box() -> None:
     losses = [5.0, 4.0, math.nan, math.inf, 3.0, 1e30, 2.0]
-    points = [Point(1, step, value) for step, value in enumerate(losses)]
+    points = [ChartPoint(1, step, value) for step, value in enumerate(losses)]
     svg = chart("<loss>", points, fault_steps=[3, 99])
     numbers = [float(x) for text in re.findall(r'points="([^"]+)"', svg) for x in re.split("[ ,]", text)]
     assert numbers and min(numbers) >= 0 and max(numbers[::2]) <= WIDTH and max(numbers[1::2]) <= HEIGHT
     assert svg.count("not finite") == 2 and svg.count('class="fault"') == 1 and "<loss>" not in svg
     for odd in ([0.0], [1.0, 1.0], [-1e-320, 1e-320], [1e308, -1e308], [1e300], [math.nan]):
-        chart("x", [Point(1, 7, value) for value in odd])
-    many = chart("x", [Point(1, step, step % 7) for step in range(50_000)])
+        chart("x", [ChartPoint(1, 7, value) for value in odd])
+    many = chart("x", [ChartPoint(1, step, step % 7) for step in range(50_000)])
     assert len(many) < 30 * MOST_POINTS
 
 

@@ -16,8 +16,8 @@ from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.node_orders import FEWEST, hides, hiding_shard
 from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
-from ds_ring_launcher.plan.pass_time import Part, bytes_sent, executed_pairs, pass_cost
-from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, executed_pairs, pass_cost
+from ds_ring_launcher.plan.training_setting import TrainingSetting
 
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
 SMALL = ModelShape(2, 64, 4, 2, 16, 128, 256)
@@ -41,7 +41,7 @@ MACHINE = hardware_from(RATES, "test")
 
 def parts(pattern, layout, heads, kv_heads, rank):
     plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads)
-    return plan, [Part(head_class, 1) for head_class in plan.rank(rank).classes]
+    return plan, [CostPart(head_class, 1) for head_class in plan.rank(rank).classes]
 
 
 def shape(layout, group=1, element=4, chunk=1 << 40):
@@ -50,7 +50,9 @@ def shape(layout, group=1, element=4, chunk=1 << 40):
 
 def setting(tokens=4096, ring=2, stage=3, hardware=MACHINE, **changes):
     zero = Zero(stage, ring, 4, bucket_elements=1000, fused_adam=False)
-    return replace(Setting(tokens, ring, 1, SMALL, Causal(), "zigzag", zero, "float32", hardware), **changes)
+    return replace(
+        TrainingSetting(tokens, ring, 1, SMALL, Causal(), "zigzag", zero, "float32", hardware), **changes
+    )
 
 
 def test_parameters_of_llama_3_8b():

@@ -17,7 +17,7 @@ from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.node_orders import node_orders
-from ds_ring_launcher.plan.training_setting import Setting, like_in_hops, like_in_memory
+from ds_ring_launcher.plan.training_setting import TrainingSetting, like_in_hops, like_in_memory
 from tests.unit.launcher.plan.test_cost import RATES
 
 MODEL = ModelShape(2, 64, 8, 4, 16, 128, 256)
@@ -29,9 +29,11 @@ MACHINE = hardware_from(
 )
 
 
-def setting(devices=16, ulysses=1, pattern=None, tokens=4096, layout="zigzag", **changes) -> Setting:
+def setting(devices=16, ulysses=1, pattern=None, tokens=4096, layout="zigzag", **changes) -> TrainingSetting:
     ring, zero = devices // ulysses, Zero(1, devices, 4, bucket_elements=1000, fused_adam=False)
-    made = Setting(tokens, ring, ulysses, MODEL, pattern or Causal(), layout, zero, "float32", MACHINE)
+    made = TrainingSetting(
+        tokens, ring, ulysses, MODEL, pattern or Causal(), layout, zero, "float32", MACHINE
+    )
     return replace(made, **changes)
 
 

@@ -24,16 +24,16 @@ from ds_ring_launcher.plan.options import (
     with_cheapest_options,
     with_options,
 )
-from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.unit.launcher.plan.test_cost import LLAMA_8B
 
 BY_FLAG = {option.flag: option for option in OPTIONS}
 
 
-def llama(devices: int = 8, tokens: int = 1 << 20) -> Setting:
+def llama(devices: int = 8, tokens: int = 1 << 20) -> TrainingSetting:
     zero = Zero(3, devices, 2, overlap_comm=True)
     hardware = read_hardware("h100")
-    return Setting(tokens, devices, 1, LLAMA_8B, Causal(), "auto", zero, "bfloat16", hardware)
+    return TrainingSetting(tokens, devices, 1, LLAMA_8B, Causal(), "auto", zero, "bfloat16", hardware)
 
 
 @cache
@@ -41,7 +41,7 @@ def _attention() -> LayerPasses:
     return layer_passes(llama())
 
 
-def with_flags(setting: Setting, *flags: str) -> Setting:
+def with_flags(setting: TrainingSetting, *flags: str) -> TrainingSetting:
     found = with_options(setting, tuple(BY_FLAG[flag] for flag in flags))
     assert found is not None
     return found

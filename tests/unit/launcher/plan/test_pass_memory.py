@@ -12,7 +12,7 @@ from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.oracle import exact_rows
 from ds_ring_launcher.plan.model_memory import attention_alone
 from ds_ring_launcher.plan.pass_memory import PassMemory, PassShape, pass_memory
-from ds_ring_launcher.plan.pass_time import Part, bytes_sent
+from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.reference import relative_error
 
 LONGNET = Dilated((1024, 2048, 4096, 8192), (1, 2, 4, 8), causal=True)
@@ -84,7 +84,7 @@ def test_values_of_another_width_as_virtual_ranks_measure_them(
     plan = build_plan(Causal(), layout, query_heads=4, kv_heads=2)
     shape = PassShape(1, 2, 2048, width, dtype.itemsize, 1 << 20, "cpu", v_head_dim=v_width)
     classes = plan.rank(0).classes
-    assert bytes_sent([Part(one, 1) for one in classes], shape) == found.bytes_sent[0]
+    assert bytes_sent([CostPart(one, 1) for one in classes], shape) == found.bytes_sent[0]
     passing = pass_memory(classes, shape)
     total = attention_alone(4, 2, 2048, width, dtype.itemsize, passing, v_width).total
     assert total == pytest.approx(found.memory[0].peak_bytes, rel=0.05)

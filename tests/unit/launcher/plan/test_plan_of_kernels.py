@@ -17,15 +17,17 @@ from ds_ring_launcher.plan.layer_passes import blocks_of, layer_passes, pass_sha
 from ds_ring_launcher.plan.model_memory import Zero
 from ds_ring_launcher.plan.options import json_of
 from ds_ring_launcher.plan.pass_time import pass_cost
-from ds_ring_launcher.plan.training_setting import Setting
+from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.unit.launcher.plan.test_cost import LLAMA_8B, RATES, parts
 
 H100, FLASH3 = read_hardware("h100"), read_hardware("h100_flash3")
 LONGNET = Dilated((256, 512, 1024, 2048), (1, 2, 4, 8))
 
 
-def setting(hardware=H100, pattern=None, layout="auto", **changes) -> Setting:
-    made = Setting(8192, 4, 1, LLAMA_8B, pattern or Causal(), layout, Zero(3, 4, 2), "bfloat16", hardware)
+def setting(hardware=H100, pattern=None, layout="auto", **changes) -> TrainingSetting:
+    made = TrainingSetting(
+        8192, 4, 1, LLAMA_8B, pattern or Causal(), layout, Zero(3, 4, 2), "bfloat16", hardware
+    )
     return replace(made, **changes)
 
 

@@ -17,12 +17,12 @@ from ds_ring.runtime.context import Options
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.rank import COMPONENTS, Geometry
 from ds_ring_launcher.profile import pictures
-from ds_ring_launcher.profile.measure import Job, RingRun, measure_rank, measure_virtual
+from ds_ring_launcher.profile.measure import ProfileJob, RingRun, measure_rank, measure_virtual
 from ds_ring_launcher.profile.pictures import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
 from ds_ring_launcher.profile.timeline import LINKS, chrome_trace, replay, timeline_of
 
 SIZES = Geometry(1, 4, 2, 600, 16, torch.float32)
-JOB = Job(SIZES, Causal(), "zigzag", Options(chunk_bytes=1))
+JOB = ProfileJob(SIZES, Causal(), "zigzag", Options(chunk_bytes=1))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_clocks_of_several_machines_are_aligned() -> None:
 @pytest.mark.parametrize("backward", [True, False])
 def test_pictures_are_drawn(tmp_path: Path, backward: bool) -> None:
     sizes = SIZES._replace(dtype=torch.bfloat16)
-    job = Job(sizes, SlidingWindow(100), "contiguous", Options(chunk_bytes=1), backward)
+    job = ProfileJob(sizes, SlidingWindow(100), "contiguous", Options(chunk_bytes=1), backward)
     found = [measure_virtual(job, ring_size, times=True, progress=False) for ring_size in (2, 4)]
     assert {span.phase for span in found[1].traces[0].spans} >= {"forward"}
     timelines = [replay(found[1].traces, 1000.0), timeline_of(found[1].traces)]
@@ -149,14 +149,14 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job(SIZES._replace(tokens=3), Causal()), "at least one token for each of 4 ranks, got 3"),
-        (Job(SIZES, Causal(), "zigzig"), "unknown layout 'zigzig'"),
-        (Job(SIZES, Causal(), options=Options(kernel="fast")), "unknown kernel 'fast'"),
-        (Job(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
-        (Job(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
+        (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token for each of 4 ranks, got 3"),
+        (ProfileJob(SIZES, Causal(), "zigzig"), "unknown layout 'zigzig'"),
+        (ProfileJob(SIZES, Causal(), options=Options(kernel="fast")), "unknown kernel 'fast'"),
+        (ProfileJob(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
+        (ProfileJob(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
     ],
 )
-def test_what_cannot_be_profiled(job: Job, words: str) -> None:
+def test_what_cannot_be_profiled(job: ProfileJob, words: str) -> None:
     with pytest.raises(RingError) as caught:
         job.check([1, 4])
     assert words in str(caught.value)

@@ -17,8 +17,14 @@ from ds_ring_launcher.plan.layer_passes import slowest_pass
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.model import Model, plan_of
-from ds_ring_launcher.tune.request import Request
-from ds_ring_launcher.tune.result import Finalist, Result, _describe, describe_hardware, require_writable
+from ds_ring_launcher.tune.request import TuningRequest
+from ds_ring_launcher.tune.result import (
+    Finalist,
+    TuningResult,
+    _describe,
+    describe_hardware,
+    require_writable,
+)
 from tests.unit.launcher.tune.cases import machine, request
 
 HARDWARE = {
@@ -28,12 +34,12 @@ HARDWARE = {
 }
 
 
-def result(asked: Request, chosen: TuningCandidate) -> Result:
+def result(asked: TuningRequest, chosen: TuningCandidate) -> TuningResult:
     measured, default = machine(asked), candidates(asked)[0]
     model = Model(asked, measured)
     finals = tuple(Finalist(one, 1.0, (1.0, 3.0, 2.0)) for one in dict.fromkeys([chosen, default]))
     predicted = model.predict(chosen, asked.tokens)
-    return Result(asked, measured, chosen, predicted, finals, default, 100, 16, 50, 2048, 9.0, 2)
+    return TuningResult(asked, measured, chosen, predicted, finals, default, 100, 16, 50, 2048, 9.0, 2)
 
 
 def test_all_else_is_kept() -> None:
