@@ -1,7 +1,4 @@
-"""Load only checkpoints that are whole, decided on all ranks alike.
-
-Owns what `engine.load_checkpoint` does on an engine of `ds_ring.initialize`, and how the ranks come to one
-decision. Saving is save.py's; the files and what damage looks like are manifest.py's.
+"""Load only checkpoints that are whole: `engine.load_checkpoint` of an engine of `ds_ring.initialize`.
 
 [Note: one decision]
 The ranks divide the hashing and collect all faults before anybody decides, so every rank takes the same
@@ -28,6 +25,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     LATEST_UNIVERSAL,
     MANIFEST,
     Storage,
+    changes_by_others,
     earlier_tags,
     faults_of,
     files_in,
@@ -35,7 +33,6 @@ from ds_ring.integrations.checkpoint.manifest import (
     require_folder,
     require_plain_tag,
     storage_of,
-    strangers_in,
     together,
     unfinished_tags,
     verify_checkpoint,
@@ -67,9 +64,9 @@ def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None =
     return SimpleNamespace(around_save=MethodType(save, engine), around_load=MethodType(load, engine))
 
 
-# [Note: damage or a stranger] A crash or a disk leaves files that are missing, short or changed, or a torn
-# `latest`: then the checkpoint before is as good as any, and is taken. A link, a FIFO, a file more, a path
-# that leads out, code in a pickle are somebody's doing: loading stops, and a person decides.
+# [Note: damage or changes] A crash or a disk leaves files that are missing, short or changed, or a torn
+# `latest`: then the checkpoint before is taken. A link, a FIFO, an additional file, a path that leads out of
+# the folder, or code in a pickle was put there by somebody: loading stops, and a person decides.
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str,
@@ -92,7 +89,7 @@ def load_checkpoint(
     Raises:
         RingCheckpointMissingError: there is no checkpoint of the tag asked for.
         RingCheckpointError: the tag asked for, or every checkpoint, is damaged or unfinished, or the first
-            that is whole has what no crash leaves there ([Note: damage or a stranger]). On every rank.
+            that is whole has what no crash leaves there ([Note: damage or changes]). On every rank.
         RingMismatchError: the ranks ask for different tags.
     """
     under_way.finish()
@@ -124,19 +121,28 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
     """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
     for.
     """
-    asked = together(lambda: None if tag is None else _existing(root, str(tag)))
+
+    def existing() -> str | None:
+        if tag is not None:
+            require_folder(root / require_plain_tag(str(tag), "tag"))
+        return None if tag is None else str(tag)
+
+    asked = together(existing)
     if len(set(asked)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
     universal = bool(engine.load_universal_checkpoint())
     proposals = together(lambda: _proposals(root, asked[0], universal) if dist.get_rank() == 0 else [])[0]
     storage, found = storage_of(engine.local_rank, engine.use_node_local_storage()), []
     for position, name in enumerate(proposals):
-        _require_no_stranger(root / name)
+        _require_unchanged(root / name)
         faults = _faults_everywhere(root / name, storage, universal)
         # The first whole one is taken; what is older is not even read.
         if not faults:
-            _require_nothing_runs(root / name, storage)
-            _say_what_was_left(root, name)
+            _require_weights_only(root / name, storage)
+            left = [tag for tag in unfinished_tags(root) if tag != name] if dist.get_rank() == 0 else []
+            if left:
+                text = "unfinished in %s and not used: %s (no manifest); taking %s"
+                log.error(text, root, ", ".join(left), name)
             return name
         found += [f"checkpoint {name}:", *faults]
         after = proposals[position + 1 : position + 2]
@@ -165,11 +171,6 @@ def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> Non
             f"{folder}: expected a checkpoint of {world} ranks, as many as there are, got one of {saved};"
             f" convert it with `ds-ring resize-checkpoint {folder.parent} --world-size {world}`"
         )
-
-
-def _existing(root: Path, tag: str) -> str:
-    require_folder(root / require_plain_tag(tag, "tag"))
-    return tag
 
 
 def _require_latest(root: Path, chosen: str) -> None:
@@ -203,21 +204,19 @@ def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
     return [newest, *earlier_tags(root, newest)]
 
 
-def _require_no_stranger(folder: Path) -> None:
+def _require_unchanged(folder: Path) -> None:
     """Raise where somebody has changed the folder. Collective."""
 
     def look() -> None:
-        if os.path.lexists(folder) and (found := strangers_in(folder)):
+        if os.path.lexists(folder) and (found := changes_by_others(folder)):
             raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
 
     together(look)
 
 
-def _require_nothing_runs(folder: Path, storage: Storage) -> None:
+def _require_weights_only(folder: Path, storage: Storage) -> None:
     """Read this rank's share of the pickled files, without running code from them. Collective."""
-    together(
-        lambda: require_weights_only(folder, list(files_in(folder))[storage.share :: len(storage.ranks)])
-    )
+    together(lambda: require_weights_only(folder, storage.share_of(files_in(folder))))
 
 
 def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
@@ -225,14 +224,8 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
     if universal and not any(together((folder / MANIFEST).exists)):
         _log_on_rank_0(f"{folder} is a universal checkpoint without {MANIFEST}: it is loaded unverified")
         return []
-    everyones = together(lambda: faults_of(folder, storage.share, len(storage.ranks)))
+    everyones = together(lambda: faults_of(folder, storage.share_of))
     return list(dict.fromkeys(fault for faults in everyones for fault in faults))
-
-
-def _say_what_was_left(root: Path, chosen: str) -> None:
-    """Report folders of saves that were cut short, which nobody names and nobody uses."""
-    if dist.get_rank() == 0 and (left := [tag for tag in unfinished_tags(root) if tag != chosen]):
-        log.error("unfinished in %s and not used: %s (no manifest); taking %s", root, ", ".join(left), chosen)
 
 
 def _log_on_rank_0(text: str) -> None:

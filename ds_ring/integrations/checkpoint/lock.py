@@ -33,10 +33,10 @@ _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _TOKEN = secrets.token_hex(8)  # with the pid: this process, on whatever host and after whatever restart
 
 
-# [Note: fencing] A job that is started again may find the lock held by its own earlier attempt: by a rank that
-# is stopped, or whose host is cut off from the launcher. Then the newer attempt removes the lock file, locks
-# a new one, and names itself in the owner's file. If the older rank wakes up, it finds another owner, before
-# it takes a checkpoint's name as well as before it begins to save, and is refused.
+# [Note: fencing] A job that is started again may find the lock held by its own earlier attempt: by a rank
+# that is stopped, or whose host is cut off from the launcher. Then the newer attempt removes the lock file,
+# locks a new one, and names itself in the owner's file. If the older rank wakes up, it finds another owner,
+# before it takes a checkpoint's name as well as before it begins to save, and is refused.
 class FolderLocks:
     """Hold the folders that one engine saves in until the engine is gone.
 

@@ -1,7 +1,7 @@
-"""Write and read the manifest of a checkpoint: its files, their sizes and sha256. Knows no deepspeed.
+"""Write and read the manifest of a checkpoint, `ds_ring_manifest.json`: its files, their sizes and sha256.
 
-Owns the file `ds_ring_manifest.json` in a tag's folder and the order of the checkpoints of a run. Who hashes
-what on which rank is save.py's; what follows from damage is load.py's.
+Only regular files are opened, because a folder of checkpoints may be shared with others: a symbolic link
+would lead out of it, a FIFO would be waited for, a device read without end. Imports no deepspeed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
 
-# Check the names and files that a checkpoint may consist of: plain tags and regular files.
-#
-# Owns the walk over a checkpoint's folder and the opening of its files. A folder of checkpoints may be shared
-# with others: a symbolic link would lead out of it, a FIFO would be waited for and a device read without end.
-
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -37,7 +32,14 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a regular file",
 }
-_MOST_NAME_BYTES = 255  # of one file name, on every usual file system
+HASHING_THREADS = 4  # hashlib lets other threads run; more would only fight over the disk
+MANIFEST = "ds_ring_manifest.json"
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+NO_TAG = "(unreadable)"  # what a torn `latest` names
+_MOST_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
+_MOST_LATEST_BYTES = 4096
+_FAULTS_NAMED = 20
 
 
 def kind_of(mode: int) -> str:
@@ -45,27 +47,18 @@ def kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
-def is_plain_name(name: str) -> bool:
-    """Return whether `name` is that of one visible file in the folder where it stands."""
-    return (
-        bool(name)
-        and not name.startswith(".")
-        and "/" not in name
-        and name.isprintable()
-        and len(name.encode(errors="replace")) <= _MOST_NAME_BYTES
-    )
-
-
-def is_plain_path(path: str) -> bool:
-    """Return whether `path` has forward slashes only and stays below the folder that it starts from."""
-    return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))
-
-
 def require_plain_tag(tag: str, whence: str) -> str:
     """Return `tag`, or raise RingCheckpointError that names it and where it comes from."""
-    if not is_plain_name(tag):
+    if (
+        not tag
+        or not tag.isprintable()
+        or tag[0] == "."
+        or "/" in tag
+        or len(tag.encode(errors="replace")) > 255
+    ):
+        got = repr(tag) if len(tag) <= 80 else f"{tag[:60]!r}... of {len(tag)} characters"
         raise RingCheckpointError(
-            f"{whence}: expected the plain name of a checkpoint's folder, got {_shortened(tag)}; a tag has no"
+            f"{whence}: expected the plain name of a checkpoint's folder, got {got}; a tag has no"
             " slash, no dot in front and at most 255 bytes"
         )
     return tag
@@ -126,19 +119,6 @@ def _require_regular(path: Path, mode: int) -> None:
         )
 
 
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:60]!r}... of {len(text)} characters"
-
-
-# Record and compare size and sha256 of one file of a checkpoint.
-#
-# Owns the hashing. Which files belong to a checkpoint is manifest.py's.
-
-HASHING_THREADS = 4  # hashlib lets other threads run; more would only fight over the disk
-
-_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
 class Strict(BaseModel):
     """Take nothing unknown from a file and convert nothing."""
 
@@ -148,61 +128,22 @@ class Strict(BaseModel):
 class FileRecord(Strict):
     """Describe one file of a checkpoint; `path` is relative to the tag's folder, with forward slashes."""
 
-    # A path that leads out of the folder is refused where the manifest is used (`strangers_in`): whoever
-    # wrote it may have written a digest that fits.
-
     path: str
     bytes: Annotated[int, Field(ge=0)]
-    sha256: _Sha256
-
-
-def record_file(folder: Path, path: str) -> FileRecord:
-    """Return size and sha256 of a file just written, which is brought to the disk on the way. May raise
-    OSError.
-    """
-    with open_regular(folder / path) as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return FileRecord(path=path, bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
-    """Return `record_file` of several, in their order."""
+    """Return size and sha256 of files just written, and bring them to the disk. May raise OSError."""
+
+    def record(path: str) -> FileRecord:
+        with open_regular(folder / path) as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+            return FileRecord(path=path, bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return list(threads.map(lambda path: record_file(folder, path), paths))
-
-
-def fault_of_size(folder: Path, record: FileRecord, size: int | None) -> str:
-    """Return what is wrong with a size; None stands for no file, "" for nothing wrong."""
-    if size is None:
-        return f"{folder / record.path}: expected {record.bytes} bytes, got no file"
-    if size == record.bytes:
-        return ""
-    how = "truncated" if size < record.bytes else "too long"
-    return f"{folder / record.path}: expected {record.bytes} bytes, got {size}: {how}"
-
-
-def fault_of_content(folder: Path, record: FileRecord) -> str:
-    """Return what is wrong with a file of the right size, read as a whole; "" for nothing."""
-    try:
-        with open_regular(folder / record.path) as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
-    except RingCheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{folder / record.path}: expected to read {record.bytes} bytes, got {error.strerror}"
-    if got == record.sha256:
-        return ""
-    return f"{folder / record.path}: expected sha256 {record.sha256}, got {got}: its contents changed"
-
-
-MANIFEST = "ds_ring_manifest.json"
-LATEST = "latest"
-LATEST_UNIVERSAL = "latest_universal"
-NO_TAG = "(unreadable)"  # what a torn `latest` names
-_MOST_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
-_MOST_LATEST_BYTES = 4096
-_FAULTS_NAMED = 20
+        return list(threads.map(record, paths))
 
 
 class Manifest(Strict):
@@ -286,10 +227,9 @@ def require_folder(folder: Path) -> None:
         )
 
 
-def strangers_in(folder: Path) -> list[str]:
+def changes_by_others(folder: Path) -> list[str]:
     """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths."""
-    # One sentence each; nothing is opened but a manifest that is a regular file. Somebody has changed such a
-    # folder, so that a person has to look: going back one checkpoint would not help against it.
+    # One sentence each. A person has to look at such a folder: going back one checkpoint would not help.
     if not is_folder(folder):
         return [f"{folder}: expected a folder, got {kind_of(folder.lstat().st_mode)}; name the folder itself"]
     names = dict(entries_of(folder))
@@ -303,13 +243,13 @@ def strangers_in(folder: Path) -> list[str]:
     try:
         manifest = read_manifest(folder)
     except RingCheckpointError:
-        return []  # damaged: faults_of says so
+        return []  # damage, which faults_of names
     known = {record.path for record in manifest.files}
     disk = os.statvfs(folder)
     faults = [
         f"{folder / MANIFEST}: expected paths below its folder, got {path!r}; do not use this checkpoint"
         for path in sorted(known)
-        if not is_plain_path(path)
+        if not path.isprintable() or {"", ".", ".."} & set(path.split("/"))
     ]
     faults += [
         f"{folder / path}: expected only the files that {MANIFEST} names, got one more; move it elsewhere"
@@ -324,25 +264,44 @@ def strangers_in(folder: Path) -> list[str]:
     return _few(faults)
 
 
-def faults_of(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+def faults_of(folder: Path, share_of: Callable[[list[FileRecord]], list[FileRecord]] = list) -> list[str]:
     """Return what is wrong with the checkpoint in `folder`: one sentence for each fault.
 
-    Every caller looks at all sizes; hashes are divided: share `share` of `shares` reads its part of them.
+    Every caller looks at all sizes, and hashes the files that `share_of` selects.
     """
     try:
         manifest = read_manifest(folder)
     except RingCheckpointError as error:
         return [str(error)]
     sizes = {path: status.st_size for path, status in entries_of(folder)}
-    wrong_sizes = [
-        text for one in manifest.files if (text := fault_of_size(folder, one, sizes.get(one.path)))
-    ]
+    wrong_sizes = []
+    for one in manifest.files:
+        if (size := sizes.get(one.path)) is None:
+            wrong_sizes.append(f"{folder / one.path}: expected {one.bytes} bytes, got no file")
+        elif size != one.bytes:
+            how = "truncated" if size < one.bytes else "too long"
+            wrong_sizes.append(f"{folder / one.path}: expected {one.bytes} bytes, got {size}: {how}")
     if wrong_sizes:
         return _few(wrong_sizes)  # no need to read gigabytes any more
+
+    def fault_of_content(record: FileRecord) -> str:
+        path = folder / record.path
+        try:
+            with open_regular(path) as file:
+                got = hashlib.file_digest(file, "sha256").hexdigest()
+        except RingCheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"{path}: expected to read {record.bytes} bytes, got {error.strerror}"
+        return (
+            ""
+            if got == record.sha256
+            else (f"{path}: expected sha256 {record.sha256}, got {got}: its contents changed")
+        )
+
     by_size = sorted(manifest.files, key=lambda record: -record.bytes)
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        found = threads.map(lambda record: fault_of_content(folder, record), by_size[share::shares])
-    return [text for text in found if text]
+        return [text for text in threads.map(fault_of_content, share_of(by_size)) if text]
 
 
 def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Manifest:
@@ -362,7 +321,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
         raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
     require_folder(root / tag)
     try:
-        faults = strangers_in(root / tag) or faults_of(root / tag)
+        faults = changes_by_others(root / tag) or faults_of(root / tag)
     except OSError as error:
         raise RingCheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
     if faults:
@@ -438,33 +397,30 @@ def _few(faults: list[str]) -> list[str]:
     return faults if left <= 0 else [*faults[:_FAULTS_NAMED], f"and {left} more of this kind"]
 
 
-# Find which ranks see one folder alike, and act on all ranks so that they succeed or fail together.
-#
-# Owns the collectives of saving and loading. Knows neither DeepSpeed nor what a checkpoint's files are.
+# Collectives of saving and loading: ranks succeed or fail together.
 
 T = TypeVar("T")
 
 
 class Storage(NamedTuple):
-    """List the ranks that see one folder alike, by their number in the world, and this rank."""
+    """List the world ranks that see the same files in a checkpoint's folder, and this rank."""
 
     ranks: tuple[int, ...]
     rank: int
 
     @property
     def leads(self) -> bool:
-        """Return True on the one rank that writes what is written once."""
+        """Whether this rank writes what is written once."""
         return self.rank == self.ranks[0]
 
-    @property
-    def share(self) -> int:
-        """Return which part of the work on this storage is this rank's, of `len(ranks)`."""
-        return self.ranks.index(self.rank)
+    def share_of(self, work: Iterable[T]) -> list[T]:
+        """Return this rank's part of the work on this storage."""
+        return list(work)[self.ranks.index(self.rank) :: len(self.ranks)]
 
 
 def storage_of(local_rank: int, node_local: bool) -> Storage:
-    """Return all ranks, or with node-local storage those of this host, which are consecutive. Collective
-    then.
+    """Return all ranks, or with node-local storage those of this host. Then they are consecutive, and this
+    call is collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if not node_local:
@@ -477,7 +433,7 @@ def storage_of(local_rank: int, node_local: bool) -> Storage:
 
 
 def together(act: Callable[[], T]) -> list[T]:
-    """Return what `act` gives on every rank. Collective, so a barrier; an error of one is raised on all.
+    """Return the result of `act` on every rank, by rank. Collective; an error of one is raised on all.
 
     Raises:
         RingCheckpointMissingError: so did `act`, on every rank on which it failed.

@@ -1,7 +1,7 @@
 """Read a checkpoint's pickled files without running code from them: torch's `weights_only`.
 
-Owns the list of classes that DeepSpeed's files may name. DeepSpeed 0.19.8 loads every file with
-`weights_only=False`, in its checkpoint engine and, for universal checkpoints, by itself.
+DeepSpeed 0.19.8 loads every file with `weights_only=False`, in its checkpoint engine and, for universal
+checkpoints, by itself.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _member(owner: Any, name: str) -> ZeroStageEnum:
     return ZeroStageEnum[name]
 
 
-# [Note: weights only] A pickle may call any function while it is read, and a manifest does not help: who can
-# put a file into the folder can write its manifest, too. So every file is read by torch's restricted
-# unpickler before any rank hands the folder to DeepSpeed (mapped, not read: it is the pickle that counts),
-# all ranks hear of what it refuses, and while DeepSpeed loads, `torch.load` is restricted for all files of
-# the folder, whoever calls it.
+# [Note: weights only] A pickle may call any function while it is read. A manifest does not help, because
+# whoever can write a file into the folder can write its manifest. So before any rank hands the folder to
+# DeepSpeed, the ranks together read every file by torch's restricted unpickler, mapped, so that only the
+# pickle is read. While DeepSpeed loads, `torch.load` is restricted for all files of the folder, whoever calls
+# it.
 def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
     """Read those of `paths` below `folder` that torch has pickled, without running anything from them.
 
@@ -58,9 +58,26 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
         RingCheckpointError: a file names a class or function that is none of torch's, DeepSpeed's or numpy's
             ([Note: weights only]), or cannot be read.
     """
-    for path in paths:
-        if path.endswith(".pt"):
-            _require_weights_only(folder / path)
+    for path in (folder / name for name in paths if name.endswith(".pt")):
+        open_regular(path).close()
+        try:
+            with _allowed():
+                # The older format cannot be mapped: such a file is read as a whole.
+                torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except Exception as error:  # the unpickler meets arbitrary bytes, and raises what they make
+            text = str(error)
+            named = re.search(r"(?:GLOBAL|got <class|type) '?([\w.]+)", text)
+            if "eights" not in text or named is None:  # "Weights only load failed", "WeightsUnpickler error"
+                first_line = text.partition("\n")[0][:200]
+                raise RingCheckpointError(
+                    f"{path}: expected a file of torch.save, got {type(error).__name__}: {first_line}"
+                ) from None
+            raise RingCheckpointError(
+                f"{path}: expected tensors, numbers, strings and containers of them, got {named.group(1)},"
+                " which loading would run; if it is yours and you trust the file, call"
+                " torch.serialization.add_safe_globals([...]) with it before saving and loading, or keep"
+                " plain values in the client state"
+            ) from None
 
 
 @contextmanager
@@ -81,28 +98,4 @@ def weights_only_below(root: Path) -> Iterator[None]:
 def _allowed() -> Any:
     return torch.serialization.safe_globals(
         [*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS, (_member, _BEFORE_PYTHON_3_11_4)]
-    )
-
-
-def _require_weights_only(path: Path) -> None:
-    open_regular(path).close()
-    try:
-        with _allowed():
-            # The older format cannot be mapped: such a file is read as a whole.
-            torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except Exception as error:  # the unpickler meets arbitrary bytes, and raises what they make
-        raise RingCheckpointError(f"{path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    named = re.search(r"(?:GLOBAL|got <class|type) '?([\w.]+)", text)
-    if "eights" not in text or named is None:  # "Weights only load failed", "WeightsUnpickler error"
-        return (
-            f"expected a file of torch.save, got {type(error).__name__}: {text.partition(chr(10))[0][:200]}"
-        )
-    return (
-        f"expected tensors, numbers, strings and containers of them, got {named.group(1)}, which loading"
-        " would run; if it is yours and you trust the file, call torch.serialization.add_safe_globals([...])"
-        " with it before saving and loading, or keep plain values in the client state"
     )

@@ -1,7 +1,7 @@
-"""Make a checkpoint that any number of ranks can load: DeepSpeed's universal form, sealed.
+"""Convert a checkpoint to DeepSpeed's universal form, which any number of ranks can load, with a manifest.
 
-Owns the conversion and what it refuses. The universal checkpoint stands beside the one that it was made from,
-and becomes `latest`; load.py finds out that a folder has one. DeepSpeed 0.19.8 converts ZeRO 1, 2 and 3.
+The universal checkpoint stands beside the one that it was made from, and becomes `latest`. DeepSpeed 0.19.8
+converts ZeRO 1, 2 and 3.
 
 [Note: a folder is loaded as what it is]
 Whatever "load_universal" says in the JSON, a folder is loaded as the kind of checkpoint that it has.

@@ -1,7 +1,7 @@
-"""Save a checkpoint so that the one before stays, whatever happens: files, a manifest, one rename.
+"""Save a checkpoint: `engine.save_checkpoint` of an engine of `ds_ring.initialize`.
 
-Owns what `engine.save_checkpoint` does on an engine of `ds_ring.initialize`. DeepSpeed's files are written to
-a hidden folder beside the one of the tag, `.TAG.saving`, which gets the tag's name with its manifest.
+DeepSpeed writes its files to a hidden folder beside the one of the tag, `.TAG.saving`, which is renamed to
+the tag once its manifest is written. So the checkpoint before stays, whatever happens.
 
 [Note: the order of a save]
 Every rank hashes what it wrote, one rank of each storage writes the manifest, then the folder gets its name,
@@ -50,11 +50,9 @@ from ds_ring.integrations.checkpoint.manifest import (
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
-# Write a checkpoint while training goes on: copies now, files, hashes and the commit in a thread.
-#
-# Owns the copies and the thread. What is written and how it is committed stands in save.py. A checkpoint in
-# the making has no name that loading takes, so whatever ends the job, the one before it is whole.
-#
+log = logging.getLogger(__name__)
+Reports = Mapping[int, Sequence[FileRecord]]  # by rank
+
 # [Note: no collective in the background]
 # A save in the background copies all tensors to the host's memory; a thread writes, hashes and commits them.
 # The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
@@ -68,7 +66,7 @@ _EXIT_SECONDS = 600.0
 class HostCopy:
     """Copy what a checkpoint holds to host memory, so that the next step may change the original.
 
-    Tensors that share memory share it in the copy, too, since torch.save writes shared memory once.
+    Tensors that share memory share it in the copy as well: torch.save writes shared memory once.
     """
 
     def __init__(self) -> None:
@@ -152,7 +150,17 @@ class BackgroundSave:
             self._thread = None
 
 
-# No collective: the group is the main thread's, and its calls are matched by order.
+_living: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Let a checkpoint be finished at the end of a script that has not failed."""
+    if getattr(sys, "last_value", None) is None:
+        for one in list(_living):
+            one.wait(_EXIT_SECONDS)
+
+
 def exchange_reports(
     folder: Path, storage: Storage, make: Callable[[], Sequence[FileRecord]]
 ) -> dict[int, list[FileRecord]] | None:
@@ -192,23 +200,6 @@ def exchange_reports(
     return {rank: [FileRecord(**record) for record in one["files"]] for rank, one in reports.items()}
 
 
-_living: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
-
-
-def _wait_at_exit() -> None:
-    """Let a checkpoint be finished at the end of a script that has not failed."""
-    if getattr(sys, "last_value", None) is None:
-        for one in list(_living):
-            one.wait(_EXIT_SECONDS)
-
-
-atexit.register(_wait_at_exit)
-
-
-log = logging.getLogger(__name__)
-Reports = Mapping[int, Sequence[FileRecord]]  # by rank
-
-
 # [Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
 # storage puts the manifest together from their reports, after it has found every file in its own view of the
 # folder, so a folder that the hosts do not share is noticed when it is written. With DeepSpeed's
@@ -244,7 +235,10 @@ def save_checkpoint(
         raise RingConfigError(f"save_dir: expected the path of a folder, got {save_dir!r}; pass one")
     under_way.finish()
     root, storage = Path(save_dir), storage_of(engine.local_rank, engine.use_node_local_storage())
-    tag = _agreed_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tags = together(lambda: require_plain_tag(tag, "tag"))
+    if len(set(tags)) > 1:
+        raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
     hidden = root / f".{tag}.saving"
     together(lambda: _make_room(root, hidden, locks, background) if storage.leads else None)
     writes = _Writes(hidden, HostCopy() if background else None)
@@ -282,7 +276,7 @@ def save_checkpoint(
 
 
 class _Later(NamedTuple):
-    """Hold what a thread needs to finish a checkpoint whose tensors are copied."""
+    """The arguments of a thread that finishes a checkpoint whose tensors are copied."""
 
     hidden: Path
     folder: Path
@@ -316,13 +310,6 @@ def _commit(hidden: Path, folder: Path, locks: FolderLocks) -> None:
 
 def _reports_of(hidden: Path) -> Path:
     return hidden.with_name(f"{hidden.name}.reports")
-
-
-def _agreed_tag(tag: str) -> str:
-    tags = together(lambda: require_plain_tag(tag, "tag"))
-    if len(set(tags)) > 1:
-        raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
-    return tag
 
 
 def _make_room(root: Path, hidden: Path, locks: FolderLocks, background: bool) -> None:
@@ -387,31 +374,33 @@ def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -
     files: dict[str, FileRecord] = {}
     for rank in storage.ranks:
         for record in reports[rank]:
-            _require_seen(folder, record, rank, storage.rank)
+            path = folder / record.path
+            got = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
+            if got != f"{record.bytes} bytes":
+                raise RingCheckpointError(
+                    f"{path}: rank {rank} wrote {record.bytes} bytes, rank {storage.rank} sees {got}; save"
+                    ' into a folder that all hosts share, or set "checkpoint": {"use_node_local_storage":'
+                    " true} in the JSON"
+                )
             files[record.path] = record
     others = [path for path in files_in(folder) if path not in files]  # swapped-out tensors, say
     write_manifest(folder, [*files.values(), *record_files(folder, others)], global_steps)
-
-
-def _require_seen(folder: Path, record: FileRecord, writer: int, leader: int) -> None:
-    path = folder / record.path
-    got = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
-    if got != f"{record.bytes} bytes":
-        raise RingCheckpointError(
-            f"{path}: rank {writer} wrote {record.bytes} bytes, rank {leader} sees {got}; save into a folder"
-            ' that all hosts share, or set "checkpoint": {"use_node_local_storage": true} in the JSON'
-        )
 
 
 def give_its_name(hidden: Path, folder: Path) -> None:
     """Rename a sealed folder. What had the name is removed if it is an older checkpoint, else set aside."""
     before = None
     if os.path.lexists(folder):
-        sealed = is_folder(folder) and (folder / MANIFEST).exists()
-        before = _free_name(folder, "replaced" if sealed else "unsealed")
+        if is_folder(folder) and (folder / MANIFEST).exists():
+            before = folder.with_name(f".{folder.name}.replaced")
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            number, before = 1, folder.with_name(f"{folder.name}.unsealed")
+            while os.path.lexists(before):
+                number += 1
+                before = folder.with_name(f"{folder.name}.unsealed{number}")
+            log.warning("%s has no %s: it becomes %s", folder, MANIFEST, before)
         os.rename(folder, before)
-        if not sealed:
-            log.warning("%s had no %s: it is %s now", folder, MANIFEST, before)
     try:
         os.rename(hidden, folder)
     except OSError:
@@ -421,15 +410,3 @@ def give_its_name(hidden: Path, folder: Path) -> None:
     sync_folder(folder.parent)
     if before is not None and before.name.startswith("."):
         shutil.rmtree(before, ignore_errors=True)
-
-
-def _free_name(folder: Path, why: str) -> Path:
-    """Return `.TAG.replaced`, to be removed, or a visible TAG.unsealed, TAG.unsealed2 ..., to be kept."""
-    if why == "replaced":
-        hidden = folder.with_name(f".{folder.name}.replaced")
-        shutil.rmtree(hidden, ignore_errors=True)
-        return hidden
-    number = 1
-    while os.path.lexists(kept := folder.with_name(f"{folder.name}.{why}{number if number > 1 else ''}")):
-        number += 1
-    return kept

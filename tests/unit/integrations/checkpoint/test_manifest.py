@@ -16,6 +16,7 @@ from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
+    Storage,
     accept_checkpoint,
     earlier_tags,
     faults_of,
@@ -87,7 +88,7 @@ def test_shares_of_the_ranks_are_all_files(tmp_path):
     (folder / "mp_rank_00_model_states.pt").write_bytes(bytes(2048))
     (folder / "offloaded" / "swap.bin").write_bytes(b"y" * 100)
     assert len(faults_of(folder)) == 2
-    assert [len(faults_of(folder, share, 3)) for share in range(3)] == [1, 1, 0]
+    assert [len(faults_of(folder, Storage((0, 1, 2), rank).share_of)) for rank in range(3)] == [1, 1, 0]
 
 
 def with_paths(folder: Path, *paths: str) -> None:
