@@ -28,10 +28,10 @@ _WHY = (
 )
 
 Model = TypeVar("Model", bound=BaseModel)
-Source = str | os.PathLike[str] | Json
+JsonSource = str | os.PathLike[str] | Json
 
 
-def resolve(source: Source, model: type[Model]) -> tuple[Model, Json]:
+def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     """Return the section as a `model`, and the whole JSON. One RingConfigError names all faults."""
     whole = _read(source)
     label = "the DeepSpeed configuration" if isinstance(source, dict) else str(source)

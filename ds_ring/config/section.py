@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY, Source, resolve
+from ds_ring.config.deepspeed_file import SECTION, SP_KEY, JsonSource, resolve
 from ds_ring.config.json_text import Json
 from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
 from ds_ring.config.pattern_section import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Owns the keys, the words "off" and "auto", and how many tokens a tile has by default, which the estimator
 # asks, too. What a part makes a model do stands in integrations/transformers.
 
-Tile = Literal["auto"] | bool | int
+TileChoice = Literal["auto"] | bool | int
 Switch = Literal["auto"] | bool
 
 _TILE = Takes('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
@@ -58,7 +58,7 @@ _TILE_BYTES_ELSEWHERE = 512 * MIB
 _LEAST_TOKENS = 64
 
 
-def _tile(value: object) -> Tile:
+def _tile(value: object) -> TileChoice:
     if isinstance(value, bool) or value == "auto":
         return value
     if type(value) is int and 1 <= value <= MOST:
@@ -79,13 +79,13 @@ class LongSequenceConfig(Section):
     with a line in the log.
     """
 
-    tiled_loss: Annotated[Tile, PlainValidator(_tile), _TILE] = Field(
+    tiled_loss: Annotated[TileChoice, PlainValidator(_tile), _TILE] = Field(
         default=False,
         description="compute logits, loss and their gradients one tile of tokens after the other, so that no"
         " tensor of a shard's tokens x vocabulary exists; true: tiles of 64 MiB of float32 logits on the CPU,"
         " 512 MiB on CUDA",
     )
-    tiled_mlp: Annotated[Tile, PlainValidator(_tile), _TILE] = Field(
+    tiled_mlp: Annotated[TileChoice, PlainValidator(_tile), _TILE] = Field(
         default=False,
         description="compute each layer's MLP, and the norms around it, one tile of tokens after the other,"
         " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"
@@ -126,7 +126,7 @@ LongSequence = Annotated[
 ]
 
 
-def tile_tokens(tile: Tile, width: int, device: str = "cpu") -> int:
+def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
     """Return the tokens of a tile of at most so many: 64 MiB of float32 on the CPU, 512 MiB elsewhere.
 
     Args:
@@ -144,20 +144,20 @@ _AUTO: Any = "auto"
 
 MOST_RANKS = 2**31 - 1
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Ring = Annotated[Ranks, Takes(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
-Ulysses = Annotated[Ranks, Takes(ONE_UP, "use 1 to leave the heads together")]
-Whole = Annotated[
+RingSize = Annotated[Ranks, Takes(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+UlyssesSize = Annotated[Ranks, Takes(ONE_UP, "use 1 to leave the heads together")]
+SequenceRanks = Annotated[
     Ranks, Takes(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 BlockSize = Annotated[
     int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
 ]
-Options = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
+KernelOptions = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[AtLeastOne | None, Takes(f"{ONE_UP} (bytes), or null", "use null for the default")]
-Tokens = Annotated[
+TokenCount = Annotated[
     int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
-Seconds = Annotated[
+Timeout = Annotated[
     float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
 ]
 FlagOrPart = Annotated[
@@ -165,13 +165,13 @@ FlagOrPart = Annotated[
     Takes("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
 ]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
-    Layout = str
-    Kernel = str
+    LayoutName = str
+    KernelName = str
 else:
-    Layout = Annotated[Literal[tuple(LAYOUTS)], WORD]
-    Kernel = Annotated[Literal["auto", *KERNELS], WORD]
-Attention = Annotated[Literal["ring", "as_is"], WORD]
-Transport = Annotated[Literal["ring", "all_gather"], WORD]
+    LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
+    KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+AttentionName = Annotated[Literal["ring", "as_is"], WORD]
+TransportName = Annotated[Literal["ring", "all_gather"], WORD]
 GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
 
 
@@ -184,30 +184,30 @@ class RingConfig(Section):
     """
 
     # The order matters: a validator sees the values of the fields above its own.
-    sequence_parallel_size: Whole = Field(
+    sequence_parallel_size: SequenceRanks = Field(
         default=_OPEN,
         validate_default=False,
         description="ranks that share one sequence: ring_size x ulysses_size",
     )
-    ulysses_size: Ulysses = Field(
+    ulysses_size: UlyssesSize = Field(
         default=1, description="ranks that split the heads of one sequence by all-to-all"
     )
-    ring_size: Ring = Field(
+    ring_size: RingSize = Field(
         default=_AUTO, description='ranks in one K/V ring; "auto": sequence_parallel_size / ulysses_size'
     )
-    layout: Layout = Field(
+    layout: LayoutName = Field(
         default="auto",
         description="which token lies on which rank; auto: even work and least traffic for the pattern",
     )
     pattern: Annotated[PatternConfig, Takes("an object of pattern keys", 'write {"causal": true}, say')] = (
         Field(default=PatternConfig(), description="which query sees which key")
     )
-    attention: Attention = Field(
+    attention: AttentionName = Field(
         default="ring",
         description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "
         'keeps its own sdpa for engine.compile(backend="ds_ring") to rewrite',
     )
-    kernel: Kernel = Field(
+    kernel: KernelName = Field(
         default="auto",
         description="what computes a hop's attention; auto: flex (FlexAttention) on CUDA, cpu on the CPU",
     )
@@ -215,12 +215,12 @@ class RingConfig(Section):
         default=128,
         description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
     )
-    kernel_options: Options = Field(
+    kernel_options: KernelOptions = Field(
         default={},
         description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
         "implementation of flash",
     )
-    transport: Transport = Field(
+    transport: TransportName = Field(
         default="ring",
         description="how K/V move; all_gather takes O(T) memory and is there to be compared with",
     )
@@ -250,7 +250,7 @@ class RingConfig(Section):
         description='what of the model besides attention is computed in tiles or kept on the host; "auto":'
         ' all that the model allows, "off": nothing',
     )
-    min_sequence_length: Tokens = Field(
+    min_sequence_length: TokenCount = Field(
         default=0,
         description="below this many tokens the ranks of a ring take whole samples instead of shards",
     )
@@ -259,13 +259,13 @@ class RingConfig(Section):
         description="engine.ring.loader(..., lengths=...) gives short samples to smaller rings and single "
         "ranks, by estimated time",
     )
-    heartbeat_timeout_seconds: Seconds = Field(
+    heartbeat_timeout_seconds: Timeout = Field(
         default=10.0, description="silence after which a rank counts as lost"
     )
-    hop_timeout_seconds: Seconds = Field(
+    hop_timeout_seconds: Timeout = Field(
         default=60.0, description="longest wait for one hop's messages; at least heartbeat_timeout_seconds"
     )
-    first_pass_timeout_seconds: Seconds = Field(
+    first_pass_timeout_seconds: Timeout = Field(
         default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
     )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
@@ -279,7 +279,7 @@ class RingConfig(Section):
     )
 
     @classmethod
-    def from_deepspeed(cls, source: Source) -> RingConfig:
+    def from_deepspeed(cls, source: JsonSource) -> RingConfig:
         """Read our section of a whole DeepSpeed JSON (path or dict); one RingConfigError names all faults."""
         return resolve(source, cls)[0]
 
@@ -391,7 +391,7 @@ class RingConfig(Section):
         return hop
 
 
-def strip_section(source: Source) -> Json:
+def strip_section(source: JsonSource) -> Json:
     """Return the JSON that deepspeed.initialize should get: a deep copy without our section.
 
     `sequence_parallel_size` is in it as a number, whatever the JSON left open. Hand DeepSpeed this dict and
@@ -409,6 +409,7 @@ def _divisors(number: int) -> list[int]:
 
 
 # Build the pattern that the JSON's "pattern" section describes.
+
 
 def pattern_from_config(config: RingConfig) -> Pattern:
     """Build the pattern of the section; its parts are composed with `&`."""

@@ -1,7 +1,7 @@
 """Join the failure detector of an initialised world, before anything else that ranks do together.
 
-Owns what comes before a mesh exists, for `RingMesh.from_world` and for whoever has collectives of its own
-before that: joining, with the error that names a rank, and leaving again where the start fails.
+In order: what ranks write to the process group's store (`Store`, `RankPresence`), waiting until all have come
+(`Arrival`, `FirstCollective`), starting the monitor process and connecting to it (`join`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ if TYPE_CHECKING:
 
 # Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch.
 
-# Keep a collective of one number under way while ranks come: it breaks in a neighbour of a rank that dies.
-#
-# Owns that collective; what follows from its end is `joining.py`'s.
-
 PROBE_S = 1.0  # for the collective to end, once everybody is here
 _LOOK_S = 0.002
 
 
 class FirstCollective:
-    """Sum one number over the default group, which is gloo's, in the background."""
+    """A sum of one number over the default group, which is gloo's, in the background while ranks come.
+
+    It fails in a neighbour of a rank that dies.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -83,14 +82,11 @@ class FirstCollective:
         return self._work is not None and not self._work.is_completed()
 
 
-# Describe what ranks ask of the process group's store before they have joined the monitor.
-#
-# A torch Store has all of it. Named here so that joining needs no torch: a process without it can be a rank
-# (`tools/simulate_cluster.py` starts a thousand).
-
-
 class Store(Protocol):
-    """Keep texts by name for all ranks. A store that is lost raises a RuntimeError, as torch's does."""
+    """What joining uses of torch's Store. A store that is lost raises a RuntimeError.
+
+    `tools/simulate_cluster.py` starts a thousand ranks with a store of its own.
+    """
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -103,32 +99,28 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-# Find which hosts the ranks are on, and the address at which all of them reach rank 0's host.
-#
-# Owns no socket: `joining.py` asks, the monitor process listens.
-
 LOOPBACK = "127.0.0.1"
 
 
-class Presence(NamedTuple):
-    """Say where a rank is."""
+class RankPresence(NamedTuple):
+    """The host and process of a rank."""
 
     host: str  # equal on ranks that share the network interfaces of one host
     processes: str  # equal on ranks that see each other's process ids
     pid: int  # of the rank
 
 
-def presence() -> Presence:
+def presence() -> RankPresence:
     """Return where this process is."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network, processes = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))
-        return Presence(f"{boot}/{network}", f"{boot}/{processes}", os.getpid())
+        return RankPresence(f"{boot}/{network}", f"{boot}/{processes}", os.getpid())
     except OSError:  # not Linux
-        return Presence(platform.node(), platform.node(), os.getpid())
+        return RankPresence(platform.node(), platform.node(), os.getpid())
 
 
-def listening_hosts(store: Store, presences: Sequence[Presence]) -> list[str]:
+def listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str]:
     """Choose where the monitor listens: loopback for one host, else the address that ranks know this host by.
 
     Args:
@@ -148,8 +140,11 @@ def listening_hosts(store: Store, presences: Sequence[Presence]) -> list[str]:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)} if name else set()
     except OSError:
         found = set()
-    own = [address for address in _own_addresses() if address in found]
-    reachable = [address for address in own if not ipaddress.ip_address(address).is_loopback]
+    reachable = [
+        address
+        for address in _own_addresses()
+        if address in found and not ipaddress.ip_address(address).is_loopback
+    ]
     return [reachable[0], LOOPBACK] if reachable else [""]
 
 
@@ -164,11 +159,6 @@ def _own_addresses() -> list[str]:
     return [a.address for of in psutil.net_if_addrs().values() for a in of if a.family in families]
 
 
-# Wait until all ranks are connected to the monitor process, but not for a rank that is dead.
-#
-# Owns what ranks tell each other through the process group's store until all are connected to the monitor.
-# `joining.py` owns the monitor's address, which is published there, and the connection.
-
 START_S = 60.0  # time for the monitor process to start
 FIRST_LOOK_S, LOOK_S = 0.002, 0.05  # between two queries of the store
 NEWCOMERS = 32  # ranks whose announcement one query asks for
@@ -181,18 +171,14 @@ T = TypeVar("T")
 
 # [Note: joining] Every rank announces its host and process in the store of the process group. When all have
 # done so, rank 0 starts the monitor and publishes its address; all ranks connect. We wait for a rank that is
-# late (it may load a model for minutes), but not for one that is dead. A dead rank is found in three ways: -
-# A rank that has announced itself and is on this host is checked by its process id. - If the default group is
-# gloo, a collective of one number runs in the background. It breaks in a neighbour of a rank that dies. The
-# rank that has not announced itself is then the dead one. - Once the monitor runs, all ranks are known to be
-# there. A rank that does not join in time has failed. A rank that sees a death writes it to the store for the
-# others.
+# late (it may load a model for minutes), but not for one that is dead. A dead rank is found in three ways:
+# - A rank that has announced itself and is on this host is checked by its process id.
+# - If the default group is gloo, a collective of one number runs in the background. It fails in a neighbour
+#   of a rank that dies. The rank that has not announced itself is then the dead one.
+# - Once the monitor runs, all ranks are known to be there. A rank that does not join in time has failed.
+# A rank that sees a death writes it to the store for the others.
 class PeerLost(Exception):
-    """A rank failed before all ranks had joined.
-
-    Attributes:
-        fault: the rank, and what was observed.
-    """
+    """A rank failed before all ranks had joined; `fault` names it and says what was observed."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.cause)
@@ -222,9 +208,10 @@ class Arrival:
     ) -> None:
         self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
         self.deadline, self._collective = deadline, collective
+        self._keys = [f"{name}/{rank}" for rank in range(world_size)]
         self._mine = presence()
         self._complete_at: float | None = None  # time at which all ranks were known to have come
-        self._known: dict[int, Presence] = {}
+        self._known: dict[int, RankPresence] = {}
         # Rank 0 watches all ranks; each other rank watches rank 0 and its two neighbours. So two ranks see
         # every death.
         near = range(1, world_size) if rank == 0 else (0, (rank + 1) % world_size, rank - 1)
@@ -236,15 +223,9 @@ class Arrival:
         if self._collective is not None:
             self._collective.begin()
 
-    def end(self) -> None:
-        """Wait for the collective, which ends now that all ranks are here."""
-        if self._collective is not None:
-            self._collective.end()
-
     def wait_for_all(self) -> None:
         """Wait until every rank has announced itself."""
-        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
-        self._wait(lambda: self.store.check(keys))
+        self._wait(lambda: self.store.check(self._keys))
 
     def check(self) -> None:
         """Raise PeerLost if a rank that had come has died since."""
@@ -257,10 +238,9 @@ class Arrival:
         self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
         return self.store.get(f"{self.name}/{key}")
 
-    def presences(self) -> list[Presence]:
+    def presences(self) -> list[RankPresence]:
         """Return host and process of all ranks, once they have come."""
-        keys = [f"{self.name}/{rank}" for rank in range(self.world_size)]
-        found = [Presence(*json.loads(text)) for text in self.store.multi_get(keys)]
+        found = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
         self._known |= {rank: found[rank] for rank in self._unknown}
         self._unknown.clear()
         return found
@@ -268,9 +248,7 @@ class Arrival:
     def _wait(self, ready: Callable[[], bool]) -> None:
         pause_s = FIRST_LOOK_S
         while not self._or_lost(ready):
-            fault = self._or_lost(self._look)
-            if fault is not None:
-                raise self._tell(fault)
+            self.check()
             if time.monotonic() > self.deadline:
                 missing = self._missing() or [0]
                 late = "it did not come to where ds_ring starts before the deadline"
@@ -306,7 +284,7 @@ class Arrival:
         for _ in range(min(len(self._unknown), NEWCOMERS)):
             rank = self._unknown.popleft()
             if self.store.check([f"{self.name}/{rank}"]):
-                self._known[rank] = Presence(*json.loads(self.store.get(f"{self.name}/{rank}")))
+                self._known[rank] = RankPresence(*json.loads(self.store.get(f"{self.name}/{rank}")))
             else:
                 self._unknown.append(rank)
         for rank, other in self._known.items():
@@ -338,7 +316,7 @@ class Arrival:
         self.store.set(f"{self.name}/{key}", value)
         self.store.set(f"{self.name}/alarm", "")
 
-    def _lives(self, other: Presence) -> bool:
+    def _lives(self, other: RankPresence) -> bool:
         """Return False if the rank is known to be dead."""
         # A process id is valid within one host and namespace only.
         if other[:2] != self._mine[:2]:
@@ -349,7 +327,7 @@ class Arrival:
             return False
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if not self.store.check([f"{self.name}/{rank}"])]
+        return [rank for rank, key in enumerate(self._keys) if not self.store.check([key])]
 
     def _tell(self, fault: Fault) -> PeerLost:
         try:
@@ -361,29 +339,22 @@ class Arrival:
         return PeerLost(fault)
 
 
-# Find the monitor process and join it, with nobody waiting for a rank that is dead.
-#
-# Owns the start of the monitor, its address and the connection to it. How ranks look after each other until
-# then is `joining.py`'s, at which address the monitor listens `joining.py`'s, what a rank says once it
-# has joined `watch.py`'s.
-
 CONNECT_S = 2.0  # for one address of the monitor
 HANDSHAKE_S = 5.0
 JOIN_S = 60.0  # tries of all addresses together
 
 
 # [Note: the secret]
-# The handshake needs a secret that strangers do not know. A launcher hands one over (`secret`), and nothing
-# that the store holds is of use to anybody. Without one rank 0 makes one and publishes it in the store: then
-# whoever can read the store of the process group, which asks nobody for a password, can speak to the monitor.
-class Address(NamedTuple):
-    """Say where the monitor listens, and what holds for all ranks."""
+# The handshake needs a secret that is known to the ranks alone. A launcher hands one over (`secret`), and the
+# store holds nothing of it. Otherwise rank 0 makes one and publishes it in the store: then whoever can read
+# the process group's store, which has no password, can speak to the monitor.
+class MonitorAddress(NamedTuple):
+    """Where the monitor listens, and the settings of rank 0 that hold for all ranks."""
 
-    # port, hosts: hosts are tried in order
     port: int
-    hosts: list[str]
+    hosts: list[str]  # tried in order
     secret: str | None  # None where the launcher has handed one over
-    heartbeat_timeout_s: float  # of rank 0, for all
+    heartbeat_timeout_s: float
 
 
 def join(
@@ -427,13 +398,14 @@ def join(
         port = start_monitor(hosts[0], world_size, heartbeat_timeout_s, secret or published or "")
         arrival.check()  # from here on the monitor would wait for the dead
         hosts = hosts[::-1] if hosts[0] else all_addresses()  # loopback first
-        address = Address(port, hosts, published, heartbeat_timeout_s)
+        address = MonitorAddress(port, hosts, published, heartbeat_timeout_s)
         store.set(f"{name}/monitor", json.dumps(address))
     else:
-        address = Address(*json.loads(arrival.wait_for("monitor")))
+        address = MonitorAddress(*json.loads(arrival.wait_for("monitor")))
     known = _secret_of(address, secret, rank)
     watch = Watch(rank, _connect(address, known, rank), 0, address.heartbeat_timeout_s, exit_after_s)
-    arrival.end()
+    if collective is not None:
+        collective.end()
     return watch
 
 
@@ -459,7 +431,7 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
     return int(done.stdout)
 
 
-def _secret_of(address: Address, mine: str | None, rank: int) -> bytes:
+def _secret_of(address: MonitorAddress, mine: str | None, rank: int) -> bytes:
     """Return the job's secret; a rank that was given one speaks to nobody who has another."""
     if mine is not None and address.secret is None:
         return mine.encode()
@@ -472,7 +444,7 @@ def _secret_of(address: Address, mine: str | None, rank: int) -> bytes:
     )
 
 
-def _connect(address: Address, secret: bytes, rank: int) -> socket.socket:
+def _connect(address: MonitorAddress, secret: bytes, rank: int) -> socket.socket:
     """Connect to the first host that answers as this job's monitor; try again while it may only be busy."""
     deadline, tried = time.monotonic() + JOIN_S, dict[str, str]()
     pause_s = 0.05
@@ -520,7 +492,7 @@ def join_monitor(
 
     Raises:
         RingPeerError: another rank died meanwhile, or did not come in time; names it.
-        RingMeshError, RingConfigError: of `rendezvous.join`.
+        RingMeshError, RingConfigError: of `join`.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,6 @@
 """Connect a rank to the failure detector: send heartbeats, report waits, and hear who failed.
 
-Owns the connection to the monitor process (`monitor/`, where the verdict is made), the thread that keeps it,
-and what has to happen when a process ends. How a rank finds the monitor is `joining.py`'s. Knows nothing
-of tensors or of rings: ranks here are world ranks.
+The monitor process (`monitor/`) decides who failed. Ranks here are world ranks.
 
 [Note: last resort]
 No exception can reach a rank that is stuck in somebody else's collective. Under `ds_ring.initialize` such a
@@ -74,7 +72,9 @@ class Watch:
         self._connection = connection
         self._connection.settimeout(heartbeat_timeout_s)
         self._open = True
-        _prepare_the_end()
+        if os.getpid() not in _prepared_in:  # children of multiprocessing run no atexit functions
+            _prepared_in.add(os.getpid())
+            util.Finalize(None, _say_goodbye, exitpriority=100)
         threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
         _living.add(self)
 
@@ -144,22 +144,19 @@ class Watch:
         with self._lock:
             if self.fault is None:
                 self.fault, self._since = fault, time.monotonic()
-                self._start_last_resort()
+                if self.exit_after_s is not None:
+                    timer = threading.Timer(self.exit_after_s, self._last_resort)
+                    timer.daemon = True
+                    timer.start()
             waiting = list(self._waiting)
         for wake in waiting:
             wake.set()
-
-    def _start_last_resort(self) -> None:
-        if self.exit_after_s is not None:
-            timer = threading.Timer(self.exit_after_s, self._last_resort)
-            timer.daemon = True
-            timer.start()
 
     def _last_resort(self) -> None:
         """End a process that is stuck where no error can be raised: in a collective of somebody else."""
         if self._open and not self.noticed and self.fault is not None:
             faulthandler.dump_traceback(all_threads=True)
-            # The last line of all, so that it is what is read first: who failed, not where this rank stood.
+            # The last line of the output, which is read first: who failed, not where this rank stood.
             log.critical(
                 "rank %d ends: rank %d has failed (%s), and this rank has not noticed for %.0f s, in a"
                 " collective outside ds_ring perhaps; its stacks stand above",
@@ -203,7 +200,10 @@ class Watch:
                 return
             if not selector.select(max(0.0, next_beat - now)):
                 continue
-            data = self._read()
+            try:
+                data = self._connection.recv(65536)
+            except OSError:  # reset, or closed by this process
+                data = b""
             if not data:
                 self._lose_the_monitor("the connection ended")
                 return
@@ -214,13 +214,6 @@ class Watch:
                 if message["kind"] == "fault":
                     self._know(Fault(message["rank"], message["cause"]))
 
-    def _read(self) -> bytes:
-        """Return what came; empty where the connection is over."""
-        try:
-            return self._connection.recv(65536)
-        except OSError:  # reset, or closed by this process
-            return b""
-
     def _lose_the_monitor(self, how: str) -> None:
         if self._open and self.fault is None:
             host = f"the host of rank {self._host}"
@@ -230,6 +223,7 @@ class Watch:
 
 _living: weakref.WeakSet[Watch] = weakref.WeakSet()
 _stuck: list[object] = []  # what a thread that waits for ever still uses
+_prepared_in: set[int] = set()  # process ids in which the goodbye is registered
 
 
 def keep_for_ever(*things: object) -> None:
@@ -255,16 +249,6 @@ def _say_goodbye() -> None:
         os._exit(1)
 
 
-_prepared_in: set[int] = set()
-
-
-def _prepare_the_end() -> None:
-    """Register the goodbye in this process: children of multiprocessing run no atexit functions."""
-    if os.getpid() not in _prepared_in:
-        _prepared_in.add(os.getpid())
-        util.Finalize(None, _say_goodbye, exitpriority=100)
-
-
 def _forget_in_child() -> None:
     """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
     for watch in list(_living):
@@ -277,10 +261,7 @@ atexit.register(_say_goodbye)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# Make a call that may never return (a collective of torch, say) so that it can be left.
-#
-# Owns the thread that makes the call, and the error that names a rank. Works of torch that are under way
-# already are `waiting.py`'s: those need no thread of their own.
+# Calls that may never return (collectives of torch), made in a thread so that they can be left.
 
 PATIENCE_S = 0.25  # a wait that lasts longer is told to the monitor, and gets so long to end after a fault
 VERDICT_S = GRACE_S + 1.5  # for the monitor's answer
@@ -288,7 +269,7 @@ T = TypeVar("T")
 
 
 class _Call(Generic[T]):
-    """Hold what a thread is to do, and its result."""
+    """What a thread is to do, and its result."""
 
     def __init__(self, act: Callable[[], T]) -> None:
         self.act, self.wake = act, threading.Event()
@@ -365,7 +346,7 @@ def _wait_watched(call: _Call[T], watch: Watch, grid: Grid, what: str, step: int
             end = time.monotonic() + PATIENCE_S
             while not call.finished and time.monotonic() < end:
                 time.sleep(0.005)
-        # The deadline has passed and nobody is known to have failed: the monitor is to find out who is late.
+        # The deadline has passed and nobody is known to have failed: ask the monitor who is late.
         elif not call.finished:
             watch.accuse(others, f"it did not come to {what} in time")
         if call.finished:

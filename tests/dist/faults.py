@@ -117,7 +117,7 @@ def culprit_of(kind: str) -> int:
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
     if "deepspeed" in modes or "outside" in modes:
-        import deepspeed  # noqa: F401
+        import deepspeed
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
         import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -194,7 +194,7 @@ def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -
 
 def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     """Let this process act at one point of what comes before the first pass."""
-    from ds_ring.health import joining, joining
+    from ds_ring.health import joining
     from ds_ring.health.joining import Arrival
     from ds_ring.health.monitor import handshake
     from ds_ring.integrations.deepspeed import config_agreement
@@ -207,10 +207,10 @@ def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
         "entry": (joining, "join", 1),
         "announced": (Arrival, "wait_for", 1),
         "monitor": (joining, "start_monitor", 1),
-        "publish": (joining, "Address", 1),
+        "publish": (joining, "MonitorAddress", 1),
         "connect": (joining, "_connect", 1),
         "handshake": (handshake.RankHandshake, "check_welcome", 1),
-        "joined": (Arrival, "end", 1),
+        "joined": (joining.FirstCollective, "end", 1),
         "first group": (dist, "new_group", 1),
         "last group": (dist, "new_group", 2),
         "configs": (config_agreement, "_gather", 1),

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .waits import Place, Wait, Waits, merged, ranks_of
+from .waits import CallAndHop, ReportedWait, Waits, merged, ranks_of
 
 GRACE_S = 0.5  # a late or broken wait is judged after this: the deaths behind it are heard first
 LEFT_S = 1.0  # somebody still waits so long after a rank said goodbye: it left too early
@@ -65,7 +65,9 @@ class FailureDetector:
         self.ranks[rank].heard = now
         kind = message.get("kind") if isinstance(message, dict) else None
         if kind == "wait":
-            wait = Wait(self._group(rank, message), _place_in(message), _text_in(message, "what"), now)
+            wait = ReportedWait(
+                self._group(rank, message), _place_in(message), _text_in(message, "what"), now
+            )
             self._waits.begin(rank, wait)
         elif kind == "go":
             self._waits.end(rank)
@@ -174,7 +176,7 @@ def _is_range(value: object, world_size: int) -> bool:
     return 0 <= value[0] <= value[1] < world_size
 
 
-def _place_in(message: dict[str, Any]) -> Place:
+def _place_in(message: dict[str, Any]) -> CallAndHop:
     place = message.get("place")
     if not isinstance(place, list) or len(place) != 2 or not all(type(number) is int for number in place):
         raise ValueError(f"place: expected two whole numbers, got {place!r:.40}")

@@ -60,10 +60,6 @@ class Client:
     unsent: bytearray = field(default_factory=bytearray)
     gone: bool = False
 
-    @property
-    def is_stranger(self) -> bool:
-        return not self.handshake.done
-
 
 class Server:
     """Accept connections, authenticate ranks, and pass their messages to a failure detector.
@@ -143,16 +139,13 @@ class Server:
             except OSError:  # no file descriptors left, or the client has disconnected already
                 self._listen(False)
                 return
-            self._welcome(connection, str(address[0]))
-
-    def _welcome(self, connection: socket.socket, address: str) -> None:
-        connection.setblocking(False)
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake = MonitorHandshake(self.secret, self.detector.world_size)
-        client = Client(connection, address, time.monotonic(), handshake)
-        self.strangers[client] = None
-        self.selector.register(connection, selectors.EVENT_READ, client)
+            connection.setblocking(False)
+            with suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake = MonitorHandshake(self.secret, self.detector.world_size)
+            client = Client(connection, str(address[0]), time.monotonic(), handshake)
+            self.strangers[client] = None
+            self.selector.register(connection, selectors.EVENT_READ, client)
 
     def _make_room(self, now: float) -> None:
         """Drop strangers older than TURN_S of the address with most; if none, stop accepting."""
@@ -182,7 +175,7 @@ class Server:
         if client.gone:
             return
         try:
-            data = client.connection.recv(HANDSHAKE_LINE_BYTES if client.is_stranger else 65536)
+            data = client.connection.recv(65536 if client.handshake.done else HANDSHAKE_LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -196,11 +189,11 @@ class Server:
         for line in lines:
             if not client.gone:
                 self._take(client, bytes(line))
-        if len(rest) > (HANDSHAKE_LINE_BYTES if client.is_stranger else self.line_bytes):
+        if len(rest) > (self.line_bytes if client.handshake.done else HANDSHAKE_LINE_BYTES):
             self._drop(client, "it sent a line without an end")
 
     def _take(self, client: Client, line: bytes) -> None:
-        if client.is_stranger:
+        if not client.handshake.done:
             self._shake_hands(client, line)
             return
         rank, now = client.handshake.rank, time.monotonic()
@@ -213,7 +206,7 @@ class Server:
             self._drop(client, f"it sent what no rank sends: {error!s:.200}")
             return
         if message["kind"] == "beat":
-            self._send(client, {"kind": "beat"})
+            self._send(client, b'{"kind": "beat"}\n')
 
     def _shake_hands(self, client: Client, line: bytes) -> None:
         try:
@@ -230,7 +223,7 @@ class Server:
                 return
             self.ranks[rank] = client
             self.detector.join(rank, time.monotonic())
-        self._write(client, answer)
+        self._send(client, answer)
         if client.handshake.done and self.told and self.detector.fault is not None:
             self._tell(client, self.detector.fault)
 
@@ -249,12 +242,10 @@ class Server:
             self.detector.close(client.handshake.rank)
 
     def _tell(self, client: Client, fault: Fault) -> None:
-        self._send(client, {"kind": "fault", "rank": fault.rank, "cause": fault.cause})
+        message = {"kind": "fault", "rank": fault.rank, "cause": fault.cause}
+        self._send(client, json.dumps(message).encode() + b"\n")
 
-    def _send(self, client: Client, message: dict[str, Any]) -> None:
-        self._write(client, json.dumps(message).encode() + b"\n")
-
-    def _write(self, client: Client, data: bytes) -> None:
+    def _send(self, client: Client, data: bytes) -> None:
         if client.gone:
             return
         client.unsent += data
@@ -303,8 +294,6 @@ def main() -> None:
         signal.signal(number, lambda *_: server.end_after_ranks())
     server.serve()
 
-
-# Open the monitor's ports, and make room for its connections.
 
 STRANGERS = 256  # connections that have not shaken hands, besides one for each rank
 OTHER_FILES = 32  # descriptors of the process itself

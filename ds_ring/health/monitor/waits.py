@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-Place = tuple[int, int]  # number of the call, hop
+CallAndHop = tuple[int, int]  # number of the call, hop
 Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
 
 
@@ -45,11 +45,11 @@ def ranks_of(ranges: Ranges) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Wait:
+class ReportedWait:
     """Describe a wait under way."""
 
     group: frozenset[int]  # the world ranks it is for (a collective has many), and the one that waits
-    place: Place  # at which (call, hop)
+    place: CallAndHop  # at which (call, hop)
     what: str  # that place, for messages
     since: float  # seconds
 
@@ -65,11 +65,11 @@ class Waits:
     """Keep all waits under way, by the rank that waits."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Wait] = {}
-        self._at: defaultdict[Place, set[int]] = defaultdict(set)
+        self.of: dict[int, ReportedWait] = {}
+        self._at: defaultdict[CallAndHop, set[int]] = defaultdict(set)
         self._ends: dict[int, End] = {}  # of those that were asked for since the last change
 
-    def begin(self, rank: int, wait: Wait) -> None:
+    def begin(self, rank: int, wait: ReportedWait) -> None:
         """Replace what a rank waits for."""
         self.end(rank)
         self.of[rank] = wait
@@ -105,7 +105,7 @@ class Waits:
             self._ends[one] = self._ends[here]
         return self._ends[rank]
 
-    def _slowest(self, rank: int, wait: Wait) -> int:
+    def _slowest(self, rank: int, wait: ReportedWait) -> int:
         """Choose of those that a rank waits for: one that does not wait, or is elsewhere, or the first."""
         elsewhere = wait.group - self._at[wait.place]  # the rank itself is not
         return min(elsewhere - self.of.keys() or elsewhere or wait.group - {rank})

@@ -1,7 +1,7 @@
-"""Rewrite models that know nothing of the ring: `torch.compile(model, backend="ds_ring")`.
+"""Put the ring into a model that does not know it: `torch.compile(model, backend="ds_ring")`.
 
-Owns the backend's options and what happens to a refusal; the rewriting is graph_rewrite.py's. The rest of the
-graph goes to Inductor, or to the backend that `inner` names.
+The attention of the graph is replaced (graph_rewrite.py); the graph then goes to Inductor, or to the backend
+that `inner` names.
 
     options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout}
     model = torch.compile(model, backend="ds_ring", options=options)
@@ -52,7 +52,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Hold the backend's options."""
+    """The options of the backend."""
 
     source: ShardingSource  # where tokens lie
     inner: str = "inductor"  # the backend for the rewritten graph, by its name
@@ -80,21 +80,17 @@ class BackendOptions:
             )
         if own.get("masks", "check") not in MASKS:
             raise RingConfigError(f"options: masks: expected one of {', '.join(MASKS)}, got {own['masks']!r}")
-        source = _static_source(given) if session is None else _session_source(session)
-        if own.get("masks") == "replace" and isinstance(source, StaticSource):
-            _refuse_unknown_length(source)
-        return cls(source, **own)
+        if session is None:
+            return cls(_static_source(given, own.get("masks") == "replace"), **own)
+        if not isinstance(session, RingSession):
+            raise RingConfigError(
+                "options: session: expected the engine.ring of ds_ring.initialize, got"
+                f" {type(session).__name__}"
+            )
+        return cls(SessionSource(session), **own)
 
 
-def _session_source(session: Any) -> SessionSource:
-    if not isinstance(session, RingSession):
-        raise RingConfigError(
-            f"options: session: expected the engine.ring of ds_ring.initialize, got {type(session).__name__}"
-        )
-    return SessionSource(session)
-
-
-def _static_source(given: dict[str, Any]) -> StaticSource:
+def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     mesh, config = given.pop("mesh", None), given.pop("config", None)
     if not isinstance(mesh, RingMesh):
         got = "none" if mesh is None else type(mesh).__name__
@@ -114,17 +110,13 @@ def _static_source(given: dict[str, Any]) -> StaticSource:
     if config is None:
         options = Options(**given)
     context_for(pattern, layout, mesh, options)  # refuses what is no pattern, or a layout of another ring
-    return StaticSource(mesh, pattern, layout, options)
-
-
-def _refuse_unknown_length(source: StaticSource) -> None:
-    # Masks that are not read leave nothing that tells padding slots from tokens.
-    if isinstance(source.layout, str) and source.mesh.ring_size > 1:
+    # Without a mask that is read nothing tells padding slots from tokens.
+    if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
         raise RingConfigError(
-            "options: layout: expected a layout of known length beside masks='replace', got"
-            f" {source.layout!r}; pass ds_ring.make_layout({source.layout!r}, tokens=T,"
-            f" ring_size={source.mesh.ring_size})"
+            f"options: layout: expected a layout of known length beside masks='replace', got {layout!r}; pass"
+            f" ds_ring.make_layout({layout!r}, tokens=T, ring_size={mesh.ring_size})"
         )
+    return StaticSource(mesh, pattern, layout, options)
 
 
 # [Note: refusals of a backend]
@@ -166,7 +158,14 @@ def _compile(
         mesh, registered = read.source.mesh, RegisteredSource(read.source)
         Rewriting(registered.handle, read.masks == "replace").run(module)
     except RingError as error:
-        return _refusing(error, mesh)
+        refusal = error
+
+        def refuse(*_: Any) -> Any:  # [Note: refusals of a backend]
+            if isinstance(mesh, RingMesh):
+                refusing_context(mesh, refusal).refuse(refusal)
+            raise refusal
+
+        return refuse
     own = {"options": dict(read.inner_options)} if read.inner_options else {}
     compiled = lookup_backend(read.inner)(module, list(inputs), **more, **own)
 
@@ -175,14 +174,3 @@ def _compile(
         return compiled(*args)
 
     return run
-
-
-def _refusing(error: RingError, mesh: object) -> Compiled:
-    """Return a function that raises the refusal; see [Note: refusals of a backend]."""
-
-    def refuse(*_: Any) -> Any:
-        if isinstance(mesh, RingMesh):
-            refusing_context(mesh, error).refuse(error)
-        raise error
-
-    return refuse

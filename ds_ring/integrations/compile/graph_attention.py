@@ -1,8 +1,7 @@
 """Find the attention nodes of a Dynamo graph, and read what of their arguments a ring computes.
 
-Owns the reading of `scaled_dot_product_attention` and `flex_attention` nodes, in the graph and in those that
-it calls. What is attention and cannot be read raises: a graph must never attend to one rank's tokens only.
-The surgery is graph_rewrite.py's.
+These are `scaled_dot_product_attention` and `flex_attention`, in the graph and in those that it calls.
+Attention that cannot be read raises: a graph must never attend to one rank's tokens only.
 """
 
 from __future__ import annotations
@@ -14,8 +13,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.compile.graph_masks import read_mask
-from ds_ring.integrations.compile.graph_values import Along, Facts, Scope, name_of, refuse_bias, where
+from ds_ring.integrations.compile.graph_masks import (
+    MaskMeaning,
+    Scope,
+    TableColumn,
+    name_of,
+    read_mask,
+    refuse_bias,
+    where,
+)
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LONG = ("query", "key", "value")
@@ -28,21 +34,19 @@ _WHAT_TO_DO = (
 )
 
 
-class Attention(NamedTuple):
-    """Describe an attention node."""
+class AttentionNode(NamedTuple):
+    """An attention node and its arguments."""
 
-    # node, scope: where it stands
     node: Node
-    scope: Scope
-    # q, k, v: its inputs
+    scope: Scope  # the graph that it stands in
     q: Node
     k: Node
     v: Node
     scale: float | None  # None for 1 / sqrt(D)
-    facts: Facts | None  # what it masks; None if the pattern replaces that whatever it is
+    facts: MaskMeaning | None  # what it masks; None if the pattern replaces that whatever it is
 
 
-def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> Attention:
+def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     given = dict(zip(_SDPA, node.args, strict=False)) | dict(node.kwargs)
     q, k, v = (_node(given.get(name, given.get(long))) for name, long in zip("qkv", _LONG, strict=True))
     if given.get("dropout_p", 0.0) != 0.0:
@@ -52,14 +56,14 @@ def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> Attention:
         )
     facts = _facts(given.get("attn_mask"), scope, replace_masks)
     if given.get("is_causal", False) is not False:
-        facts = None if facts is None else facts & Facts(causal=True)
-    return _checked(Attention(node, scope, q, k, v, _number(given.get("scale")), facts))
+        facts = None if facts is None else facts & MaskMeaning(causal=True)
+    return _checked(AttentionNode(node, scope, q, k, v, _number(given.get("scale")), facts))
 
 
-def _facts(mask: Any, scope: Scope, replace_masks: bool) -> Facts | None:
+def _facts(mask: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
     """Read a mask; None if it is the pattern's, unread."""
     if mask is None:
-        return Facts()
+        return MaskMeaning()
     if replace_masks:
         refuse_bias(mask, scope)
         return None
@@ -74,7 +78,7 @@ def _facts(mask: Any, scope: Scope, replace_masks: bool) -> Facts | None:
     return facts
 
 
-def read_flex(node: Node, scope: Scope, replace_masks: bool) -> Attention:
+def read_flex(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     q, k, v, score_mod, block_mask, scale = node.args[:6]
     score = inner_graph(score_mod, scope).graph
     first, output = next(iter(score.nodes)), next(iter(reversed(score.nodes)))
@@ -91,20 +95,20 @@ def read_flex(node: Node, scope: Scope, replace_masks: bool) -> Attention:
             )
     others = node.args[8] if len(node.args) > 8 else ()
     facts = _mask_mod(block_mask, others, scope, replace_masks)
-    return _checked(Attention(node, scope, _node(q), _node(k), _node(v), _number(scale), facts))
+    return _checked(AttentionNode(node, scope, _node(q), _node(k), _node(v), _number(scale), facts))
 
 
-def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -> Facts | None:
+def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
     if replace_masks:
         return None
     *sizes, mask_mod = block_mask[-3:]
     inner = Scope(inner_graph(mask_mod, scope), scope)
     placeholders = [node for node in inner.module.graph.nodes if node.op == "placeholder"]
-    meanings = [*(Along(axis) for axis in range(4)), *others]
+    meanings = [*(TableColumn(axis) for axis in range(4)), *others]
     inner.given.update(zip(placeholders, meanings, strict=False))
     output = next(iter(reversed(inner.module.graph.nodes))).args[0]
     facts = _facts(output, inner, replace_masks)
-    if facts == Facts() and any(not isinstance(s, int) or s < _NO_TABLES for s in sizes):
+    if facts == MaskMeaning() and any(not isinstance(s, int) or s < _NO_TABLES for s in sizes):
         raise RingPatternError(
             f"its block mask may hide what its mask_mod does not say: build it with create_block_mask."
             f" {_WHAT_TO_DO}"
@@ -120,7 +124,8 @@ def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None
         scope.given.update(zip(placeholders, call.args[1:], strict=False))
     yield scope
     for node in list(module.graph.nodes):
-        inner = [arg for arg in node.args if isinstance(arg, Node) and _is_graph(arg, module)]
+        attributes = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        inner = [arg for arg in attributes if isinstance(getattr(module, str(arg.target)), GraphModule)]
         if not inner or name_of(node) == "flex_attention":
             continue
         if name_of(node) == "tag_activation_checkpoint":
@@ -128,24 +133,16 @@ def scopes_of(module: GraphModule, outer: Scope | None = None, call: Node | None
             continue
         for arg in inner:
             for part in inner_graph(arg, scope).graph.nodes:
-                if _is_attention(part):
+                if name_of(part) in ("scaled_dot_product_attention", "flex_attention"):
                     raise RingPatternError(
                         f"attention inside {name_of(node)}{where(part)} cannot be rewritten; move it out"
                     )
-
-
-def _is_graph(node: Node, module: GraphModule) -> bool:
-    return node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), GraphModule)
 
 
 def inner_graph(node: Any, scope: Scope) -> GraphModule:
     found = getattr(scope.module, str(node.target))
     assert isinstance(found, GraphModule), node
     return found
-
-
-def _is_attention(node: Node) -> bool:
-    return name_of(node) in ("scaled_dot_product_attention", "flex_attention")
 
 
 def is_tensor(node: Node) -> bool:
@@ -170,40 +167,26 @@ def refuse_other_attention(node: Node, name: str) -> None:
 
 
 _PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__")
-_BETWEEN: tuple[str, ...] = (
-    "mul",
-    "truediv",
-    "div",
-    "add",
-    "sub",
-    "iadd",
-    "imul",
-    "to",
-    "float",
-    "where",
-    "tanh",
-)
-_BETWEEN += ("masked_fill", "masked_fill_", "type_as", "view", "reshape", "truediv_", "add_", "mul_", "clamp")
+_BETWEEN = (
+    "mul", "truediv", "div", "add", "sub", "iadd", "imul", "to", "float", "where", "tanh", "masked_fill",
+    "masked_fill_", "type_as", "view", "reshape", "truediv_", "add_", "mul_", "clamp",
+)  # fmt: skip
 
 
 def _comes_from_a_product(node: Node) -> bool:
     """Return whether a node holds scores: a product of two batches of matrices, scaled and masked."""
-    seen, open_ = set(), list(node.all_input_nodes[:1])
-    while open_:
-        one = open_.pop()
+    seen, todo = set(), list(node.all_input_nodes[:1])
+    while todo:
+        one = todo.pop()
         if one in seen:
             continue
         seen.add(one)
         if name_of(one) in _PRODUCTS:
-            return all(_dims(arg) != 2 for arg in one.all_input_nodes)
+            fakes = [arg.meta.get("example_value") for arg in one.all_input_nodes]
+            return all(not isinstance(fake, torch.Tensor) or fake.ndim != 2 for fake in fakes)
         if name_of(one) in _BETWEEN:
-            open_ += one.all_input_nodes
+            todo += one.all_input_nodes
     return False
-
-
-def _dims(node: Node) -> int | None:
-    fake = node.meta.get("example_value")
-    return fake.ndim if isinstance(fake, torch.Tensor) else None
 
 
 def _node(value: Any) -> Node:
@@ -217,7 +200,7 @@ def _number(scale: Any) -> float | None:
     raise RingPatternError(f"its scale is computed in the graph ({scale}); make it a constant")
 
 
-def _checked(one: Attention) -> Attention:
+def _checked(one: AttentionNode) -> AttentionNode:
     """Check shapes that a ring can take; the rest is checked where it runs."""
     fakes = [x.meta.get("example_value") if isinstance(x, Node) else None for x in (one.q, one.k, one.v)]
     shapes = [None if fake is None else list(fake.shape) for fake in fakes]

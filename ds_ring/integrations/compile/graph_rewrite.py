@@ -1,8 +1,5 @@
 """Replace the attention of a Dynamo graph by the ring's.
 
-Owns the surgery. What attention asks for is read in graph_attention.py, what its masks mean in
-graph_masks.py, and whether the pattern may stand for them is decided in every run by graph_sharding.py.
-
 Inner graphs (activation checkpoints) are rewritten as well; the sharding is computed once outside and handed
 in, so that a recomputation is the same attention.
 """
@@ -19,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.compile.graph_attention import (
-    Attention,
+    AttentionNode,
     inner_graph,
     is_tensor,
     read_flex,
@@ -27,8 +24,10 @@ from ds_ring.integrations.compile.graph_attention import (
     refuse_other_attention,
     scopes_of,
 )
+from ds_ring.integrations.compile.graph_masks import MaskMeaning, Scope, name_of, where
 from ds_ring.integrations.compile.graph_sharding import ask_for_greatest_positions, needs_backend_op
-from ds_ring.integrations.compile.graph_values import Facts, Scope, name_of, where
+
+_MARKS = (torch.ops.ds_ring.needs_backend.default, torch.ops.ds_ring.needs_backend, needs_backend_op)
 
 
 @dataclass
@@ -47,7 +46,10 @@ class Rewriting:
             RingError: something in it cannot be honoured.
         """
         for scope in scopes_of(module):
-            _take_marks_away(scope.module)
+            for node in list(scope.module.graph.nodes):
+                if node.op == "call_function" and node.target in _MARKS:  # this is the backend
+                    node.replace_all_uses_with(node.args[0])
+                    scope.module.graph.erase_node(node)
             ask_for_greatest_positions(scope.module, self.source)
         scopes = list(scopes_of(module))
         found = [one for scope in scopes for one in self._attentions(scope)]
@@ -56,11 +58,14 @@ class Rewriting:
             self._replace(one, len(windows) > 1)
         # From the inside out: a call's arguments are unused once its graph no longer reads them.
         for scope in reversed(scopes):
-            _erase_unused(scope.module)
+            graph = scope.module.graph
+            for node in reversed(list(graph.nodes)):  # masks, above all, which take O(S^2) memory
+                if not node.users and node.op != "placeholder" and not node.is_impure():
+                    graph.erase_node(node)
             scope.module.recompile()
         return len(found)
 
-    def _attentions(self, scope: Scope) -> Iterator[Attention]:
+    def _attentions(self, scope: Scope) -> Iterator[AttentionNode]:
         for node in scope.module.graph.nodes:
             name = name_of(node)
             try:
@@ -73,11 +78,14 @@ class Rewriting:
             except RingPatternError as error:
                 raise type(error)(f"attention{where(node)}: {error}") from None
 
-    def _replace(self, one: Attention, mixed: bool) -> None:
+    def _replace(self, one: AttentionNode, mixed: bool) -> None:
         graph, node = one.scope.module.graph, one.node
         which = self._which_of(one, mixed)
         q, k, v = (self._instead.get(x, x) for x in (one.q, one.k, one.v))
-        k, v = _without_repeats(k, v)
+        # K/V heads before they were repeated for grouped queries: that much less is sent.
+        plain_k, plain_v = _before_repeat(k), _before_repeat(v)
+        if plain_k is not None and plain_v is not None:
+            k, v = plain_k, plain_v
         with graph.inserting_before(node):
             pair = graph.call_function(torch.ops.ds_ring.placed_attention.default, (q, k, v, which))
             out = graph.call_function(operator.getitem, (pair, 0))
@@ -92,20 +100,18 @@ class Rewriting:
             self._instead[node] = out
         graph.erase_node(node)
 
-    def _which_of(self, one: Attention, mixed: bool) -> Node:
+    def _which_of(self, one: AttentionNode, mixed: bool) -> Node:
         """Return the node with the sharding's number; one for all attentions that ask the same."""
-        facts = one.facts or Facts()
+        facts = one.facts or MaskMeaning()
         root = one.scope.root
         asked = (one.scale, None if one.facts is None else facts.causal, facts.window, mixed)
-        if facts.positions is None:  # any tensor of the whole graph will do: nothing is read off it
-            any_tensor = next(n for n in root.module.graph.nodes if is_tensor(n))
-            at = any_tensor
-        elif facts.positions.graph is not root.module.graph:
+        at = facts.positions
+        if at is None:  # any tensor of the whole graph will do: nothing is read off it
+            at = next(n for n in root.module.graph.nodes if is_tensor(n))
+        elif at.graph is not root.module.graph:
             raise RingPatternError(
                 "its mask is computed inside an activation checkpoint; make it outside, once for all layers"
             )
-        else:
-            at = facts.positions
         key = (facts.positions, *asked)
         if key not in self._which:
             graph = root.module.graph
@@ -115,24 +121,6 @@ class Rewriting:
                 arguments = (like, facts.positions is not None, self.source, *asked)
                 self._which[key] = graph.call_function(torch.ops.ds_ring.place_attention.default, arguments)
         return _handed_in(self._which[key], one.scope)
-
-
-def _take_marks_away(module: GraphModule) -> None:
-    """Remove `needs_backend`: this is the backend."""
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in (
-            torch.ops.ds_ring.needs_backend.default,
-            torch.ops.ds_ring.needs_backend,
-            needs_backend_op,
-        ):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-
-
-def _without_repeats(k: Node, v: Node) -> tuple[Node, Node]:
-    """Return K/V heads before they were repeated for grouped queries: that much less is sent."""
-    plain_k, plain_v = _before_repeat(k), _before_repeat(v)
-    return (k, v) if plain_k is None or plain_v is None else (plain_k, plain_v)
 
 
 def _before_repeat(node: Node) -> Node | None:
@@ -178,10 +166,3 @@ def _handed_in(which: Node, scope: Scope) -> Node:
         call.args = (*call.args, outside)
     scope.given[placeholder] = outside
     return placeholder
-
-
-def _erase_unused(module: GraphModule) -> None:
-    """Remove the nodes that computed masks: a mask is O(S^2), and nobody asks for it any more."""
-    for node in reversed(list(module.graph.nodes)):
-        if not node.users and node.op != "placeholder" and not node.is_impure():
-            module.graph.erase_node(node)

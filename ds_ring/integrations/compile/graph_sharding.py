@@ -1,9 +1,7 @@
 """Find where the tokens of a compiled model lie, and check its masks against that in every run of the graph.
 
-Owns the sources of shardings (options of the backend, or a session), the operator
-`ds_ring::place_attention` that the backend puts into a graph once per kind of mask, and the rule by which a
-pattern may stand for a mask.
-See [Note: placements in compiled code] in runtime/autograd.py.
+The backend puts the operator `ds_ring::place_attention` into a graph, once per kind of mask. See
+[Note: placements in compiled code] in runtime/autograd.py.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor
-from ds_ring.integrations.compile.graph_values import name_of
+from ds_ring.integrations.compile.graph_masks import name_of
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
@@ -39,28 +37,27 @@ KEPT = 64  # shardings of a source; more batches are never between a forward and
 
 
 class GraphSharding(NamedTuple):
-    """Hold where a batch lies, and what attends in it. `layout` is None where only its name is known."""
+    """Where the tokens of a batch lie, and what attends in it."""
 
     mesh: RingMesh
     pattern: Pattern
-    layout: Layout | None
+    layout: Layout | None  # None where only its name is known
     parts: Parts
     checks_positions: bool = True
 
 
 class LayerFacts(NamedTuple):
-    """Hold what the mask of one attention says."""
+    """What the mask of one attention says."""
 
     said: Pattern | None  # None where its mask is not read
     mixed: bool  # whether other attentions of the graph say otherwise
 
 
 class ShardingSource(Protocol):
-    """Say, whenever a graph runs, where its tokens lie."""
+    """Tells where the tokens lie, in every run of a graph."""
 
     @property
-    def mesh(self) -> RingMesh:
-        """Return this process's place."""
+    def mesh(self) -> RingMesh: ...
 
     def sharding(
         self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
@@ -181,7 +178,10 @@ def place_op(
     mesh = registered.source.mesh
     try:
         tokens = int(positions.shape[-1]) if checked else None
-        facts = LayerFacts(_said(causal, window), mixed)
+        said = None
+        if causal is not None:
+            said = SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
+        facts = LayerFacts(said, mixed)
         sharding = registered.source.sharding(tokens, scale, facts, positions.device.type)
         mesh = sharding.mesh
         if checked and sharding.checks_positions:
@@ -203,13 +203,6 @@ def _(positions: Tensor, *_: Any) -> Tensor:
 # layer_patterns.py. Where the mask is computed from position ids, these are this rank's positions of the
 # layout. Then they restart nowhere, and what looks like packed documents in a shard is where the layout was
 # cut. With documents in the pattern they may also count within each document.
-def _said(causal: bool | None, window: int | None) -> Pattern | None:
-    """Return what a mask says as a pattern; None for one that was not read."""
-    if causal is None:
-        return None
-    return SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
-
-
 def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
     """Raise RingError unless the position ids are those of this rank's slots."""
     assert sharding.layout is not None
@@ -224,7 +217,12 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
             f" {rows.shape[1]}; shard ids and position ids with shard_sequence(x, layout, mesh=mesh, dim=1)"
         )
     real = mine >= 0
-    wanted = [mine, *_positions_in_documents(sharding.pattern, mine)]
+    wanted = [mine]
+    for documents in sharding.pattern.conjuncts:
+        if isinstance(documents, Documents):  # positions may also count within each document
+            ids = np.repeat(np.array(documents.ids), np.diff(documents.starts, append=documents.tokens))
+            whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
+            wanted.append(whole[np.minimum(mine, documents.tokens - 1)])
     differs = [((rows != one) & real).any(axis=1) for one in wanted]
     bad = np.logical_and.reduce(differs)
     if bad.any():
@@ -238,17 +236,6 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
             " shard_sequence(torch.arange(T)[None], layout, mesh=mesh, dim=1); for packed documents say so in"
             ' the pattern: Causal() & Documents(...), or "documents": true in the JSON'
         )
-
-
-def _positions_in_documents(pattern: Pattern, mine: np.ndarray) -> list[np.ndarray]:
-    """Return this rank's positions counted within documents, if the pattern has some."""
-    found = []
-    for part in pattern.conjuncts:
-        if isinstance(part, Documents):
-            ids = np.repeat(np.array(part.ids), np.diff(part.starts, append=part.tokens))
-            whole = positions_in_documents(torch.from_numpy(ids)[None])[0].numpy()
-            found.append(whole[np.minimum(mine, part.tokens - 1)])
-    return found
 
 
 @torch.library.custom_op("ds_ring::needs_backend", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
@@ -267,13 +254,11 @@ def _(position_ids: Tensor) -> Tensor:
     return torch.empty_like(position_ids)
 
 
-# Replace the greatest local position in a compiled graph by that of the whole sequence.
-#
-# Owns the operator `ds_ring::greatest_position` and where the backend puts it: behind every maximum over a
+# Rotary embeddings that depend on the length take the greatest position. In a graph this is a maximum over a
 # whole tensor of integers that is computed from integers alone (position ids; never what a router or the
-# scores decided). Rotary embeddings that depend on the length are the reason: see positions.py, which does
-# the same for a model of `ds_ring.initialize`; a model compiled with a mesh in the options has no session
-# that could.
+# scores decided): the backend puts the operator `ds_ring::greatest_position` behind it. For a model of
+# `ds_ring.initialize`, integrations/transformers does the same.
+
 
 @torch.library.custom_op("ds_ring::greatest_position", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def greatest_position_op(local: Tensor, source: int) -> Tensor:
@@ -299,7 +284,9 @@ def _(local: Tensor, source: int) -> Tensor:
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
     """Insert the operator behind every maximum of positions in a graph, in place."""
     for node in list(module.graph.nodes):
-        if _is_whole_maximum(node) and _of_integers_alone(node):
+        if name_of(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
+            continue
+        if sum(map(is_tensor, node.all_input_nodes)) == 1 and _of_integers_alone(node):
             with module.graph.inserting_after(node):
                 operator = torch.ops.ds_ring.greatest_position.default
                 asked = module.graph.call_function(operator, (node, source))
@@ -307,16 +294,8 @@ def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
             node.replace_all_uses_with(asked, delete_user_cb=lambda user, asked=asked: user is not asked)
 
 
-def _is_whole_maximum(node: Node) -> bool:
-    """Return whether a node is `max(x)`, `x.max()` and the like: one tensor in, one number out."""
-    if name_of(node) not in ("max", "amax") or not is_tensor(node):
-        return False
-    tensors = [one for one in node.all_input_nodes if is_tensor(one)]
-    return len(tensors) == 1 and node.meta["example_value"].ndim == 0
-
-
 def _of_integers_alone(node: Node) -> bool:
-    """Return whether no tensor of fractions stands anywhere before it."""
+    """Return whether a node is computed from no floating-point tensor."""
     seen, todo = set(), [node]
     while todo:
         one = todo.pop()

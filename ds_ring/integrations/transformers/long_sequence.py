@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ds_ring.config.section import Tile, tile_tokens
+from ds_ring.config.section import TileChoice, tile_tokens
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
@@ -240,7 +240,7 @@ def _required(module: nn.Module) -> list[str]:
 class _TiledModule:
     """Run one module tile by tile."""
 
-    def __init__(self, module: nn.Module, asked: Tile, session: RingSession, width: int) -> None:
+    def __init__(self, module: nn.Module, asked: TileChoice, session: RingSession, width: int) -> None:
         self._module, self._asked, self._session = module, asked, session
         self._plain = module.forward
         self._width = width  # of the widest row inside: elements
