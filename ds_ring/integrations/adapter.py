@@ -126,9 +126,13 @@ class Table:
         return changes
 
     @contextmanager
-    def applied(self, features: Mapping[str, Any], **objects: Any) -> Iterator[None]:
-        """Apply the rows inside the context only; `describe` lists them with the feature's other rows."""
-        changes = self._apply_all(features, objects)
+    def applied(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> Iterator[None]:
+        """Apply the rows inside the context only; without a subject `describe` does not learn of it."""
+        changes = (
+            self._apply_all(features, objects)
+            if subject is None
+            else self.apply(features, subject, **objects)
+        )
         try:
             yield
         finally:

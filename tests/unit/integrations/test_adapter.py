@@ -95,3 +95,6 @@ def test_a_function_of_a_module_is_replaced_inside_the_context_only() -> None:
     with table(*rows).applied({"one": SimpleNamespace(around_load=len)}):
         assert torch.load is len
     assert torch.load is before
+    with table(*rows).applied({"one": SimpleNamespace(around_load=len)}, subject := torch.nn.Identity()):
+        assert "torch.load" in describe(subject)
+    assert torch.load is before
