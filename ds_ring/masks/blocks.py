@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import UNBOUNDED, Axis, IntArray, Kind, Tiles, repeat_rows
+from ds_ring.masks.tiles import Axis, IntArray, Tiles, repeat_rows
 
 _FAR = 1 << 32  # more than any number of a block
 
@@ -51,7 +51,8 @@ def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[Blo
         by_key: rows are the key blocks, and their entries the query blocks.
     """
     ours, theirs = (tiles.k, tiles.q) if by_key else (tiles.q, tiles.k)
-    low, high = _band(tiles, by_key)
+    low, high = tiles.band
+    low, high = (low, high) if by_key else (-high, -low)  # of the index on the other side - the one on this
     tile, row, first, last = cut_at_blocks(ours, block)
     low, high, length = low[tile], high[tile], theirs.length[tile]
     slot, step = theirs.slot[tile], theirs.slot_step[tile]
@@ -59,7 +60,7 @@ def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[Blo
     any_first, any_last = np.maximum(first + low, 0), np.minimum(last + high, length - 1)
     all_first, all_last = np.maximum(last + low, 0), np.minimum(first + high, length - 1)
     whole = (ours.slot_step[tile] == 1) & (last - first + 1 == block) & (step == 1)
-    whole &= tiles.kind[tile] != Kind.PARTIAL
+    whole &= ~tiles.is_masked[tile]
     full_first, full_end = -(-(slot + all_first) // block), (slot + all_last + 1) // block
     whole &= full_first < full_end
     seen, dense = any_first <= any_last, step <= block
@@ -78,15 +79,6 @@ def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[Blo
     parts.append((row[piece], blocks, blocks + 1))
     partial = _union(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
     return partial, _union(row[whole], full_first[whole], full_end[whole])
-
-
-def _band(tiles: Tiles, by_key: bool) -> tuple[IntArray, IntArray]:
-    """Return least and most of (index on the other side - index on this side) that a tile attends to."""
-    kind, wider = tiles.kind, tiles.k.length - tiles.q.length
-    lower = (kind == Kind.INVERSE_CAUSAL) | (kind == Kind.BI_CAUSAL)
-    low = np.where(lower, 0, -UNBOUNDED)
-    high = np.where(kind == Kind.CAUSAL, 0, np.where(kind == Kind.BI_CAUSAL, wider, UNBOUNDED))
-    return (-high, -low) if by_key else (low, high)
 
 
 def cut_at_blocks(axis: Axis, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:

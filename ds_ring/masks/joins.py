@@ -3,10 +3,11 @@
 [Note: joins]
 A run is an arithmetic progression of tokens; a rectangle is a query run x a key run. The tiles of a branch
 are computed in three steps: cut both sides of each rectangle into runs of one label, join the runs with equal
-labels, and cut the result by the band of distances. Several branches with the same band are handled together.
-If they are a product of alternatives (documents x dilations), the rectangles are refined by one factor after
-the other; factors that are all dilations have a faster algorithm (`nested_dilations.py`). Both are
-optimisations: the plain derivation gives the same pairs, as tests show.
+labels, and drop the rows and columns of the result that have no pair in the band of distances. Several
+branches with the same band are handled together. If they are a product of alternatives (documents x
+dilations), the rectangles are refined by one factor after the other; factors that are all dilations have a
+faster algorithm (`nested_dilations.py`). Both are optimisations: the plain derivation gives the same pairs,
+as tests show.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ds_ring.masks.branches import Branch
 from ds_ring.masks.nested_dilations import refine_dilations
 from ds_ring.masks.partitions import ALL, Partition, Primitive, Residue
 from ds_ring.masks.tiles import IntArray, MaskInside, PairMask, Tiles, repeat_rows
-from ds_ring.masks.triangulation import cut_by_distance
+from ds_ring.masks.triangulation import within_distances
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
@@ -31,11 +32,11 @@ Joined = tuple[Primitive, Primitive]  # the primitives of queries and of keys wh
 def tiles_by_head(
     branches_by_head: tuple[tuple[Branch, ...], ...], rectangles: Tiles, plain: bool = False
 ) -> Tiles:
-    """Return the non-empty tiles of FULL rectangles; see [Note: joins].
+    """Return the non-empty tiles of whole rectangles; see [Note: joins].
 
     Args:
         branches_by_head: the branches of every query head of a group; one entry if all heads are equal.
-        rectangles: FULL rectangles.
+        rectangles: without a band.
         plain: skip the optimisations and handle each branch by itself.
     """
     # An empty table, put first wherever tables are concatenated, so that there is at least one.
@@ -58,15 +59,13 @@ def tiles_by_head(
             blocks = found.in_blocks(MASK_BLOCK).masked(MaskInside(masks, least, most))
             parts.append(may_touch(blocks, least, most))
         else:
-            parts.append(cut_by_distance(found, least, most))
+            parts.append(within_distances(found, least, most))
     return parts[0] if len(parts) == 1 else Tiles.concat([nothing, *parts])
 
 
 def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
     """Drop rectangles that are entirely outside the band."""
-    # greatest and least q - k inside each rectangle
-    farthest = tiles.q.last_position - tiles.k.position
-    nearest = tiles.q.position - tiles.k.last_position
+    nearest, farthest = tiles.distances
     keep = (farthest >= least) & (nearest <= most)
     return tiles if keep.all() else tiles.rows(keep)
 

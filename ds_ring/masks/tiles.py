@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -168,16 +167,6 @@ class Weights:
         return varies
 
 
-class Kind(IntEnum):
-    """Which pairs of a tile are attended; i is the index of a query and j of a key inside the tile."""
-
-    FULL = 0
-    CAUSAL = 1  # square, j <= i
-    INVERSE_CAUSAL = 2  # square, j >= i: the lower edge of a sliding window
-    PARTIAL = 3  # the pattern's mask function says which pairs
-    BI_CAUSAL = 4  # wider than high: i <= j <= i + (keys - queries), whole rows of a window
-
-
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One side of all tiles: row tokens i < length, at slot + i * slot_step, position + i * position_step."""
@@ -249,24 +238,29 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A table of tiles, one row per tile.
+    """A table of tiles, one row per tile: a query run, a key run and a band of distances.
+
+    A query attends to a key of its tile if least <= query position - key position <= most. Where a bound cuts
+    a tile, both sides have the same position step.
 
     Attributes:
         q, k: the query side and the key side.
-        kind: a `Kind` per row.
+        least, most: the band; +-UNBOUNDED for none.
         head_in_group: the query head, within the group of a K/V head, that the row is for; -1 for all.
         multiplicity: m of every pair of the row, the number of branches that attend to it; log m is added to
             the scores.
         weight: index into `weights` of the function that multiplies m pair by pair; -1 for none.
         weights: functions of query and key positions, for an m that varies inside a tile.
-        mask: index into `masks` of the function that decides inside a PARTIAL tile; -1 for the other kinds.
+        mask: index into `masks` of the function that says which pairs are attended; -1 for none. It includes
+            the band, so such a tile has none of its own.
         masks: functions of batch size, query positions and key positions.
         rule: the pattern that the tiles were cut from, if known. It describes the same pairs with the same m.
     """
 
     q: Axis
     k: Axis
-    kind: IntArray
+    least: IntArray
+    most: IntArray
     head_in_group: IntArray
     multiplicity: IntArray
     weight: IntArray
@@ -276,16 +270,45 @@ class Tiles:
     rule: BoundPattern | None = None
 
     def __len__(self) -> int:
-        return len(self.kind)
+        return len(self.least)
+
+    @property
+    def is_masked(self) -> np.ndarray:
+        """Return whether a mask function decides inside each tile."""
+        return self.mask >= 0
+
+    @property
+    def distances(self) -> tuple[IntArray, IntArray]:
+        """Return the least and the greatest distance of a pair of each rectangle, attended or not."""
+        return self.q.position - self.k.last_position, self.q.last_position - self.k.position
+
+    @property
+    def band(self) -> tuple[IntArray, IntArray]:
+        """Return (low, high) of each tile: query i attends to key j inside it if low <= i - j <= high.
+
+        A bound that cuts nothing is 1 - keys, or queries - 1.
+        """
+        nearest, farthest = self.distances
+        first, step = self.q.position - self.k.position, self.q.position_step
+        # ceil((least - first) / step); what no bound cuts may have sides of different steps
+        low, high = -((first - self.least) // step), (self.most - first) // step
+        whole = (nearest >= self.least) & (farthest <= self.most)
+        low = np.where(whole, -UNBOUNDED, low)
+        high = np.where(whole, UNBOUNDED, high)
+        return np.maximum(low, 1 - self.k.length), np.minimum(high, self.q.length - 1)
+
+    @property
+    def edges(self) -> IntArray:
+        """Return how many bounds of its band cut each tile: 0, 1 or 2."""
+        low, high = self.band
+        return (low > 1 - self.k.length) * 1 + (high < self.q.length - 1)
 
     @property
     def pairs(self) -> IntArray:
-        """Return the number of attended pairs of each tile; for a PARTIAL tile, of the whole rectangle."""
-        rectangle = self.q.length * self.k.length
-        triangle = self.q.length * (self.q.length + 1) // 2
-        is_triangle = (self.kind == Kind.CAUSAL) | (self.kind == Kind.INVERSE_CAUSAL)
-        band = self.q.length * (self.k.length - self.q.length + 1)
-        return np.where(is_triangle, triangle, np.where(self.kind == Kind.BI_CAUSAL, band, rectangle))
+        """Return the number of attended pairs of each tile; with a mask function, of the whole rectangle."""
+        low, high = self.band
+        sides = self.q.length, self.k.length
+        return _pairs_up_to(*sides, high) - _pairs_up_to(*sides, low - 1)
 
     def rows(self, index: IntArray) -> Tiles:
         """Return a selection of rows (indices or a boolean mask)."""
@@ -293,7 +316,8 @@ class Tiles:
             self,
             q=self.q.rows(index),
             k=self.k.rows(index),
-            kind=self.kind[index],
+            least=self.least[index],
+            most=self.most[index],
             head_in_group=self.head_in_group[index],
             multiplicity=self.multiplicity[index],
             weight=self.weight[index],
@@ -316,13 +340,9 @@ class Tiles:
         """Return a sub-rectangle of every row, without the rows that are empty now."""
         return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
 
-    def of_kind(self, kind: Kind) -> Tiles:
-        """Return the same rectangles with this kind in every row."""
-        return replace(self, kind=np.full(len(self), kind, dtype=np.int64))
-
     def masked(self, mask: MaskInside) -> Tiles:
-        """Return the same rectangles as PARTIAL tiles with this mask."""
-        return replace(self.of_kind(Kind.PARTIAL), mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
+        """Return the same rectangles, which have no band, with this mask."""
+        return replace(self, mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
 
     def for_head(self, head_in_group: int) -> Tiles:
         """Return the tiles of one query head of each group (-1: the tiles unchanged)."""
@@ -357,7 +377,8 @@ class Tiles:
         return Tiles(
             Axis.concat([p.q for p in parts]),
             Axis.concat([p.k for p in parts]),
-            np.concatenate([p.kind for p in parts]),
+            np.concatenate([p.least for p in parts]),
+            np.concatenate([p.most for p in parts]),
             np.concatenate([p.head_in_group for p in parts]),
             np.concatenate([p.multiplicity for p in parts]),
             np.concatenate([place[p.weight] for p, place in zip(parts, weight_places, strict=True)]),
@@ -380,7 +401,7 @@ class Tiles:
     def rectangles(
         q_runs: IntArray, k_runs: IntArray, pairs: tuple[IntArray, IntArray] | None = None
     ) -> Tiles:
-        """Return FULL rectangles (query run x key run) of two shards.
+        """Return whole rectangles (query run x key run) of two shards.
 
         Args:
             q_runs, k_runs: runs (start, step, length) of each shard.
@@ -389,12 +410,26 @@ class Tiles:
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
         q_index, k_index = pairs or (np.repeat(np.arange(nq), nk), np.tile(np.arange(nk), nq))
-        zeros, ones = (make(len(q_index), dtype=np.int64) for make in (np.zeros, np.ones))
-        # FULL, for all heads of the group, m = 1, without weight and mask
-        return Tiles(q.rows(q_index), k.rows(k_index), zeros, zeros - 1, ones, zeros - 1, zeros - 1)
+        return Tiles.whole(q.rows(q_index), k.rows(k_index))
+
+    @staticmethod
+    def whole(q: Axis, k: Axis) -> Tiles:
+        """Return rectangles for all heads of the group, in which every pair is attended once."""
+        zeros = np.zeros(len(q.slot), dtype=np.int64)
+        return Tiles(q, k, zeros - UNBOUNDED, zeros + UNBOUNDED, zeros - 1, zeros + 1, zeros - 1, zeros - 1)
 
 
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
+
+
+def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
+    """Count pairs of 0 <= i < queries and 0 <= j < keys with i - j <= most."""
+    # row i has keys - max(i - most, 0) of them, if that is positive
+    whole = np.clip(most + 1, 0, queries)
+    last = np.clip(most + keys, whole, queries)
+    rows = last - whole
+    first = keys - (whole - most)
+    return whole * keys + rows * first - rows * (rows - 1) // 2
 
 
 def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -450,7 +485,7 @@ class PairMask(Protocol):
 
 @dataclass(frozen=True)
 class MaskInside:
-    """The mask of PARTIAL tiles: mask functions of single pairs, within a band of distances."""
+    """The mask inside a tile: mask functions of single pairs, within a band of distances."""
 
     masks: tuple[PairMask, ...]
     least: int

@@ -1,11 +1,11 @@
-"""Cutting tiles by the distance of query and key: what a diagonal, or two, leave of a rectangle.
+"""Bands of distances: which pairs of a rectangle lie in one, and a band as rectangles and triangles.
 
 [Note: square triangles]
-What a diagonal leaves of a rectangle is always a union of full rectangles and *square* triangles with the
-diagonal inside (j <= i, or mirrored j >= i): rows and columns that see nothing are dropped first, which
-also absorbs the strict diagonals of striped layouts. So a kernel needs one causal form, not a family.
-A window leaves a band: one parallelogram (BI_CAUSAL) of any length for the rows whose keys are all there, and
-a triangle at each end.
+A tile keeps its band whole. A kernel that knows only full rectangles and triangles cuts it: what one bound
+leaves of a rectangle is a union of full rectangles and square triangles with the diagonal inside (j <= i, or
+j >= i). Rows and columns without a pair are dropped first, which also absorbs the strict diagonals of striped
+layouts. Two bounds leave a parallelogram (i <= j <= i + keys - queries) of the rows whose keys are all there,
+and a triangle at each end.
 """
 
 from __future__ import annotations
@@ -14,45 +14,42 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_ring.masks.tiles import UNBOUNDED, IntArray, Kind, Tiles, repeat_rows
+from ds_ring.masks.tiles import IntArray, Tiles, repeat_rows
 
 
-def cut_by_distance(tiles: Tiles, least: IntArray | int, most: IntArray | int) -> Tiles:
-    """Keep the pairs with least <= query position - key position <= most; see [Note: square triangles].
+def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
+    """Keep the pairs with least <= query position - key position <= most.
 
-    Rectangles that a bound cuts are first split until both sides have the same position step.
-
-    Args:
-        tiles: rectangles.
-        least, most: one bound for all, or one for each row.
+    Rectangles that a bound cuts lose the rows and columns that have no pair. Before that they are split until
+    both sides have the same position step.
     """
-    least, most = (np.broadcast_to(np.asarray(x, dtype=np.int64), len(tiles)) for x in (least, most))
-    nearest = tiles.q.position - tiles.k.last_position
-    farthest = tiles.q.last_position - tiles.k.position
-    whole = (nearest >= least) & (farthest <= most)
+    tiles = replace(tiles, least=np.maximum(tiles.least, least), most=np.minimum(tiles.most, most))
+    nearest, farthest = tiles.distances
+    whole = (nearest >= tiles.least) & (farthest <= tiles.most)
     # what is neither whole nor cut lies outside the bounds and is dropped
-    cut = ~whole & (farthest >= least) & (nearest <= most)
+    cut = ~whole & (farthest >= tiles.least) & (nearest <= tiles.most)
     if not cut.any():
         return tiles if whole.all() else tiles.rows(whole)
-    return Tiles.concat([tiles.rows(whole), *_cut(tiles.rows(cut), least[cut], most[cut])])
+    return Tiles.concat([tiles.rows(whole), trimmed(_equal_steps(tiles.rows(cut)))])
 
 
-def distances_of_kind(tiles: Tiles) -> tuple[IntArray, IntArray]:
-    """Return the least and the most distance of the pairs that each tile shows, by its kind."""
-    diagonal = tiles.q.position - tiles.k.position  # of query i and key i, sides having one step
-    # j - i of a band goes from 0 to keys - queries
-    edge = (tiles.k.length - tiles.q.length) * tiles.k.position_step
-    bi_causal = tiles.kind == Kind.BI_CAUSAL
-    least = np.where(bi_causal, diagonal - edge, np.where(tiles.kind == Kind.CAUSAL, diagonal, -UNBOUNDED))
-    most = np.where(bi_causal | (tiles.kind == Kind.INVERSE_CAUSAL), diagonal, UNBOUNDED)
-    return least, most
+def trimmed(tiles: Tiles) -> Tiles:
+    """Drop rows and columns of tiles that have no pair in their band, and tiles without any."""
+    low, high = tiles.band
+    # row i sees a key only if low <= i < keys + high; columns likewise
+    q_first, k_first = np.maximum(0, low), np.maximum(0, -high)
+    q_end = np.minimum(tiles.q.length, tiles.k.length + high)
+    k_end = np.minimum(tiles.k.length, tiles.q.length - low)
+    keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
+    q, k = tiles.q.take(q_first, q_end - q_first), tiles.k.take(k_first, k_end - k_first)
+    return replace(tiles, q=q, k=k).rows(keep)
 
 
-def _equal_steps(tiles: Tiles) -> tuple[Tiles, IntArray]:
-    """Split rows so that both sides have the same position step; also the row that each was split from."""
+def _equal_steps(tiles: Tiles) -> Tiles:
+    """Split rows so that both sides have the same position step."""
     q_step, k_step = tiles.q.position_step, tiles.k.position_step
     if (q_step == k_step).all():
-        return tiles, np.arange(len(tiles))
+        return tiles
     # each side is split into common // step interleaved progressions; all combinations are rows
     common = np.lcm(q_step, k_step)
     row, which = repeat_rows((common // q_step) * (common // k_step))
@@ -60,128 +57,86 @@ def _equal_steps(tiles: Tiles) -> tuple[Tiles, IntArray]:
     q_first, k_first = which // k_parts, which % k_parts
     q = tiles.q.take(q_first, np.maximum(-((q_first - tiles.q.length) // q_parts), 0), q_parts)
     k = tiles.k.take(k_first, np.maximum(-((k_first - tiles.k.length) // k_parts), 0), k_parts)
-    exists = (q.length > 0) & (k.length > 0)
-    return tiles.sides(q, k), row[exists]
+    return tiles.sides(q, k)
 
 
-def _cut(tiles: Tiles, least: IntArray, most: IntArray) -> list[Tiles]:
-    """Cut rectangles of which every one is cut by a bound."""
-    tiles, row = _equal_steps(tiles)
-    least, most = least[row], most[row]
-    step = tiles.q.position_step
-    # the pair (i, j) has distance gap + (i - j) * step
-    gap = tiles.q.position - tiles.k.position
-    low = -((gap - least) // step)  # ceil((least - gap) / step): i - j >= low
-    high = (most - gap) // step  # i - j <= high
-    tiles, low, high, least, most = _drop_empty(tiles, low, high, least, most)
-    inner = high >= tiles.q.length - 1  # the upper bound cuts nothing: i - 0 <= high for every i
-    outer = low <= -(tiles.k.length - 1)  # the lower bound cuts nothing
+def triangulated(tiles: Tiles) -> Tiles:
+    """Return the same pairs as full rectangles, square triangles and parallelograms.
+
+    See [Note: square triangles]. `Tiles.edges` tells them apart: 0, 1 and 2.
+
+    Args:
+        tiles: without rows and columns that have no pair.
+    """
+    low, high = tiles.band
+    lower, upper = low > 1 - tiles.k.length, high < tiles.q.length - 1
     parts = [
-        tiles.rows(inner & outer),
-        *_cut_causal(tiles.rows(inner & ~outer), low[inner & ~outer]),
-        *_cut_inverse_causal(tiles.rows(~inner & outer), high[~inner & outer]),
+        tiles.rows(~lower & ~upper),
+        *_causal(tiles.rows(lower & ~upper)),
+        *_inverse_causal(tiles.rows(~lower & upper)),
     ]
-    both = ~inner & ~outer
-    if both.any():
-        parts += _cut_bi_causal(tiles.rows(both), least[both], most[both], low[both], high[both])
-    return parts
+    if (lower & upper).any():
+        parts += _both_bounds(tiles.rows(lower & upper))
+    return Tiles.concat(parts)
 
 
-def _drop_empty(
-    tiles: Tiles, low: IntArray, high: IntArray, least: IntArray, most: IntArray
-) -> tuple[Tiles, IntArray, IntArray, IntArray, IntArray]:
-    """Drop tiles, then rows and columns, in which no pair has low <= i - j <= high."""
-    # row i sees a key only if low <= i < keys + high; columns likewise
-    q_first = np.maximum(0, low)
-    q_end = np.minimum(tiles.q.length, tiles.k.length + high)
-    k_first = np.maximum(0, -high)
-    k_end = np.minimum(tiles.k.length, tiles.q.length - low)
-    keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
-    # low and high are for i - j counted from the new corner
-    shift = q_first - k_first
-    part = replace(tiles, q=tiles.q.take(q_first, q_end - q_first), k=tiles.k.take(k_first, k_end - k_first))
-    return part.rows(keep), (low - shift)[keep], (high - shift)[keep], least[keep], most[keep]
-
-
-def _cut_causal(tiles: Tiles, low: IntArray) -> list[Tiles]:
-    """Cut by j <= i - low with low <= 0 and no empty rows or columns."""
-    nq, nk, left = tiles.q.length, tiles.k.length, -low
-    side = nk - left
-    # columns that all rows see; the triangle; rows below it
+def _causal(tiles: Tiles) -> list[Tiles]:
+    """Cut by j <= i - low with low <= 0: columns that all rows see, the triangle, rows below it."""
+    rows, left = tiles.q.length, -tiles.band[0]
+    side = tiles.k.length - left
     return [
-        tiles.take(0, nq, 0, left),
-        tiles.take(0, side, left, side).of_kind(Kind.CAUSAL),
-        tiles.take(side, nq - side, left, side),
+        tiles.take(0, rows, 0, left),
+        tiles.take(0, side, left, side),
+        tiles.take(side, rows - side, left, side),
     ]
 
 
-def _cut_inverse_causal(tiles: Tiles, high: IntArray) -> list[Tiles]:
-    """Cut by j >= i - high with high >= 0 and no empty rows or columns: `_cut_causal` turned around."""
-    nq, nk = tiles.q.length, tiles.k.length
-    side = nq - high
-    # columns that all rows see; the triangle; rows above it
+def _inverse_causal(tiles: Tiles) -> list[Tiles]:
+    """Cut by j >= i - high with high >= 0: columns that all rows see, the triangle, rows above it."""
+    rows, columns = tiles.q.length, tiles.k.length
+    side = rows - tiles.band[1]
     return [
-        tiles.take(0, nq, side, nk - side),
-        tiles.take(nq - side, side, 0, side).of_kind(Kind.INVERSE_CAUSAL),
-        tiles.take(0, nq - side, 0, side),
+        tiles.take(0, rows, side, columns - side),
+        tiles.take(rows - side, side, 0, side),
+        tiles.take(0, rows - side, 0, side),
     ]
 
 
-def _cut_bi_causal(
-    tiles: Tiles, least: IntArray, most: IntArray, low: IntArray, high: IntArray
-) -> list[Tiles]:
+def _both_bounds(tiles: Tiles) -> list[Tiles]:
     """Cut by both bounds: parallelograms of rows whose keys are all there, and what is around them."""
+    low, high = tiles.band
     # rows i whose keys i - high to i - low are all there
-    whole_first, whole_end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
+    first, end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
     # at least as many such rows as the band has keys in a row; otherwise strips
-    is_long = whole_end - whole_first > high - low
-    parts = []
-    if not is_long.all():
-        rest = ~is_long
-        parts = _cut_strips(tiles.rows(rest), least[rest], most[rest], low[rest], high[rest])
+    is_long = end - first > high - low
+    parts = [] if is_long.all() else _strips(tiles.rows(~is_long))
     if is_long.any():
         tiles, low, high = tiles.rows(is_long), low[is_long], high[is_long]
-        first, end = whole_first[is_long], whole_end[is_long]
-        least, most = least[is_long], most[is_long]
-        length, keys = end - first, tiles.k.length
-        band = tiles.take(first, length, first - high, length + high - low).of_kind(Kind.BI_CAUSAL)
+        first, end, keys = first[is_long], end[is_long], tiles.k.length
         after = np.maximum(end - high, 0)
-        # other rows, over the keys that the band leaves them
-        before = _sub_rectangles(tiles, 0, first, 0, np.minimum(first - low, keys))
-        behind = _sub_rectangles(tiles, end, tiles.q.length - end, after, keys - after)
-        parts.append(band)
-        parts += [cut_by_distance(part, least[left], most[left]) for part, left in (before, behind)]
+        parts += [
+            tiles.take(first, end - first, first - high, end - first + high - low),
+            # other rows, over the keys that the parallelogram leaves them
+            triangulated(trimmed(tiles.take(0, first, 0, np.minimum(first - low, keys)))),
+            triangulated(trimmed(tiles.take(end, tiles.q.length - end, after, keys - after))),
+        ]
     return parts
 
 
-def _sub_rectangles(
-    tiles: Tiles,
-    q_first: IntArray | int,
-    q_length: IntArray | int,
-    k_first: IntArray | int,
-    k_length: IntArray | int,
-) -> tuple[Tiles, IntArray]:
-    """Return `Tiles.take`, and which rows are left."""
-    q, k = tiles.q.take(q_first, q_length), tiles.k.take(k_first, k_length)
-    return tiles.sides(q, k), (q.length > 0) & (k.length > 0)
-
-
-def _cut_strips(tiles: Tiles, least: IntArray, most: IntArray, low: IntArray, high: IntArray) -> list[Tiles]:
-    """Cut strips of rows as high as the band is wide, where one bound cuts each column block.
+def _strips(tiles: Tiles) -> list[Tiles]:
+    """Cut strips of rows as high as the band is wide, where one bound cuts each block of columns.
 
     For a strip of `width` rows from row r on, columns below r - low are cut by the upper bound alone,
     and columns from r - low on by the lower bound alone.
     """
-    width = high - low + 1
-    row, strip = repeat_rows(-(-tiles.q.length // width))
-    tiles, low, high, width, least, most = tiles.rows(row), *(x[row] for x in (low, high, width, least, most))
+    low, high = tiles.band
+    row, strip = repeat_rows(-(-tiles.q.length // (high - low + 1)))
+    tiles, low, high = tiles.rows(row), low[row], high[row]
+    width: IntArray = high - low + 1
     first = strip * width
     split = np.clip(first - low, 0, tiles.k.length)
     begin = np.clip(first - high, 0, tiles.k.length)
     queries = np.minimum(width, tiles.q.length - first)
-    left, in_left = _sub_rectangles(tiles, first, queries, begin, split - begin)
-    right, in_right = _sub_rectangles(tiles, first, queries, split, np.minimum(width, tiles.k.length - split))
-    return [
-        cut_by_distance(left, -UNBOUNDED, most[in_left]),
-        cut_by_distance(right, least[in_right], UNBOUNDED),
-    ]
+    left = tiles.take(first, queries, begin, split - begin)
+    right = tiles.take(first, queries, split, np.minimum(width, tiles.k.length - split))
+    return [triangulated(trimmed(left)), triangulated(trimmed(right))]

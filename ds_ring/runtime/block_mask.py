@@ -19,7 +19,7 @@ from ds_ring.masks.blocks import BlockIntervals, block_intervals
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.tiles import Axis, IntArray, Kind, MaskFunction, Tiles, repeat_rows
+from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
 from ds_ring.runtime.device import Kept, active_fake_mode, to_device
 from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 
@@ -185,8 +185,8 @@ def _anywhere(branch: Branch) -> bool:
 
 
 def _is_all_full(tiles: Tiles, q: Side, k: Side) -> bool:
-    plain = (tiles.kind == Kind.FULL) & (tiles.multiplicity == 1) & (tiles.weight < 0)
-    plain &= tiles.head_in_group < 0
+    plain = (tiles.edges == 0) & (tiles.multiplicity == 1) & (tiles.weight < 0)
+    plain &= ~tiles.is_masked & (tiles.head_in_group < 0)
     return bool(plain.all()) and int(tiles.pairs.sum()) == q.covered * k.covered
 
 

@@ -44,7 +44,6 @@ import numpy as np
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import (
     IntArray,
-    Kind,
     SlotRanges,
     Tiles,
     count_slots,
@@ -54,7 +53,7 @@ from ds_ring.masks.tiles import (
     ranges_of_progressions,
     subtract_slots,
 )
-from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
+from ds_ring.masks.triangulation import trimmed
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,
@@ -117,16 +116,9 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     """
     broken = _broken(tiles, held)
     if broken.any():
-        pieces = [
-            _cut_where_stride_changes(tiles.rows(np.array([row])), held) for row in np.flatnonzero(broken)
-        ]
-        parts = Tiles.concat([piece for group in pieces for piece in group])
-        partial = parts.kind == Kind.PARTIAL
-        # The pairs of a triangle or band are also a band of distances, so cut its pieces by that band.
-        row = np.repeat(np.flatnonzero(broken), [len(group) for group in pieces])[~partial]
-        least, most = distances_of_kind(tiles)
-        again = cut_by_distance(parts.rows(~partial).of_kind(Kind.FULL), least[row], most[row])
-        tiles = Tiles.concat([tiles.rows(~broken), parts.rows(partial), again])
+        rows = (tiles.rows(np.array([row])) for row in np.flatnonzero(broken))
+        pieces = (piece for row in rows for piece in _cut_where_stride_changes(row, held))
+        tiles = Tiles.concat([tiles.rows(~broken), *map(trimmed, pieces)])
     first = locate_slots(tiles.k.slot, held)
     last = locate_slots(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
     step = np.where(tiles.k.length > 1, (last - first) // np.maximum(tiles.k.length - 1, 1), 1)

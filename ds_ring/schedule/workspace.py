@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.triangulation import triangulated
 from ds_ring.registry import KERNELS, load
 
 # Sizes of the CPU kernel's calls, tokens; its defaults, which bound what is alive.
@@ -71,6 +72,7 @@ def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) 
 
 def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count copies of low precision, one call and its merge, and biases that are kept."""
+    tiles = triangulated(tiles)
     copies = _copies(shape, backward)
     call = _cpu_backward(tiles, shape) if backward else _cpu_forward(tiles, shape)
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
@@ -100,7 +102,7 @@ def _aten_bytes(queries: int, most: int) -> int:
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
     """Return most queries and most keys of a backward call."""
     most = BIASED if (tiles.weight >= 0).any() else BLOCK
-    rectangular = tiles.kind != Kind.BI_CAUSAL
+    rectangular = tiles.edges < 2
     if rectangular.any():
         queries, keys = (int(side.length[rectangular].max()) for side in (tiles.q, tiles.k))
         return min(most, queries), min(most, keys)
@@ -111,14 +113,14 @@ def _call_sides(tiles: Tiles) -> tuple[int, int]:
 
 def _strip(tiles: Tiles) -> tuple[int, int]:
     """Return keys of a backward strip, and the width of the widest band."""
-    band = tiles.kind == Kind.BI_CAUSAL
+    band = tiles.edges == 2
     width = int((tiles.k.length - tiles.q.length + 1)[band].max())
     return (2 * TRIANGLE if width >= 8 * TRIANGLE else TRIANGLE), width
 
 
 def _bias(tiles: Tiles, backward: bool) -> int:
     """Count what hides the corners of a band's strips, kept and once more inside aten."""
-    if not (tiles.kind == Kind.BI_CAUSAL).any():
+    if not (tiles.edges == 2).any():
         return 0
     strip, width = _strip(tiles)
     if width + strip > BLOCK:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import Kind, Tiles, count_slots
+from ds_ring.masks.tiles import Tiles, count_slots
+from ds_ring.masks.triangulation import triangulated
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
@@ -213,12 +214,11 @@ class PassCost:
 
 def executed_pairs(tiles: Tiles) -> int:
     """Return the pairs that a kernel multiplies: corners of triangles and bands as well, in blocks of 128."""
+    tiles = triangulated(tiles)
     q, k = tiles.q.length, tiles.k.length
     # The halves of the smallest triangles beyond the diagonal: (side - 1) / 2 keys for each query.
     corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
-    edged = (tiles.kind != Kind.FULL) & (tiles.kind != Kind.PARTIAL)
-    # A band has two such edges, a triangle one.
-    whole = tiles.pairs + np.where(edged, corner * np.where(tiles.kind == Kind.BI_CAUSAL, 2, 1), 0)
+    whole = tiles.pairs + corner * tiles.edges
     return int(np.minimum(whole, q * k).sum())
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.tiles import Axis, IntArray, Kind, SlotRanges, Tiles, no_slots, ranges_of_progressions
+from ds_ring.masks.tiles import Axis, IntArray, SlotRanges, Tiles, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import tiles_of_payload
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
@@ -103,7 +103,8 @@ class BlockPlanner:
             begin = int(ends[index] - runs[index][:, 2].sum())
             tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - begin))
             held = _slots_of(tiles.k)
-            tiles = _packed_queries(tiles_of_payload(tiles, held), queries, self.pattern)
+            # `tiles_of_payload` packs queries as well, if queries and keys change places
+            tiles = _turned(tiles_of_payload(_turned(tiles_of_payload(tiles, held)), queries))
             hops[hop] = self._hop_plan(ring_rank, hop, origin, self._shared(tiles), held)
         while hops[-1] is None:
             hops.pop()
@@ -143,7 +144,7 @@ class BlockPlanner:
 def _signature(tiles: Tiles) -> bytes:
     """Return all that a kernel goes by, as bytes."""
     columns = [getattr(axis, name) for axis in (tiles.q, tiles.k) for name in ("slot", "slot_step", "length")]
-    columns += [tiles.kind, tiles.head_in_group, tiles.multiplicity, tiles.weight]
+    columns += [*tiles.band, tiles.head_in_group, tiles.multiplicity, tiles.weight]
     for axis in (tiles.q, tiles.k):
         for number, weights in enumerate(tiles.weights):
             here = tiles.weight == number
@@ -176,22 +177,6 @@ def _slots_of(axis: Axis) -> SlotRanges:
     return ranges_of_progressions(np.stack([axis.slot, axis.slot_step, axis.length], axis=1))
 
 
-def _packed_queries(tiles: Tiles, queries: SlotRanges, pattern: Pattern) -> Tiles:
-    """Return the same tiles with query slots that index the packed queries.
-
-    `tiles_of_payload` does it, if queries and keys change places.
-
-    Raises:
-        RingPatternError: strided tiles that are not whole rectangles: turned, they would be other kinds.
-    """
-    if ((tiles.kind != Kind.FULL) & (tiles.q.slot_step > 1)).any():
-        raise RingPatternError(
-            f"{pattern}: expected dilated tiles that are whole rectangles wherever they reach into another"
-            " shard, got a diagonal; use ds_ring.simulate, which holds whole shards"
-        )
-    return _turned(tiles_of_payload(_turned(tiles), queries))
-
-
 def _turned(tiles: Tiles) -> Tiles:
     """Swap queries and keys."""
-    return replace(tiles, q=tiles.k, k=tiles.q)
+    return replace(tiles, q=tiles.k, k=tiles.q, least=-tiles.most, most=-tiles.least)

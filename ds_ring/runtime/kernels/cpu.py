@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.triangulation import triangulated
 from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile, each_tile
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
@@ -58,7 +59,7 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     Those with many rows side by side come first: they are assigned, and later ones find their rows written.
     """
     # Without positions, which only scores ask for: equal tiles at other places fold into one call.
-    placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(tiles))
+    placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
     return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
 
@@ -77,11 +78,11 @@ def _scattered_last(call: Tile) -> tuple[bool, int]:
 # neither small calls nor large workspaces cost. Equal small tiles at a regular distance are folded alike.
 def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a tile as calls of the permitted sizes."""
-    if tile.kind == Kind.PARTIAL:  # small already, and its mask is its own
+    if tile.is_masked:  # small already, and its mask is its own
         yield tile
-    elif tile.kind == Kind.FULL:
+    elif not any(tile.edges):
         yield from _rectangles(tile, sizes)
-    elif tile.kind == Kind.BI_CAUSAL:
+    elif all(tile.edges):
         yield from _band(tile, sizes)
     else:
         # The smallest triangles along the diagonal, the one that the end clips, and the squares between them.
@@ -90,7 +91,7 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
         rest = side % triangle
         if rest:
             yield tile.part(side - rest, rest, side - rest, rest)
-        yield from _squares(tile._replace(kind=Kind.FULL), tile.kind == Kind.CAUSAL, sizes)
+        yield from _squares(tile, sizes)
 
 
 def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
@@ -103,9 +104,9 @@ def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
         yield tile.part(i, queries, j, keys)
 
 
-def _squares(tile: Tile, below: bool, sizes: Sizes) -> Iterator[Tile]:
+def _squares(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield the full squares of a triangle: of every size triangle * 2^n, each second one on the diagonal."""
-    total, side = tile.q_rows.length, sizes.triangle
+    total, side, below = tile.q_rows.length, sizes.triangle, tile.is_causal
     while side < total:
         first = (side, 0) if below else (0, side)
         # Squares that fit entirely; the end of the triangle may clip one more.
@@ -150,8 +151,8 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
     # The first and the last `edge` keys are seen by fewer queries than the others: a triangle each.
     if edge:
         first, last = tile.part(0, edge, 0, edge), tile.part(queries - edge, edge, queries, edge)
-        yield from _split(first._replace(kind=Kind.INVERSE_CAUSAL), sizes)
-        yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
+        yield from _split(first, sizes)
+        yield from _split(last, sizes)
     count, rest = divmod(queries - edge, strip)
     apart = -(-(strip + edge) // strip)  # strips whose queries do not overlap
     # dQ of a call is added to one strided view, in which no query may stand twice.
@@ -173,12 +174,11 @@ def _strip(width: int, sizes: Sizes) -> int:
 def _short_band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a band not longer than it is wide: a triangle, what all queries see, and a triangle."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
-    yield from _split(tile.part(0, queries, 0, queries)._replace(kind=Kind.INVERSE_CAUSAL), sizes)
+    yield from _split(tile.part(0, queries, 0, queries), sizes)
     if width > queries:
-        yield from _split(tile.part(0, queries, queries, width - queries)._replace(kind=Kind.FULL), sizes)
+        yield from _split(tile.part(0, queries, queries, width - queries), sizes)
     if queries > 1:
-        last = tile.part(1, queries - 1, width, queries - 1)
-        yield from _split(last._replace(kind=Kind.CAUSAL), sizes)
+        yield from _split(tile.part(1, queries - 1, width, queries - 1), sizes)
 
 
 def _repeated(
@@ -211,8 +211,8 @@ def _fold(pieces: Iterator[Tile], block: int) -> Iterator[Tile]:
     for piece in pieces:
         q, k = piece.q_rows, piece.k_rows
         # Repeated strips, and calls that already fill more than half a block, stay as they are.
-        whole = q.repeats > 1 and (piece.kind == Kind.BI_CAUSAL or 2 * q.repeats * q.length > block)
-        if whole or q.length > SMALL or piece.kind == Kind.PARTIAL:
+        whole = q.repeats > 1 and (all(piece.edges) or 2 * q.repeats * q.length > block)
+        if whole or q.length > SMALL or piece.is_masked:
             yield piece
         else:
             key = (q.step, q.length, k.step, k.length, k.start - q.start, *piece[2:])
@@ -262,12 +262,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 @lru_cache(maxsize=16)
-def _hidden(queries: int, keys: int, kind: Kind, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """Return the bias that masks the other pairs of an inverse-causal triangle or of a strip of a band."""
+def _hidden(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+    """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
-    # Query i attends to key j if 0 <= j - i <= keys - queries in a band, and if j >= i in a triangle.
-    shift = keys - queries if kind == Kind.BI_CAUSAL else keys
-    return hidden.tril(min(shift, 0) - 1) + hidden.triu(max(shift, 0) + 1)
+    return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 
 # Cache only two: each has BIASED squared elements, 4 MiB in float32.
@@ -320,11 +318,10 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
     bias = None
     if inside is not None and inside.weights is not None:
         bias = _log_weights(inside, queries, keys, dtype, mode)
-    if call.kind in (Kind.INVERSE_CAUSAL, Kind.BI_CAUSAL):
-        hidden = _hidden(queries, keys, call.kind, dtype, mode)
+    if any(call.edges) and not call.is_causal:
+        hidden = _hidden(queries, keys, call.low, call.high, dtype, mode)
         return hidden if bias is None else bias + hidden
-    if call.kind == Kind.PARTIAL:
-        assert inside is not None
+    if inside is not None and inside.mask is not None:
         # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
         visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
         bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
@@ -396,14 +393,13 @@ class CpuKernel:
                 _batch(keys, k),
                 _batch(keys, v),
                 0.0,
-                call.kind == Kind.CAUSAL,
+                call.is_causal,
                 attn_mask=_bias(call, q),
                 scale=scale,
             )
             # The same number added to every score of a call changes its lse and not its out.
             lse = lse + call.bias if call.bias else lse
-            # Only in a PARTIAL tile can a row have no key.
-            if call.kind == Kind.PARTIAL:
+            if call.is_masked:  # only here can a row have no key
                 out, lse = _empty_rows(out, lse)
             yield PartialOut(heads, rows, _unbatch(rows, out)[..., :width], _unbatch(rows, lse))
             del out, lse  # else they stay alive while the next ones are computed
@@ -424,7 +420,7 @@ class CpuKernel:
         for call in calls(tiles, self._backward):
             heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
             lse_t = _batch(rows, lse[:, heads])
-            if call.kind == Kind.PARTIAL:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
+            if call.is_masked:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
                 lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
             dq, dk, dv = _backward(
                 _batch(rows, grad_out[:, heads]),
@@ -435,7 +431,7 @@ class CpuKernel:
                 # exp(score + bias - lse), without a bias tensor
                 lse_t - call.bias if call.bias else lse_t,
                 0.0,
-                call.kind == Kind.CAUSAL,
+                call.is_causal,
                 attn_mask=_bias(call, q),
                 scale=scale,
             )

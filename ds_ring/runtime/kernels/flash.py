@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
 from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries, OnCpu
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Asked, PartialGrads, PartialOut
@@ -120,7 +120,7 @@ class FlashKernel:
 @lru_cache(maxsize=512)
 def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls of a table; refuse one that is no window."""
-    if (tiles.kind == Kind.PARTIAL).any():
+    if tiles.is_masked.any():
         raise RingConfigError(_MASKED)
     return flash_calls(tiles)
 

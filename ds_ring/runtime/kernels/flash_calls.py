@@ -2,9 +2,10 @@
 
 [Note: windows]
 FlashAttention aligns windows at the bottom right (since 2.1): with n queries and m keys, query i attends to
-keys j with i + (m - n) - left <= j <= i + (m - n) + right; -1 leaves a side open. So each kind of tile except
-PARTIAL is one window: FULL (-1, -1), CAUSAL (-1, 0), INVERSE_CAUSAL (0, -1), BI_CAUSAL (m - n, 0). We never
-use a positive `right`: aten treats a `right` of m or more as an open side, which is wrong if n > m.
+keys j with i + (m - n) - left <= j <= i + (m - n) + right; -1 leaves a side open. A tile's band low <= i - j
+<= high is the window left = m - n + high, right = n - m - low. We never use a positive `right`: aten treats a
+`right` of m or more as an open side, which is wrong if n > m. Such a tile is two windows: the queries up to
+the first one that sees the last key, and the queries after it, whose right side is open.
 
 [Note: batches and variable lengths]
 Pieces of tiles with the same window can be combined in two ways; we take the one with fewer calls. Equal
@@ -25,23 +26,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.tiles import Axis, IntArray, Kind, Tiles
-from ds_ring.masks.triangulation import cut_by_distance, distances_of_kind
+from ds_ring.masks.tiles import Axis, IntArray, Tiles
+from ds_ring.masks.triangulation import trimmed
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
 
-# Tiles as pieces, each one window, and pieces joined to larger ones. Index arithmetic only.
-#
 # [Note: fewer calls]
-# Each call's result is merged into the accumulator, so calls cost more than their pairs. Neighbouring tiles
-# are joined where one window says what both attend to: FULL ones with a side in common, two triangles on one
-# diagonal with the square below between them, a triangle with what is FULL before it, a triangle with the
-# band that goes on from it.
+# Each call's result is merged into the accumulator, so calls cost more than their pairs. A shard has several
+# runs, and so several tiles, where the positions of its slots jump. Neighbouring tiles are joined where one
+# window says what both attend to: whole rectangles with a side in common, and two triangles on one diagonal
+# with the square below between them.
 
 OPEN = -1  # of a window's side that hides nothing
 
 
-class Piece(NamedTuple):
-    """Hold a call of one sequence, repeated nowhere."""
+class Window(NamedTuple):
+    """One sequence of a call: queries, keys and the sides of the window."""
 
     q: Rows
     k: Rows
@@ -52,7 +51,7 @@ class Piece(NamedTuple):
 
     @property
     def look(self) -> tuple[object, ...]:
-        """Return what pieces that may be joined have in common, beside their window."""
+        """Return what windows that may be joined have in common, beside their sides."""
         return self.q.step, self.k.step, self.head_in_group, self.bias
 
     @property
@@ -65,19 +64,19 @@ class Piece(NamedTuple):
         return self.left == OPEN and self.right == 0 and self.q.length == self.k.length
 
 
-def piece_of(tile: Tile) -> Piece:
-    """Return a tile as a window; [Note: windows] in flash_calls.py."""
-    q, k = tile.q_rows, tile.k_rows
-    assert tile.kind != Kind.PARTIAL and tile.inside is None, "a tile that is no window"
-    windows = {
-        Kind.FULL: (OPEN, OPEN),
-        Kind.CAUSAL: (OPEN, 0),
-        Kind.INVERSE_CAUSAL: (0, OPEN),
-        Kind.BI_CAUSAL: (k.length - q.length, 0),
-    }
-    # of one query nothing is hidden: tiles have no rows or columns that see nothing
-    left, right = windows[tile.kind] if q.length > 1 else (OPEN, OPEN)
-    return Piece(q, k, left, right, tile.head_in_group, tile.bias)
+def windows_of(tile: Tile) -> Iterator[Window]:
+    """Yield a tile as one window or two; [Note: windows]."""
+    assert tile.inside is None, "a tile that is no window"
+    queries, keys = tile.q_rows.length, tile.k_rows.length
+    lower, upper = tile.edges
+    until = keys + tile.low  # queries from here on see the last key
+    if lower and until < queries:
+        first = max(until - tile.high, 0)  # key that they see
+        yield from windows_of(tile.part(0, until, 0, keys))
+        yield from windows_of(tile.part(until, queries - until, first, keys - first))
+    else:
+        left, right = keys - queries + tile.high if upper else OPEN, 0 if lower else OPEN
+        yield Window(tile.q_rows, tile.k_rows, left, right, tile.head_in_group, tile.bias)
 
 
 def end_of(rows: Rows) -> int:
@@ -89,23 +88,19 @@ def _and(first: Rows, second: Rows) -> Rows:
     return first._replace(length=first.length + second.length)
 
 
-def join_pieces(pieces: list[Piece]) -> list[Piece]:
-    """Return fewer pieces with the same pairs; [Note: fewer calls]."""
-    full = [piece for piece in pieces if piece.is_full]
-    triangles = [piece for piece in pieces if piece.is_triangle and not piece.is_full]
-    others = [piece for piece in pieces if not piece.is_full and not piece.is_triangle]
-    full = _side_by_side(full, along_keys=False)
-    triangles, full = _diagonals(triangles, full)
-    full = _side_by_side(full, along_keys=True)
-    triangles, full = _diagonals(triangles, full)
-    triangles, others = _bands(triangles, others)
-    causal, full = _after_full(triangles, full)
-    return full + causal + others
+def join_windows(windows: list[Window]) -> list[Window]:
+    """Return fewer windows with the same pairs; [Note: fewer calls]."""
+    full = [window for window in windows if window.is_full]
+    triangles = [window for window in windows if window.is_triangle]
+    others = [window for window in windows if not window.is_full and not window.is_triangle]
+    for along_keys in (False, True):
+        triangles, full = _diagonals(triangles, _side_by_side(full, along_keys))
+    return full + triangles + others
 
 
-def _side_by_side(full: list[Piece], along_keys: bool) -> list[Piece]:
+def _side_by_side(full: list[Window], along_keys: bool) -> list[Window]:
     """Join FULL pieces with the same keys (or queries) and neighbouring queries (or keys)."""
-    alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Window]] = defaultdict(list)
     for piece in full:
         alike[(*piece.look, piece.q if along_keys else piece.k)].append(piece)
     found = []
@@ -124,12 +119,12 @@ def _side_by_side(full: list[Piece], along_keys: bool) -> list[Piece]:
     return found
 
 
-def _diagonals(triangles: list[Piece], full: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+def _diagonals(triangles: list[Window], full: list[Window]) -> tuple[list[Window], list[Window]]:
     """Join two triangles on one diagonal and the FULL rectangle below between them."""
-    squares: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    squares: dict[tuple[object, ...], list[Window]] = defaultdict(list)
     for piece in full:
         squares[(*piece.look, piece.q, piece.k)].append(piece)
-    done: list[Piece] = []
+    done: list[Window] = []
     for piece in sorted(triangles, key=lambda piece: (piece.q.start, piece.k.start)):
         while done and (end_of(done[-1].q), end_of(done[-1].k)) == (piece.q.start, piece.k.start):
             between = squares.get((*piece.look, piece.q, done[-1].k))
@@ -140,32 +135,6 @@ def _diagonals(triangles: list[Piece], full: list[Piece]) -> tuple[list[Piece], 
             piece = piece._replace(q=_and(before.q, piece.q), k=_and(before.k, piece.k))
         done.append(piece)
     return done, [piece for left in squares.values() for piece in left]
-
-
-def _bands(triangles: list[Piece], others: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Join a triangle as long as a window is wide and the band that goes on from it."""
-    bands = {(*p.look, p.q.start, p.k.start, p.left): p for p in others if p.left > 0 and p.right == 0}
-    left, joined = [], []
-    for piece in triangles:
-        band = bands.pop((*piece.look, end_of(piece.q), piece.k.start, piece.q.length), None)
-        if band is None:
-            left.append(piece)
-        else:
-            joined.append(band._replace(q=_and(piece.q, band.q)))
-    kept = [p for p in others if not (p.left > 0 and p.right == 0)]
-    return left, kept + joined + list(bands.values())
-
-
-def _after_full(triangles: list[Piece], full: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Join a triangle and a FULL piece of the same queries, whose keys stand before it."""
-    before: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
-    for piece in full:
-        before[(*piece.look, piece.q, end_of(piece.k))].append(piece)
-    causal = []
-    for piece in triangles:
-        whole = before.get((*piece.look, piece.q, piece.k.start))
-        causal.append(piece._replace(k=_and(whole.pop().k, piece.k)) if whole else piece)
-    return causal, [piece for left in before.values() for piece in left]
 
 
 # Tiles with a multiplicity that varies, as a sum of tiles without: what a kernel without a bias can compute.
@@ -192,47 +161,12 @@ def branch_form(tiles: Tiles) -> Tiles:
     """
     if not len(tiles) or ((tiles.weight < 0).all() and (tiles.multiplicity == 1).all()):
         return tiles
-    anew = _cut_anew(tiles)
+    anew, by_class = _cut_anew(tiles), _by_class(tiles)
     if anew is not None:
-        parts, pairs = _of_classes(tiles)
-        # by class there are at least so many tiles, each of which may be cut further
-        if len(anew) <= parts and int((anew.pairs * anew.multiplicity).sum()) == pairs:
+        counted = (int((one.pairs * one.multiplicity).sum()) for one in (anew, by_class))
+        if len(anew) <= len(by_class) and len(set(counted)) == 1:
             return anew
-    return _by_class(tiles)
-
-
-def _of_classes(tiles: Tiles) -> tuple[int, int]:
-    """Count what `_by_class` would return: parts that are not empty, and pairs with their m."""
-    plain = tiles.weight < 0
-    parts, pairs = int(plain.sum()), int((tiles.pairs * tiles.multiplicity)[plain].sum())
-    for number, weights in enumerate(tiles.weights):
-        weighted = tiles.rows(tiles.weight == number)
-        if not len(weighted):
-            continue
-        least, most = distances_of_kind(weighted)
-        for residue, modulus in weights.classes:
-            q, k = weighted.q.residue(residue, modulus), weighted.k.residue(residue, modulus)
-            # positions of both sides have one step: query i and key j are apart + (i - j) * step
-            step, apart = q.position_step, q.position - k.position
-            above = np.maximum(-((apart - least) // step), -k.length)
-            below = np.minimum((most - apart) // step, q.length)
-            counts = _pairs_up_to(q.length, k.length, below) - _pairs_up_to(q.length, k.length, above - 1)
-            counts = np.where(above <= below, counts, 0)
-            parts, pairs = (
-                parts + int((counts > 0).sum()),
-                pairs + int((counts * weighted.multiplicity).sum()),
-            )
-    return parts, pairs
-
-
-def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
-    """Count pairs of 0 <= i < queries and 0 <= j < keys with i - j <= most."""
-    # row i has keys - max(i - most, 0) of them, if that is positive
-    whole = np.clip(most + 1, 0, queries)
-    last = np.clip(most + keys, whole, queries)
-    rows = last - whole
-    first = keys - (whole - most)
-    return whole * keys + rows * first - rows * (rows - 1) // 2
+    return by_class
 
 
 def _by_class(tiles: Tiles) -> Tiles:
@@ -242,14 +176,10 @@ def _by_class(tiles: Tiles) -> Tiles:
         weighted = tiles.rows(tiles.weight == number)
         if not len(weighted):
             continue
-        least, most = distances_of_kind(weighted)
         bare = replace(weighted, weight=np.full(len(weighted), -1, dtype=np.int64))
         for residue, modulus in weights.classes:
             q, k = bare.q.residue(residue, modulus), bare.k.residue(residue, modulus)
-            kept = (q.length > 0) & (k.length > 0)
-            # a triangle of every r-th token is cut at the same distances
-            rectangles = bare.of_kind(Kind.FULL).sides(q, k)
-            parts.append(cut_by_distance(rectangles, least[kept], most[kept]))
+            parts.append(trimmed(bare.sides(q, k)))
     return Tiles.concat(parts)
 
 
@@ -261,9 +191,8 @@ def _cut_anew(tiles: Tiles) -> Tiles | None:
     if max(len(q.slot), len(k.slot)) > MANY_RUNS:
         return None
     i, j = np.repeat(np.arange(len(q.slot)), len(k.slot)), np.tile(np.arange(len(k.slot)), len(q.slot))
-    zeros = np.zeros(len(i), dtype=np.int64)
-    rectangles = Tiles(q.rows(i), k.rows(j), zeros, zeros - 1, zeros + 1, zeros - 1, zeros - 1)
-    return tiles_by_head(tiles.rule.branches_by_head, replace(rectangles, rule=tiles.rule), plain=True)
+    rectangles = replace(Tiles.whole(q.rows(i), k.rows(j)), rule=tiles.rule)
+    return tiles_by_head(tiles.rule.branches_by_head, rectangles, plain=True)
 
 
 def _runs(axis: Axis) -> Axis:
@@ -397,11 +326,11 @@ class FlashCall:
 def flash_calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls for a table of tiles; cached for each table object.
 
-    A pair with multiplicity m is either in m calls, or in one call whose bias is log m. PARTIAL tiles are not
-    a window; the caller must refuse them.
+    A pair with multiplicity m is either in m calls, or in one call whose bias is log m. A tile with a mask
+    function is not a window; the caller must refuse it.
     """
-    pieces = [piece_of(tile) for tile in each_tile(branch_form(tiles))]
-    return tuple(_together(join_pieces(pieces)))
+    windows = [window for tile in each_tile(branch_form(tiles)) for window in windows_of(tile)]
+    return tuple(_together(join_windows(windows)))
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:
@@ -413,9 +342,9 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _together(pieces: list[Piece]) -> Iterator[FlashCall]:
+def _together(pieces: list[Window]) -> Iterator[FlashCall]:
     """Combine pieces with one window into few calls: batches or variable-length sequences."""
-    alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Window]] = defaultdict(list)
     for piece in pieces:
         alike[(*piece.look, piece.left, piece.right)].append(piece)
     for group in alike.values():
@@ -425,9 +354,9 @@ def _together(pieces: list[Piece]) -> Iterator[FlashCall]:
         yield from batches if len(batches) <= len(chains) else chains
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[FlashCall]:
+def _batches(pieces: Iterable[Window]) -> Iterator[FlashCall]:
     """Combine equal pieces at a regular distance into one call each."""
-    equal: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    equal: dict[tuple[int, int], list[Window]] = defaultdict(list)
     for piece in pieces:
         equal[piece.q.length, piece.k.length].append(piece)
     for group in equal.values():
@@ -464,9 +393,9 @@ def _apart(rows: Rows, repeats: int, stride: int) -> bool:
     return stride >= span or (stride > 0 and stride * (repeats - 1) < rows.step)
 
 
-def _chains(pieces: list[Piece]) -> Iterator[FlashCall]:
+def _chains(pieces: list[Window]) -> Iterator[FlashCall]:
     """Combine pieces, in the order of their queries, into variable-length calls."""
-    chain: list[Piece] = []
+    chain: list[Window] = []
     for piece in pieces:
         if chain and not _follows(chain[-1], piece, len(chain)):
             yield _variable(chain)
@@ -476,7 +405,7 @@ def _chains(pieces: list[Piece]) -> Iterator[FlashCall]:
         yield _variable(chain)
 
 
-def _follows(last: Piece, piece: Piece, count: int) -> bool:
+def _follows(last: Window, piece: Window, count: int) -> bool:
     sides = ((last.q, piece.q), (last.k, piece.k))
     return 2 * count + 2 < MOST and all(
         0 <= after.start - end_of(before) <= (before.length + after.length + GAP) * after.step
@@ -485,7 +414,7 @@ def _follows(last: Piece, piece: Piece, count: int) -> bool:
     )
 
 
-def _variable(chain: list[Piece]) -> FlashCall:
+def _variable(chain: list[Window]) -> FlashCall:
     """Return one call for pieces that follow one another on both sides."""
     first, last = chain[0], chain[-1]
     if len(chain) == 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import Kind, Tiles, Weights
+from ds_ring.masks.tiles import Tiles, Weights
 from ds_ring.runtime.views import Views
 
 ALL_HEADS = slice(None)
@@ -66,7 +66,7 @@ class Inside(NamedTuple):
     """What differs from pair to pair inside a tile, and the positions that it depends on.
 
     Attributes:
-        mask: the mask function of a PARTIAL tile.
+        mask: the mask function of a tile; None for none.
         weights: the part of the multiplicity m that varies from pair to pair.
         q_first, q_step, k_first, k_step: first position and step of both sides.
     """
@@ -90,8 +90,8 @@ class Inside(NamedTuple):
         return self._replace(q_first=q, k_first=k)
 
     def visible(self, samples: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return a PARTIAL tile's mask: bool [queries, keys] or [samples or 1, heads or 1, queries, keys]."""
-        assert self.mask is not None, "a PARTIAL tile without a mask"
+        """Return the mask: bool [queries, keys] or [samples or 1, heads or 1, queries, keys]."""
+        assert self.mask is not None, "a tile without a mask"
         q, k = self._positions(queries, keys, device)
         visible: Tensor = self.mask(samples, q[:, 0], k[0])
         return visible
@@ -116,7 +116,7 @@ class Tile(NamedTuple):
 
     Attributes:
         q_rows, k_rows: query and key slots.
-        kind: which pairs of the rectangle are attended.
+        low, high: query i attends to key j if low <= i - j <= high; 1 - keys and queries - 1 cut nothing.
         head_in_group: the query head within the group of a K/V head; -1 for all.
         bias: log of the constant part of m, added to every score (0 for ordinary patterns).
         inside: what differs from pair to pair; None for ordinary patterns.
@@ -125,12 +125,28 @@ class Tile(NamedTuple):
 
     q_rows: Rows
     k_rows: Rows
-    kind: Kind
+    low: int
+    high: int
     head_in_group: int
     bias: float
     inside: Inside | None = None
     q_at: tuple[int, int] = (0, 1)
     k_at: tuple[int, int] = (0, 1)
+
+    @property
+    def is_masked(self) -> bool:
+        """Return whether a mask function says which pairs are attended."""
+        return self.inside is not None and self.inside.mask is not None
+
+    @property
+    def edges(self) -> tuple[bool, bool]:
+        """Return whether the lower and the upper bound of i - j cut the rectangle."""
+        return self.low > 1 - self.k_rows.length, self.high < self.q_rows.length - 1
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether it is a square triangle with j <= i."""
+        return self.low == 0 and self.q_rows.length == self.k_rows.length and self.edges == (True, False)
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of queries and keys of a whole tile, int64."""
@@ -144,8 +160,11 @@ class Tile(NamedTuple):
         return ALL_HEADS if self.head_in_group < 0 else slice(self.head_in_group, None, group)
 
     def part(self, q_first: int, q_length: int, k_first: int, k_length: int) -> Tile:
-        """Return a sub-rectangle of the same kind."""
+        """Return a sub-rectangle, with the same band."""
+        shift = q_first - k_first
         return self._replace(
+            low=max(self.low - shift, 1 - k_length),
+            high=min(self.high - shift, q_length - 1),
             q_rows=self.q_rows.part(q_first, q_length),
             k_rows=self.k_rows.part(k_first, k_length),
             inside=None if self.inside is None else self.inside.part(q_first, k_first),
@@ -161,16 +180,16 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
     """Yield the rows of a table one by one."""
     columns = (
         tiles.q.slot, tiles.q.slot_step, tiles.q.length, tiles.k.slot, tiles.k.slot_step, tiles.k.length,
-        tiles.kind, tiles.head_in_group, tiles.multiplicity, tiles.weight,
+        *tiles.band, tiles.head_in_group, tiles.multiplicity, tiles.weight,
         tiles.q.position, tiles.q.position_step, tiles.k.position, tiles.k.position_step,
     )  # fmt: skip
     lists = zip(*(c.tolist() for c in columns), strict=True)
-    for row, (q0, q_step, q_n, k0, k_step, k_n, kind, head_in_group, times, weight, *at) in enumerate(lists):
-        inside = _inside(tiles, row) if kind == Kind.PARTIAL or weight >= 0 else None
+    masked = tiles.is_masked.tolist()
+    for row, (q0, q_step, q_n, k0, k_step, k_n, low, high, head, times, weight, *at) in enumerate(lists):
+        inside = _inside(tiles, row) if masked[row] or weight >= 0 else None
         q_rows, k_rows = Rows(q0, q_step, q_n), Rows(k0, k_step, k_n)
-        yield Tile(
-            q_rows, k_rows, Kind(kind), head_in_group, math.log(times), inside, (at[0], at[1]), (at[2], at[3])
-        )
+        places = (at[0], at[1]), (at[2], at[3])
+        yield Tile(q_rows, k_rows, low, high, head, math.log(times), inside, *places)
 
 
 def _inside(tiles: Tiles, row: int) -> Inside:

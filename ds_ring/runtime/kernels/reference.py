@@ -11,25 +11,16 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.score_mod import Scores
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 
 
 def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:
     queries, keys = tile.q_rows.length, tile.k_rows.length
-    if tile.kind == Kind.PARTIAL:
-        assert tile.inside is not None
+    if tile.inside is not None and tile.inside.mask is not None:
         return tile.inside.visible(samples, queries, keys, device)
-    ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if tile.kind == Kind.CAUSAL:
-        return ones.tril()
-    if tile.kind == Kind.INVERSE_CAUSAL:
-        return ones.triu()
-    if tile.kind == Kind.BI_CAUSAL:
-        # Query i sees keys i to i + keys - queries.
-        return ones.triu().tril(keys - queries)
-    assert tile.kind == Kind.FULL, f"reference kernel: a tile of kind {tile.kind!r}"
-    return ones
+    # key j of query i: i - high <= j <= i - low
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(-tile.high).tril(-tile.low)
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

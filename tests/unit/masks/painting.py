@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ds_ring.masks.tiles import Kind, Tiles
+from ds_ring.masks.tiles import Tiles
 
 Weight = Callable[[Tiles, int, np.ndarray, np.ndarray], np.ndarray]
 
@@ -28,19 +28,16 @@ def _paint(tiles: Tiles, queries: int, keys: int, head_in_group: int, weight: We
     for row in np.flatnonzero((tiles.head_in_group < 0) | (tiles.head_in_group == head_in_group)):
         q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
         i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
-        band = (j >= i) & (j <= i + len(k) - len(q))
-        rules = {
-            Kind.FULL: i >= i - j * 0,
-            Kind.CAUSAL: j <= i,
-            Kind.INVERSE_CAUSAL: j >= i,
-            Kind.BI_CAUSAL: band,
-        }
-        kind = Kind(tiles.kind[row])
-        if kind == Kind.PARTIAL:
-            rules[kind] = _visible(tiles, row, i, j)
-        inside = np.broadcast_to(rules[kind], (len(q), len(k)))
-        assert kind not in (Kind.CAUSAL, Kind.INVERSE_CAUSAL) or len(q) == len(k), "a triangle is square"
-        assert kind == Kind.PARTIAL or inside.sum() == tiles.pairs[row]
+        if tiles.is_masked[row]:
+            inside = np.broadcast_to(_visible(tiles, row, i, j), (len(q), len(k)))
+        else:
+            q_positions, k_positions = _positions(tiles, row, i, j)
+            gap = q_positions - k_positions
+            inside = (gap >= tiles.least[row]) & (gap <= tiles.most[row])
+            low, high = (bound[row] for bound in tiles.band)
+            np.testing.assert_array_equal(inside, (i - j >= low) & (i - j <= high))
+            assert inside.any(0).all() and inside.any(1).all(), "a row or column without a pair"
+            assert inside.sum() == tiles.pairs[row]
         canvas[np.ix_(q, k)] += inside * weight(tiles, row, i, j)
     return canvas
 
@@ -52,7 +49,7 @@ def _multiplicity(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.nd
 
 
 def _visible(tiles: Tiles, row: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """What a PARTIAL tile's mask shows of its pairs i, j."""
+    """What a tile's mask function shows of its pairs i, j."""
     q, k = (torch.from_numpy(x.reshape(-1)) for x in _positions(tiles, row, i, j))
     return tiles.masks[tiles.mask[row]](1, q, k).numpy()
 

@@ -14,8 +14,8 @@ from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import UNBOUNDED, Kind, Tiles
-from ds_ring.masks.triangulation import cut_by_distance
+from ds_ring.masks.tiles import UNBOUNDED, Tiles
+from ds_ring.masks.triangulation import within_distances
 from ds_ring.registry import KERNELS as KERNEL_ROWS
 from ds_ring.registry import load
 from ds_ring.runtime.kernels import Kernel, get_kernel
@@ -41,7 +41,7 @@ def tiles_of(kind: str, queries: int, keys: int) -> Tiles:
         "inverse-causal": (-UNBOUNDED, 20),
         "band": (-10, 70),
     }
-    return cut_by_distance(whole, *bounds[kind])
+    return within_distances(whole, *bounds[kind])
 
 
 def mask_of(kind: str, queries: int, keys: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_heads_of_their_own_and_multiplicities(kernel: Kernel, pattern: Pattern,
 @pytest.mark.parametrize("below", [True, False])
 def test_small_triangles_compute_little_more_than_the_pairs(side: int, below: bool) -> None:
     bounds = (0, UNBOUNDED) if below else (-UNBOUNDED, 0)
-    tiles = cut_by_distance(Tiles.rectangles(*[np.array([[0, 1, side]])] * 2), *bounds)
+    tiles = within_distances(Tiles.rectangles(*[np.array([[0, 1, side]])] * 2), *bounds)
     assert CpuKernel().executed_pairs(tiles) <= side * (side + 256) // 2 + 256
     triangle = np.tril_indices(side) if below else np.triu_indices(side)
     for sizes in (Sizes(), Sizes(backward=True)):
@@ -163,13 +163,7 @@ def painted_calls(tiles: Tiles, side: int, sizes: Sizes) -> tuple[np.ndarray, in
         q_slots, k_slots = (rows.of(slots).reshape(rows.repeats, rows.length).numpy() for rows in call[:2])
         assert call.q_rows.repeats == call.k_rows.repeats
         gap = np.arange(q_slots.shape[1])[:, None] - np.arange(k_slots.shape[1])
-        more = q_slots.shape[1] - k_slots.shape[1]
-        shown = {
-            Kind.FULL: gap == gap,
-            Kind.CAUSAL: gap >= 0,
-            Kind.INVERSE_CAUSAL: gap <= 0,
-            Kind.BI_CAUSAL: (gap >= min(more, 0)) & (gap <= max(more, 0)),
-        }[call.kind]
+        shown = (gap >= call.low) & (gap <= call.high)
         for q, k in zip(q_slots, k_slots, strict=True):
             covered[np.ix_(q, k)] += shown
             computed += shown.size
@@ -192,7 +186,7 @@ def test_calls_cover_the_tiles_once_whatever_the_sizes(
     side: int, steps: int, bounds: tuple[int, int], block: int, triangle: int, backward: bool
 ) -> None:
     runs = np.array([[first, steps, len(range(first, side, steps))] for first in range(min(steps, side))])
-    tiles = cut_by_distance(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
+    tiles = within_distances(Tiles.rectangles(runs, runs), min(bounds), max(bounds))
     covered, computed = painted_calls(tiles, side, Sizes(block, triangle, backward))
     np.testing.assert_array_equal(covered, paint(tiles, side, side))
     # a strip of keys is up to two triangles wide
@@ -201,7 +195,7 @@ def test_calls_cover_the_tiles_once_whatever_the_sizes(
 
 def test_low_precision_results_are_partial_sums_in_float32() -> None:
     q, k, v = (torch.randn(1, 2, 64, 16).bfloat16() for _ in range(3))
-    tiles = tiles_of("causal", 64, 64).of_kind(Kind.FULL)
+    tiles = tiles_of("full", 64, 64)
     part = next(iter(CpuKernel().forward(q, k, v, tiles, 1.0)))
     assert part.out_BHSD.dtype == torch.float32 and part.lse_BHS.dtype == torch.float32
 
