@@ -21,7 +21,7 @@ import torch
 
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import ALL, Residue, Table
-from ds_ring.masks.pattern import QueryHead, Pattern
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
 
 RATES = Path(__file__).with_name("rates.json")
