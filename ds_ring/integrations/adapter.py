@@ -223,6 +223,24 @@ def undo(changes: list[Change]) -> None:
         changes.pop().undo()
 
 
+@contextmanager
+def paused(changes: Sequence[Change]) -> Iterator[None]:
+    """Remove the hooks of `changes` inside the context; afterwards all hooks have their order again."""
+    found = [(one.handle.hooks_dict_ref(), one.handle.id) for one in changes if one.handle is not None]
+    ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]
+    before = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks, _ in ours}.values()]
+    for hooks, key in ours:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, order in before:
+            mine = {key for others, key in ours if others is hooks}
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in order.items() if key in mine or key in now} | now)
+
+
 def describe(subject: Any = None) -> str:
     """Return the rows that apply to a session and its process, by table; without a session all rows."""
     found = _of_process | _of_subject.get(subject, set()) if subject is not None else None

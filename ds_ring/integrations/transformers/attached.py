@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.adapter import Change
+from ds_ring.integrations.adapter import Change, paused
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.loss import shared_scale
@@ -76,16 +75,24 @@ class Attached:
         """Restore the model's own attention and loss inside the context, without our hooks."""
         model, on = self.model, {part: part.config._attn_implementation for part in self.own}
         generate = getattr(model, "generate", None)
-        features: dict[str, Any] = {"own loss": SimpleNamespace(around_off=model.loss_function.loss_function)}
+        features: dict[str, Any] = {
+            "loss guard.off": SimpleNamespace(around_off=model.loss_function.loss_function)
+        }
         if generate is not None:
-            features["own generate"] = SimpleNamespace(around_off=generate.own)
-        with TABLE.applied(features, self.session, model=model, generator=model):
-            _set_implementations(self.own)
+            features["generation.off"] = SimpleNamespace(around_off=generate.own)
+        with TABLE.applied(features, model=model, generator=model):
+            self._set_implementations(self.own)
             try:
-                with _without([change.handle for change in self.changes if change.handle is not None]):
+                with paused(self.changes):
                     yield
             finally:
-                _set_implementations(on)
+                self._set_implementations(on)
+
+    def _set_implementations(self, attention_of: dict[PreTrainedModel, str]) -> None:
+        """Set every model's attention: outer models first, since a configuration hands it down."""
+        for part, name in attention_of.items():
+            off = {"attention.off": SimpleNamespace(around_off=name)}
+            TABLE.apply(off, self.session, config=part.config)
 
     def put_on(self) -> None:
         """Apply model.py's table to the model: the sharding, checks, and what its family needs.
@@ -133,7 +140,7 @@ class Attached:
         takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         changes: list[Change] = []
         if numbering is not None and module is not self.model and takes_positions:
-            changes = TABLE.apply({"numbering of parts": numbering.part}, self.session, part=module)
+            changes = TABLE.apply({"numbering.part": numbering.part}, self.session, part=module)
             numbering.changes += changes
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
@@ -191,27 +198,3 @@ class Attached:
             guard.check(model, output)
 
         return SimpleNamespace(before_forward=before, after_forward=after)
-
-
-@contextmanager
-def _without(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks inside the context and restore their order: DeepSpeed's hooks must run after ours."""
-    found = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
-    ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]
-    before = [(hooks, dict(hooks)) for hooks in {id(hooks): hooks for hooks, _ in ours}.values()]
-    for hooks, key in ours:
-        del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, order in before:
-            mine = {key for others, key in ours if others is hooks}
-            now = dict(hooks)
-            hooks.clear()
-            hooks.update({key: hook for key, hook in order.items() if key in mine or key in now} | now)
-
-
-def _set_implementations(attention_of: dict[PreTrainedModel, str]) -> None:
-    """Name every model's attention: outer models first, since a configuration hands it down."""
-    for part, name in attention_of.items():
-        TABLE.apply({"own attention": SimpleNamespace(around_off=name)}, config=part.config)

@@ -42,7 +42,7 @@ class _AfterImport(MetaPathFinder):
                 execute(module)
                 _register()
 
-            TABLE.apply({"import": SimpleNamespace(at_import=then_register)}, loader=spec.loader)
+            TABLE.apply({"name.import": SimpleNamespace(at_import=then_register)}, loader=spec.loader)
         return spec
 
 

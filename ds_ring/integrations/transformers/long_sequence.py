@@ -340,7 +340,7 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Simpl
             function = vars(module).get(_FUNCTION)
             if function is not None and not isinstance(function, _Offloading):
                 offloading = SimpleNamespace(around_forward=_offloading(function, memory))
-                TABLE.apply({"offloading": offloading}, session, checkpointed=module)
+                TABLE.apply({"offloaded checkpoints.layers": offloading}, session, checkpointed=module)
 
     return SimpleNamespace(before_forward=before)
 

@@ -16,7 +16,7 @@ TABLE = Table(
     ">=5",
     [
         Row(
-            "loader.exec_module", "at_import", "wrapped", "import",
+            "loader.exec_module", "at_import", "wrapped", "name.import",
             "registers the name without importing transformers",
             when="transformers was not imported before ds_ring",
         ),
@@ -75,7 +75,8 @@ TABLE = Table(
             "checkpointing may have been switched on anew", when="long_sequence.offload_checkpoints",
         ),
         Row(
-            "checkpointed._gradient_checkpointing_func", "around_forward", "replaced", "offloading",
+            "checkpointed._gradient_checkpointing_func", "around_forward", "replaced",
+            "offloaded checkpoints.layers",
             "calls the original under torch's saved_tensors_hooks, which keep tensors on the host",
             when="long_sequence.offload_checkpoints",
         ),
@@ -85,7 +86,7 @@ TABLE = Table(
         ),
         Row("model", "after_forward", "hook", "numbering", "removes the hooks of the numbering check"),
         Row(
-            "part", "before_forward", "hook", "numbering of parts",
+            "part", "before_forward", "hook", "numbering.part",
             "refuses a model that numbers its tokens by itself, in the first forward pass",
         ),
         Row(
@@ -101,7 +102,7 @@ TABLE = Table(
             "switches the layer's own scaling off", when="attn_temperature_tuning (Llama 4)",
         ),
         Row(
-            "scaling.attn_temperature_tuning", "around_forward", "set", "no query scale",
+            "scaling.attn_temperature_tuning", "around_forward", "set", "query scale.off",
             "the layer would scale by local positions", when="attn_temperature_tuning (Llama 4)",
         ),
         Row(
@@ -136,11 +137,11 @@ TABLE = Table(
         ),
         Row("model", "after_forward", "hook", "sharding", "checks the output and its loss"),
         Row(
-            "config._attn_implementation", "around_off", "set", "own attention",
+            "config._attn_implementation", "around_off", "set", "attention.off",
             "engine.ring.off(): the model's own attention; its hooks are removed meanwhile",
         ),
-        Row("model.loss_function", "around_off", "set", "own loss", "engine.ring.off()"),
-        Row("generator.generate", "around_off", "set", "own generate", "engine.ring.off()"),
+        Row("model.loss_function", "around_off", "set", "loss guard.off", "engine.ring.off()"),
+        Row("generator.generate", "around_off", "set", "generation.off", "engine.ring.off()"),
     ],
     classes={
         "loader": "",

@@ -224,7 +224,7 @@ class QueryScale:
         # New tokens of a generation are on every rank: the layer scales them right.
         if not isinstance(sharding, CachedSharding):
             self._sharding = sharding
-            off = {"no query scale": SimpleNamespace(around_forward=False)}
+            off = {"query scale.off": SimpleNamespace(around_forward=False)}
             self._off = self._off or TABLE.apply(off, scaling=self._module)
 
     def scaled(
