@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_ring.config.messages import choices_of, shown, takes_of
+from ds_ring.config.messages import accepted_by, choices_of, shown
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import LongSequenceConfig, RingConfig
 
@@ -37,7 +37,7 @@ def table(model: type[BaseModel]) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    takes = takes_of(field)
+    takes = accepted_by(field)
     assert field.description, f"{name}: a key without a description cannot be documented"
     accepted = ", ".join(f"`{shown(word)}`" for word in choices_of(field)) or takes.what
     place = " (top level of the JSON)" if takes.outside else ""
@@ -46,7 +46,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     """As it would be written in the JSON."""
-    if takes_of(field).outside:
+    if accepted_by(field).outside:
         return '"auto"'  # filled in by a validator
     if isinstance(field.default, BaseModel):
         return "{}"

@@ -1,15 +1,13 @@
 """Find our section inside a whole DeepSpeed JSON, and refuse what breaks a ring beside it.
 
-Owns the keys of the top level: the section's name, `sequence_parallel_size`, and the two that DeepSpeed
-takes but that break a ring's gradients. The keys inside the section are section.py's: the model comes as an
-argument.
+These are the keys of the top level; the model of the section (section.py) comes as an argument.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -33,8 +31,14 @@ JsonSource = str | os.PathLike[str] | Json
 
 def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     """Return the section as a `model`, and the whole JSON. One RingConfigError names all faults."""
-    whole = _read(source)
-    label = "the DeepSpeed configuration" if isinstance(source, dict) else str(source)
+    label, given = "the DeepSpeed configuration", cast(object, source)
+    if not isinstance(given, (dict, str, os.PathLike)):
+        advice = "pass the whole DeepSpeed JSON, or where it is"
+        raise config_error(label, sentence("a path or a dict", shown_in_errors(given), advice))
+    if isinstance(source, dict):
+        whole = source
+    else:
+        label, whole = str(source), read_object(source)
     problems = _top_level_problems(whole)
     section = whole.get(SECTION)
     if not isinstance(section, dict):
@@ -54,16 +58,6 @@ def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
     if problems:
         raise config_error(label, *problems)
     return config, whole
-
-
-def _read(source: object) -> Json:
-    if isinstance(source, dict):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        return read_object(source)
-    got = shown_in_errors(source)
-    what = sentence("a path or a dict", got, "pass the whole DeepSpeed JSON, or where it is")
-    raise config_error("the DeepSpeed configuration", what)
 
 
 def _top_level_problems(whole: Json) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed JSON strictly, and say where it is broken. Knows no key.
+"""Read a DeepSpeed JSON strictly, and say where it is broken; write small files that survive a crash.
 
 DeepSpeed itself reads with hjson, which takes comments and trailing commas that every other reader of the
 same file (Accelerate, Transformers, the launcher, an editor) refuses, and answers a missing file with
@@ -22,10 +22,8 @@ from typing import Any
 from ds_ring.config.messages import MOST_PROBLEMS, Problem, config_error, sentence, shown
 from ds_ring.errors import RingConfigError
 
-# Read and write small text files: regular ones, of bounded size, in UTF-8. Knows no format.
-#
-# A pipe, a device or a socket is refused before it is opened: to open a FIFO waits for its writer, and to
-# read /dev/zero never ends. The paths come from users, the texts from whoever wrote the file.
+# Small text files. A pipe, a device or a socket is refused before it is opened: to open a FIFO waits for its
+# writer, and to read /dev/zero never ends.
 
 MOST_BYTES = 4 * 2**20
 _KINDS = {
@@ -43,7 +41,8 @@ def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
         RingConfigError: it is no regular file, larger than `most_bytes`, not UTF-8, or cannot be read.
         FileNotFoundError, IsADirectoryError: that; the caller knows what was expected.
     """
-    label = _short(path)
+    label = str(path) if str(path).isprintable() else repr(str(path))
+    label = label if len(label) <= 200 else f"{label[:100]}...{label[-90:]}"
     try:
         _require_regular(os.stat(path), label)
         # Whoever swaps a pipe in between makes nobody wait.
@@ -108,13 +107,6 @@ def _require_regular(found: os.stat_result, label: str) -> None:
         raise config_error(label, sentence("a regular file", got, "write its contents to a file first"))
 
 
-def _short(path: Path) -> str:
-    text = str(path)
-    if not text.isprintable():
-        text = repr(text)
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-90:]}"
-
-
 Json = dict[str, Any]
 MOST_NESTED = 64
 
@@ -169,21 +161,11 @@ def _depth(text: str) -> int:
 def non_finite(value: object) -> list[Problem]:
     """Return one problem for each NaN or infinity anywhere inside `value` (JSON has neither)."""
     advice = "JSON has no NaN and no Infinity: write a number"
-    if not _has_non_finite(value):  # without a dotted key for each of 40 000 values
-        return []
     return [
         Problem(key, sentence("a finite number", repr(item), advice))
         for key, item in _walk(value)
         if isinstance(item, float) and not math.isfinite(item)
     ]
-
-
-def _has_non_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(map(_has_non_finite, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_has_non_finite, value))
 
 
 def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:
@@ -220,11 +202,8 @@ def _missing(path: Path) -> RingConfigError:
 
 
 def _near_files(path: Path) -> str:
-    names = sorted(os.listdir(path.parent))
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return _files_in(path.parent)
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else _files_in(path.parent)
 
 
 def _files_in(folder: Path) -> str:

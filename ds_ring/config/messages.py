@@ -1,7 +1,6 @@
 """Write what is wrong with a configuration as sentences: where, expected, got, what to do.
 
-Owns the wording of a configuration error, the translation of pydantic's error list into it, and `Section`,
-the strict base model. Knows no key: what a field takes stands beside the field, as a `Takes`. Reads no file.
+`Section` is the strict base model of pydantic; what a field accepts stands beside the field, as an `Accepts`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_LETTERS = 1200
 
 
 @dataclass(frozen=True)
-class Takes:
+class Accepts:
     """Describe what a field accepts, and what to do when it got something else. Annotated onto the field."""
 
     # `outside` marks a field whose key stands at the top level of the JSON, beside the section.
@@ -124,7 +123,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> 
 class Section(BaseModel):
     """Forbid unknown keys and conversions, freeze, and let no raw pydantic error out of its call."""
 
-    # Every field of a subclass bears a `Takes`.
+    # Every field of a subclass bears a `Accepts`.
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
 
@@ -145,7 +144,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     owner, field = _field_at(root, loc)
     if field is None:
         return Problem(_dotted(prefix, loc), _unknown_key(str(loc[-1]), owner, root))
-    takes = takes_of(field)
+    takes = accepted_by(field)
     key = _dotted("" if takes.outside else prefix, loc)
     refused = detail.get("ctx", {}).get("error")
     if isinstance(refused, Refused):
@@ -155,7 +154,9 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     if detail["type"] in ("less_than", "less_than_equal") and "at most" not in expected:
         limit = detail["ctx"].get("le", detail["ctx"].get("lt"))
         expected = f"{takes.what}, at most {limit:,.0f}"
-    advice = _type_advice(value, takes.what) or _choice_advice(value, choices) or takes.advice
+    near = did_you_mean(value, choices) if isinstance(value, str) and choices else None
+    guess = f'did you mean "{near}"?' if near else None
+    advice = _type_advice(value, takes.what) or guess or takes.advice
     return Problem(key, sentence(expected, shown(value), advice))
 
 
@@ -165,15 +166,13 @@ def _field_at(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[Bas
     field: FieldInfo | None = None
     inner: Any = root
     for part in loc:
-        if not _is_model(inner):  # inside a list or an options object: the field stays
+        if not (
+            isinstance(inner, type) and issubclass(inner, BaseModel)
+        ):  # inside a list or an options object: the field stays
             break
         owner, field = inner, inner.model_fields.get(str(part))
         inner = field.annotation if field else None
     return owner, field
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
@@ -181,10 +180,10 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
     return (prefix + "".join(parts)).removeprefix(".")
 
 
-def takes_of(field: FieldInfo) -> Takes:
+def accepted_by(field: FieldInfo) -> Accepts:
     """Return what a field of a `Section` accepts."""
-    found = [note for note in field.metadata if isinstance(note, Takes)]
-    assert found, f"the field {field!r} needs a Takes, or nothing can be said about its errors"
+    found = [note for note in field.metadata if isinstance(note, Accepts)]
+    assert found, f"the field {field!r} needs a Accepts, or nothing can be said about its errors"
     return found[0]
 
 
@@ -194,7 +193,7 @@ def choices_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
-    return [name for name, field in model.model_fields.items() if not takes_of(field).outside]
+    return [name for name, field in model.model_fields.items() if not accepted_by(field).outside]
 
 
 def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
@@ -217,7 +216,7 @@ def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | 
         return "the section above"
     sections: dict[str, Any] = {name: field.annotation for name, field in root.model_fields.items()}
     for name, section in sections.items():
-        if _is_model(section) and word in section.model_fields:
+        if isinstance(section, type) and issubclass(section, BaseModel) and word in section.model_fields:
             return f'the sub-section "{name}"'
     return None
 
@@ -235,8 +234,3 @@ def _type_advice(value: object, what: str) -> str | None:
     if isinstance(value, (int, float)) and what.startswith("a list") and 0 < value < 10**15:
         return f"write [{value}]"
     return None
-
-
-def _choice_advice(value: object, choices: Sequence[str]) -> str | None:
-    near = did_you_mean(value, choices) if isinstance(value, str) and choices else None
-    return f'did you mean "{near}"?' if near else None

@@ -17,26 +17,26 @@ from pydantic import (
     field_validator,
 )
 
-from ds_ring.config.messages import Refused, Section, Takes, problems_of, sentence, shown
+from ds_ring.config.messages import Accepts, Refused, Section, problems_of, sentence, shown
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC, JsonKey, load
 
 ONE_UP = "a whole number of at least 1"
-WORD = Takes("a word", "write one of these in double quotes")
-BRANCHES = Takes(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
+WORD = Accepts("a word", "write one of these in double quotes")
+BRANCHES = Accepts(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
 MOST = 2**53  # positions are numbers of 64 bits, and their products must be
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
-Flag = Annotated[bool, Takes("true or false", "write true or false, without quotes")]
-Window = Annotated[AtLeastOne | None, Takes(f"{ONE_UP}, or null", "use null for no window")]
-Beside = Annotated[AtLeastOne | None, Takes(f"{ONE_UP}, or null", "use null for none")]
-Step = Annotated[AtLeastOne, Takes(ONE_UP, "use 1 for every token")]
+Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
+Window = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for no window")]
+Beside = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for none")]
+Step = Annotated[AtLeastOne, Accepts(ONE_UP, "use 1 for every token")]
 _SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal" or "bi-causal"]'
 SliceList = Annotated[
     tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
     BeforeValidator(lambda value: None if value is None else _checked_slices(value)),
-    Takes(f"a list, each item {_SLICE}", "use null for no slices"),
+    Accepts(f"a list, each item {_SLICE}", "use null for no slices"),
 ]
 Branches = Annotated[
     tuple[AtLeastOne, ...] | None,
@@ -210,7 +210,7 @@ def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
 LayerList = Annotated[
     tuple[tuple[int, Any], ...] | None,
     BeforeValidator(_by_number),
-    Takes(
+    Accepts(
         'an object of layer numbers and pattern keys, {"0-4, 6": {"window": 512}}, or null',
         "use null for one pattern",
     ),

@@ -1,8 +1,7 @@
-"""Define the "ring_attention" section of the DeepSpeed JSON as a frozen model.
+"""The "ring_attention" section of the DeepSpeed JSON as a frozen model: keys, defaults, units and limits.
 
-Owns the keys of the section (those of "pattern" stand in pattern_section.py, those of "long_sequence" in
-section.py): names, defaults, units, limits, and how they depend on each other. Where
-the section is found stands in deepspeed_file.py, how a complaint is worded in messages.py. Imports no torch.
+The keys of "pattern" stand in pattern_section.py. Where the section is found stands in deepspeed_file.py, how
+a complaint is worded in messages.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY, JsonSource, resolve
 from ds_ring.config.json_text import Json
-from ds_ring.config.messages import JsonObject, Refused, Section, Takes, listed, sentence, shown
+from ds_ring.config.messages import Accepts, JsonObject, Refused, Section, listed, sentence, shown
 from ds_ring.config.pattern_section import (
     MOST,
     ONE_UP,
@@ -41,16 +40,13 @@ if TYPE_CHECKING:
     from ds_ring.config.pattern_section import PatternConfig
 
 
-# Define the "long_sequence" part of the section: what of a model besides attention is computed in tiles.
-#
-# Owns the keys, the words "off" and "auto", and how many tokens a tile has by default, which the estimator
-# asks, too. What a part makes a model do stands in integrations/transformers.
+# The "long_sequence" part: what of a model besides attention is computed in tiles.
 
 TileChoice = Literal["auto"] | bool | int
 Switch = Literal["auto"] | bool
 
-_TILE = Takes('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
-_SWITCH = Takes('"auto", true or false', "write true or false, without quotes")
+_TILE = Accepts('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
+_SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
 
 MIB = 1 << 20
 _TILE_BYTES = {"cpu": 64 * MIB}
@@ -122,7 +118,7 @@ def _from_word(value: Any) -> Any:
 LongSequence = Annotated[
     LongSequenceConfig,
     BeforeValidator(_from_word),
-    Takes('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
+    Accepts('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
 ]
 
 
@@ -144,25 +140,27 @@ _AUTO: Any = "auto"
 
 MOST_RANKS = 2**31 - 1
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-RingSize = Annotated[Ranks, Takes(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
-UlyssesSize = Annotated[Ranks, Takes(ONE_UP, "use 1 to leave the heads together")]
+RingSize = Annotated[Ranks, Accepts(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+UlyssesSize = Annotated[Ranks, Accepts(ONE_UP, "use 1 to leave the heads together")]
 SequenceRanks = Annotated[
-    Ranks, Takes(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
+    Ranks, Accepts(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 BlockSize = Annotated[
-    int, Field(le=2**31), Takes("a whole number that is a power of two and at least 16", "use 128")
+    int, Field(le=2**31), Accepts("a whole number that is a power of two and at least 16", "use 128")
 ]
-KernelOptions = Annotated[JsonObject, Takes("an object of JSON values", "use {} for no options")]
-ChunkBytes = Annotated[AtLeastOne | None, Takes(f"{ONE_UP} (bytes), or null", "use null for the default")]
+KernelOptions = Annotated[JsonObject, Accepts("an object of JSON values", "use {} for no options")]
+ChunkBytes = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP} (bytes), or null", "use null for the default")]
 TokenCount = Annotated[
-    int, Field(ge=0, le=MOST), Takes("a whole number of tokens, 0 or more", "use 0 to shard all")
+    int, Field(ge=0, le=MOST), Accepts("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 Timeout = Annotated[
-    float, Field(gt=0, le=1e9, allow_inf_nan=False), Takes("a number of seconds above 0", "use 10 or 60, say")
+    float,
+    Field(gt=0, le=1e9, allow_inf_nan=False),
+    Accepts("a number of seconds above 0", "use 10 or 60, say"),
 ]
 FlagOrPart = Annotated[
     bool | Annotated[float, Field(gt=0, lt=1)],
-    Takes("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
+    Accepts("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
 ]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
@@ -199,7 +197,7 @@ class RingConfig(Section):
         default="auto",
         description="which token lies on which rank; auto: even work and least traffic for the pattern",
     )
-    pattern: Annotated[PatternConfig, Takes("an object of pattern keys", 'write {"causal": true}, say')] = (
+    pattern: Annotated[PatternConfig, Accepts("an object of pattern keys", 'write {"causal": true}, say')] = (
         Field(default=PatternConfig(), description="which query sees which key")
     )
     attention: AttentionName = Field(
@@ -408,9 +406,6 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-# Build the pattern that the JSON's "pattern" section describes.
-
-
 def pattern_from_config(config: RingConfig) -> Pattern:
     """Build the pattern of the section; its parts are composed with `&`."""
     # "documents": true is not in it: documents change with every batch, and are added to this pattern by
@@ -448,3 +443,14 @@ def _window(section: PatternConfig, window: int) -> Pattern:
     if section.window_dilation > 1:
         near = DilatedWindow(window, section.window_dilation, section.causal)
     return near if section.sinks is None else near | Sinks(section.sinks, section.causal)
+
+
+def by_json_key(config: RingConfig) -> Json:
+    """Return the values by their dotted JSON keys, with everything that was left out filled in."""
+    values = config.model_dump(mode="json")
+    flat = {SP_KEY: values.pop(SP_KEY)}
+    inner = {part: values.pop(part) for part in ("pattern", "long_sequence")}
+    flat |= {f"{SECTION}.{name}": value for name, value in values.items()}
+    for part, keys in inner.items():
+        flat |= {f"{SECTION}.{part}.{name}": value for name, value in keys.items()}
+    return flat

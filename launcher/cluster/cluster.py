@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from ds_ring.config.messages import Refused, Section, Takes, sentence, shown
+from ds_ring.config.messages import Accepts, Refused, Section, sentence, shown
 
 from ..engines.engine import Engine
 from ..engines.engines import ENGINES
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     _EngineName = str
 else:  # mypy knows no Literal of a table
     _EngineName = Literal[tuple(ENGINES)]
-_FILE = Takes("the path of a file", "write it relative to the folder of this YAML, or absolute")
-_WORD = Takes("a word", "write one of these words")
-_WORDS = Takes("a list", "write ['--steps', 100], or one '- item' on each line")
-_VARIABLES = Takes("a mapping of names to values", "write 'NAME: value' lines")
-_NAME = Takes("a host name or address", "write letters, digits, dots, dashes and colons only")
-_HOSTS = Takes(
+_FILE = Accepts("the path of a file", "write it relative to the folder of this YAML, or absolute")
+_WORD = Accepts("a word", "write one of these words")
+_WORDS = Accepts("a list", "write ['--steps', 100], or one '- item' on each line")
+_VARIABLES = Accepts("a mapping of names to values", "write 'NAME: value' lines")
+_NAME = Accepts("a host name or address", "write letters, digits, dots, dashes and colons only")
+_HOSTS = Accepts(
     "'local' or a list of hosts", "write 'local' and slots: 2, or '- {name: node-0, slots: 8}' lines"
 )
-_SLOTS = Takes("a whole number of at least 1", "slots are the processes of one host, one for each device")
-_YES_NO = Takes("true or false", "write true or false, without quotes")
-_PORT = Takes("a port from 1024 to 65535", "leave it out and a free one is taken")
-_SSH_PORT = Takes("a port from 1 to 65535", "leave it out where it is ssh's own")
-_FOLDER = Takes("the path of a folder", "write it relative to the folder of this YAML, or absolute")
-_ATTEMPTS = Takes("a whole number from 1 to 1000", "1 starts the job once")
-_SECONDS = Takes("a number of seconds from 0 to 86400", "write 10, or leave it out")
-_RING = Takes("a whole number of at least 1", "write the smallest ring that the memory of its ranks allows")
-_RELAUNCH = Takes("a mapping", "write 'relaunch: {checkpoints: FOLDER}', or leave it out")
+_SLOTS = Accepts("a whole number of at least 1", "slots are the processes of one host, one for each device")
+_YES_NO = Accepts("true or false", "write true or false, without quotes")
+_PORT = Accepts("a port from 1024 to 65535", "leave it out and a free one is taken")
+_SSH_PORT = Accepts("a port from 1 to 65535", "leave it out where it is ssh's own")
+_FOLDER = Accepts("the path of a folder", "write it relative to the folder of this YAML, or absolute")
+_ATTEMPTS = Accepts("a whole number from 1 to 1000", "1 starts the job once")
+_SECONDS = Accepts("a number of seconds from 0 to 86400", "write 10, or leave it out")
+_RING = Accepts("a whole number of at least 1", "write the smallest ring that the memory of its ranks allows")
+_RELAUNCH = Accepts("a mapping", "write 'relaunch: {checkpoints: FOLDER}', or leave it out")
 
 
 def _path(value: object, info: ValidationInfo) -> Path:

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
-from ds_ring.config.flat_keys import by_json_key
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.module import options_from_config
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 from tests.dist.test_ring_use import Own, of_the_session
@@ -237,10 +236,7 @@ def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> N
 
 # --- the monitor -------------------------------------------------------------------------------------
 
-EVENTS = (
-    "forward_hop_seconds backward_hop_seconds wait_share exposed_seconds sent_bytes buffers_bytes memory_bytes"
-    " step_seconds tokens_per_second"
-).split()
+EVENTS = ["forward_hop_seconds", "backward_hop_seconds", "wait_share", "exposed_seconds", "sent_bytes", "buffers_bytes", "memory_bytes", "step_seconds", "tokens_per_second"]
 
 
 def train_monitored(rank: int, world_size: int, folder: str) -> int:

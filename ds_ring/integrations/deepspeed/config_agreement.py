@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.config.deepspeed_file import SP_KEY
-from ds_ring.config.flat_keys import by_json_key
-from ds_ring.config.section import RingConfig
+from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
 from ds_ring.health.joining import leave_on_error
 from ds_ring.health.watch import Watch, call_guarded

@@ -15,13 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import registry
-from ds_ring.config.flat_keys import differing_keys
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
-from ds_ring.config.section import RingConfig, strip_section, tile_tokens
+from ds_ring.config.section import RingConfig, by_json_key, strip_section, tile_tokens
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from tests.clock import unqueued_seconds
 
 Json = dict[str, Any]
+
+
+def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
+    left, right = by_json_key(a), by_json_key(b)
+    return [key for key in left if left[key] != right[key]]
+
+
 LONG = 10**5000  # Python itself refuses to print it
 
 DESIGN_EXAMPLE: Json = {
