@@ -24,7 +24,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
-from ds_ring.runtime.mesh import RingMesh
 
 # Classifiers (`GenericForSequenceClassification`: Llama, Qwen, Mistral, Gemma, reward models) read the logits
 # of the last token that is not padding. `score` computes the logits of each local token; then the last
@@ -41,31 +40,27 @@ def pools_the_last_token(model: nn.Module) -> bool:
 def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
     """Return the hooks of a classifier and its `score`: every rank gets the logits of the last token."""
     signature = inspect.signature(model.forward)
-    held: dict[str, Tensor | None] = {}
+    noted: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
     mesh = session.mesh
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
+        noted["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
 
     def after_score(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits_BSL: Tensor
     ) -> Tensor:
         sharding = session.batches.current
-        _refuse_short(model, sharding, mesh)
+        if sharding.mesh is not mesh:
+            raise RingShapeError(
+                f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens}"
+                " tokens, below min_sequence_length, where each rank takes whole samples and its loss would"
+                ' be a mean over those; set "min_sequence_length": 0 in the "ring_attention" section'
+            )
         assert sharding.slots is not None
-        return _pooled_everywhere(logits_BSL, sharding.slots, held["input_ids"], padding, number_of(mesh))
+        return _pooled_everywhere(logits_BSL, sharding.slots, noted["input_ids"], padding, number_of(mesh))
 
     return SimpleNamespace(before_forward=before, after_forward=after_score)
-
-
-def _refuse_short(model: nn.Module, sharding: BatchSharding, mesh: RingMesh) -> None:
-    if sharding.mesh is not mesh:
-        raise RingShapeError(
-            f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens} tokens,"
-            " below min_sequence_length, where each rank takes whole samples and its loss would be a mean"
-            ' over those; set "min_sequence_length": 0 in the "ring_attention" section'
-        )
 
 
 def _pooled_everywhere(

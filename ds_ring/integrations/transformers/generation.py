@@ -140,9 +140,9 @@ class RingCacheLayer(CacheLayerMixin):
         if cache.arriving.start == 0:
             self.lazy_initialization(key_states, value_states)
             stored = cache.layout.prompt.valid_tokens(cache.ring_rank)
-            for held, new in ((self.keys, key_states), (self.values, value_states)):
-                assert held is not None
-                held[:, :, :stored] = new[:, :, :stored]
+            for kept, new in ((self.keys, key_states), (self.values, value_states)):
+                assert kept is not None
+                kept[:, :, :stored] = new[:, :, :stored]
             return key_states, value_states
         assert self.keys is not None and self.values is not None
         if self.keys.shape[2] < cache.layout.local_tokens:

@@ -43,11 +43,11 @@ def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
     return None
 
 
+@dataclass(frozen=True)
 class _Numbering:
-    """Count as fairseq does: real tokens from padding_idx + 1, padding has padding_idx."""
+    """Number tokens as fairseq does: real tokens from padding_idx + 1, padding has padding_idx."""
 
-    def __init__(self, padding_idx: int) -> None:
-        self.padding_idx = padding_idx
+    padding_idx: int
 
     def __call__(self, prepared: Batch) -> Tensor:
         """Return position ids [B or 1, T]; with documents, tokens count within each."""
