@@ -51,8 +51,8 @@ class KernelRow(NamedTuple):
             any, fast on none or on some.
         takes_blocks: whether it takes `block_size` of the JSON.
         takes_scores: whether it can change scores pair by pair (`score_mod`).
-        refuses: function of what is asked of a kernel (`Asked`) that returns the error for what it cannot do,
-            or None; None: it can do all.
+        refuses: function of `KernelNeeds` that returns the error for what the kernel cannot do, or None;
+            None: it can do all.
         workspace: function of `schedule/workspace.py` for what it allocates; None: nobody has worked it out.
     """
 

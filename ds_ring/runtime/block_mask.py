@@ -1,8 +1,7 @@
-"""Turn tiles of a hop into what FlexAttention reads: blocks to visit, and token labels for what is inside.
+"""What FlexAttention reads of a hop: tables of the blocks to visit, and a position and labels of each token.
 
-Owns the tables on the device, and for how long they are kept. The mask inside a block is evaluated from the
-rule that the tiles were cut from (`masks/branches.py`). Tokens that no tile covers have no label and are not
-seen. Which hops share tables is `block_mask.py`'s.
+The mask inside a block is evaluated from the branches that the tiles were cut from (`masks/branches.py`).
+Tokens that no tile covers have no label and are not attended. Tables are kept on the device.
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
 from ds_ring.runtime.device import Kept, active_fake_mode, to_device
 from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 
-# Decide which hops can share FlexAttention's tables, and make the tokens of these tables.
-#
-# Owns the comparison of hops by geometry, and positions and labels on the device. A causal zigzag ring has
-# three geometries, whatever its size: the own shard, half of the keys and half of the queries.
-#
 # [Note: hops that share a table]
 # Hops in which all pairs are attended share one table, whatever their positions. If a mask depends on
-# distances only, two hops share a table if one equals the other after a shift of positions.
+# distances only, two hops share a table if one equals the other after a shift of positions. A causal zigzag
+# ring of any size has three such geometries: the own shard, half of the keys and half of the queries.
 
 FARTHEST = (1 << 31) - 1  # positions are int32 on the device, and so are distances
 FEW_RUNS = 32  # for a side of at most this many runs, positions are computed on the device, run by run
@@ -85,7 +80,7 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Geometry:
+class HopGeometry:
     """The data from which the tables of a hop are made.
 
     Attributes:
@@ -107,7 +102,7 @@ class Geometry:
         return len(self.rule.branches_by_head)
 
     def tokens(self, device: torch.device) -> tuple[tuple[Tensor, tuple[Tensor, ...]], ...]:
-        """Return positions and labels of queries and keys, in the form of `block_mask.Tokens`."""
+        """Return positions and labels of queries and keys, in the form of `Tokens`."""
         rule = self.rule
         positions = [side.positions(device) for side in (self.q, self.k)]
         labels: list[tuple[Tensor, ...]]
@@ -156,8 +151,8 @@ def _ranges(positions: Tensor, rule: BoundPattern, side: str) -> tuple[Tensor, .
     return tuple(torch.stack([one(branch) for branch in branches]) for branches in by_branch)
 
 
-def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> Geometry:
-    """Return the geometry of a hop; arguments as in `block_mask.hop_mask`."""
+def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
+    """Return the geometry of a hop; arguments as in `hop_mask`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
@@ -176,7 +171,7 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
         start = 0 if kept else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
         runs = (x.runs - np.array([0, 0, start, 0, 0]) for x in (q, k))
         what = ("rule", rule, positions_matter, *(x.tobytes() for x in runs))
-    return Geometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
+    return HopGeometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
 
 
 def _anywhere(branch: Branch) -> bool:
@@ -285,8 +280,8 @@ class HopMask(NamedTuple):
     block: int
 
 
-class Asked(NamedTuple):
-    """Say what tables are wanted for a hop.
+class TableOptions(NamedTuple):
+    """The options of the tables of a hop.
 
     Attributes:
         block: side of a block in slots; see [Note: how large tables are].
@@ -305,7 +300,7 @@ class Asked(NamedTuple):
 class _Known:
     """Hold a hop's geometry, and the side of its blocks once its tables were made."""
 
-    def __init__(self, tiles: Tiles, asked: Asked) -> None:
+    def __init__(self, tiles: Tiles, asked: TableOptions) -> None:
         self.geometry = geometry_of(tiles, asked.block, *asked[2:])
         self.side: int | None = None
 
@@ -318,9 +313,9 @@ def hop_mask(
 
     Args:
         tiles: of one hop, with a rule.
-        block, device, shortest, slots, positions_matter: see `Asked`.
+        block, device, shortest, slots, positions_matter: see `TableOptions`.
     """
-    asked = Asked(block, device, shortest, slots, positions_matter)
+    asked = TableOptions(block, device, shortest, slots, positions_matter)
     of_tiles = _known.setdefault(tiles, {})
     if asked not in of_tiles:
         of_tiles[asked] = _Known(tiles, asked)
@@ -334,7 +329,7 @@ def hop_mask(
     return found
 
 
-def known_side(tiles: Tiles, asked: Asked) -> int | None:
+def known_side(tiles: Tiles, asked: TableOptions) -> int | None:
     """Return the side of the blocks of a hop's tables; None if they were never made."""
     known = _known.get(tiles, {}).get(asked)
     return None if known is None else known.side
@@ -342,7 +337,7 @@ def known_side(tiles: Tiles, asked: Asked) -> int | None:
 
 _kept: Kept[HopMask] = Kept(KEPT_TABLE_BYTES)
 # By tiles, which plans keep: what is found without looking at a single row of them.
-_known: weakref.WeakKeyDictionary[Tiles, dict[Asked, _Known]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.WeakKeyDictionary()
 
 
 # [Note: how large tables are]
@@ -352,7 +347,7 @@ _known: weakref.WeakKeyDictionary[Tiles, dict[Asked, _Known]] = weakref.WeakKeyD
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
 @torch.inference_mode(False)  # a training step may use them, too
-def _build(geometry: Geometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
+def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
     shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
@@ -403,7 +398,7 @@ def _from(axis: Axis, first: int) -> Axis:
     return replace(axis, slot=axis.slot - first)
 
 
-def _bands(geometry: Geometry, device: torch.device) -> tuple[BandTensors, ...]:
+def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
     """Return what limits the branches beside their labels; see `BandTensors`."""
     found = []
     for *bounds, functions in geometry.rule.bands:

@@ -35,7 +35,7 @@ from ds_ring.masks.score_mod import ScoreMod, Scores
 from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
 from ds_ring.runtime.device import active_fake_mode, to_device
 from ds_ring.runtime.exchange import Exchange, agree, begin_to_agree
-from ds_ring.runtime.kernels import Asked, Kernel, get_kernel
+from ds_ring.runtime.kernels import Kernel, KernelNeeds, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.runtime.mesh import RingMesh, check_mesh
@@ -308,7 +308,7 @@ class RingContext:
         if options.score_mod is not None:
             here = self.heads_here(q)
             scores = Scores(options.score_mod, range(here.start, here.stop))
-        asked = Asked(q.device.type, q.dtype, q.shape[-1], self.pattern)
+        asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
         row = (options.kernel, q.device.type, options.kernel_options, options.block_size)
         return get_kernel(*row, scores, asked)
 

@@ -13,17 +13,17 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load
-from ds_ring.runtime.kernels.interface import Asked, Kernel
+from ds_ring.runtime.kernels.interface import Kernel, KernelNeeds
 from ds_ring.runtime.kernels.rates import fastest, kind_of, rates_of
 
-__all__ = ["Asked", "Kernel", "block_side", "get_kernel"]
+__all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
 
 def get_kernel(
     name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
-    scores: Scores | None = None, asked: Asked | None = None,
+    scores: Scores | None = None, asked: KernelNeeds | None = None,
 ) -> Kernel:  # fmt: skip
     """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
@@ -90,7 +90,7 @@ def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_s
     """
     names = {name}
     if name == "auto" and device_type in FAST_KERNELS:
-        asked = (Asked(device_type, torch.bfloat16, 128, pattern) for pattern in patterns)
+        asked = (KernelNeeds(device_type, torch.bfloat16, 128, pattern) for pattern in patterns)
         names = {_chosen(device_type, None, one) for one in asked}
     rows = (KERNELS[one] for one in names if one in KERNELS)
     return block_size if any(row.takes_blocks for row in rows) else 1
@@ -109,7 +109,7 @@ def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[st
         ) from None
 
 
-def _chosen(device_type: str, scores: Scores | None, asked: Asked | None) -> str:
+def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) -> str:
     """Return the kernel that "auto" stands for, and log it."""
     name = FAST_KERNELS[device_type]
     if scores is None and asked is not None:
@@ -123,7 +123,7 @@ def _chosen(device_type: str, scores: Scores | None, asked: Asked | None) -> str
     return _that_changes_scores(name, device_type, scores)
 
 
-def _able(asked: Asked) -> list[str]:
+def _able(asked: KernelNeeds) -> list[str]:
     """Return the kernels that run on a device and can do what is asked."""
     rows = {name: row for name, row in KERNELS.items() if row.device in (None, asked.device_type)}
     return [name for name, row in rows.items() if row.refuses is None or load(row.refuses)(asked) is None]

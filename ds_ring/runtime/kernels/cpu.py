@@ -29,10 +29,8 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import Tiles
 from ds_ring.masks.triangulation import triangulated
-from ds_ring.runtime.kernels.interface import Inside, PartialGrads, PartialOut, Rows, Tile, each_tile
+from ds_ring.runtime.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
-
-# Turn tiles into calls of a kernel that takes rectangles and small triangles. Index arithmetic only.
 
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones
 
@@ -270,16 +268,16 @@ def _hidden(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mo
 
 # Cache only two: each has BIASED squared elements, 4 MiB in float32.
 @lru_cache(maxsize=2)
-def _square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
 
 
 @lru_cache(maxsize=16)
-def _small_square_of_weights(inside: Inside, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _small_square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(SMALL_BIAS, SMALL_BIAS, dtype, torch.device("cpu"))
 
 
-def _log_weights(inside: Inside, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _log_weights(inside: InsideTile, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return log m of each pair; calls of any size with the same first positions share one cached square."""
     most = max(queries, keys)
     if inside.mask is None and most <= BIASED:

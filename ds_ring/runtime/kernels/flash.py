@@ -1,10 +1,10 @@
-"""Attend by FlashAttention's operators: tiles as few calls with windows, forward and backward.
+"""The kernel "flash": FlashAttention's operators, forward and backward, on a few calls with windows.
 
-Owns the kernel. Which calls is flash_calls.py's, what carries one out flash_executors.py's. No table, no
-permutation and no compilation: a call is a view. What is no window (a mask function, changed scores) is
-refused; kernel "flex" takes it. On the CPU the same calls are carried out by aten's operator for it, so that
-tests and CI execute the list; as a kernel for the CPU "cpu" is faster. On CUDA FlashAttention 2 adds
-dQ with atomics: its last bits differ from run to run unless torch.use_deterministic_algorithms is on.
+`flash_calls.py` makes the calls and `flash_executors.py` carries them out. A call is a view: nothing is
+copied, permuted or compiled. Mask functions and changed scores are not windows and are refused; the kernel
+"flex" takes them. On the CPU aten's CPU operator carries out the same calls, so that tests execute the list;
+as a kernel for the CPU "cpu" is faster. On CUDA FlashAttention 2 adds dQ with atomics: its last bits differ
+between runs unless torch.use_deterministic_algorithms is on.
 
 [Note: the order of additions]
 A causal zigzag hop is one call. What the ring itself adds up has one order, so only FlashAttention's own dQ
@@ -25,7 +25,7 @@ from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
 from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries, OnCpu
-from ds_ring.runtime.kernels.interface import ALL_HEADS, Asked, PartialGrads, PartialOut
+from ds_ring.runtime.kernels.interface import ALL_HEADS, KernelNeeds, PartialGrads, PartialOut
 from ds_ring.runtime.views import Two, Views
 
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
@@ -125,7 +125,7 @@ def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     return flash_calls(tiles)
 
 
-def refused(asked: Asked) -> RingError | None:
+def refused(asked: KernelNeeds) -> RingError | None:
     """Return the error for what this kernel cannot do; None where it can."""
     if asked.pattern.masks:
         return RingConfigError(_MASKED)

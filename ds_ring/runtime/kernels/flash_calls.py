@@ -8,10 +8,10 @@ keys j with i + (m - n) - left <= j <= i + (m - n) + right; -1 leaves a side ope
 the first one that sees the last key, and the queries after it, whose right side is open.
 
 [Note: batches and variable lengths]
-Pieces of tiles with the same window can be combined in two ways; we take the one with fewer calls. Equal
-pieces at a regular distance become the batch of one call on a strided view (LongNet's segments). Other pieces
-become the sequences of one variable-length call (documents); gaps between them are sequences without keys or
-without queries.
+Sequences with the same window can be combined in two ways; we take the one with fewer calls. Equal sequences
+at a regular distance become the batch of one call on a strided view (LongNet's segments). Others become the
+sequences of one variable-length call (documents); gaps between them are sequences without keys or without
+queries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
 OPEN = -1  # of a window's side that hides nothing
 
 
-class Window(NamedTuple):
+class FlashWindow(NamedTuple):
     """One sequence of a call: queries, keys and the sides of the window."""
 
     q: Rows
@@ -64,7 +64,7 @@ class Window(NamedTuple):
         return self.left == OPEN and self.right == 0 and self.q.length == self.k.length
 
 
-def windows_of(tile: Tile) -> Iterator[Window]:
+def windows_of(tile: Tile) -> Iterator[FlashWindow]:
     """Yield a tile as one window or two; [Note: windows]."""
     assert tile.inside is None, "a tile that is no window"
     queries, keys = tile.q_rows.length, tile.k_rows.length
@@ -76,7 +76,7 @@ def windows_of(tile: Tile) -> Iterator[Window]:
         yield from windows_of(tile.part(until, queries - until, first, keys - first))
     else:
         left, right = keys - queries + tile.high if upper else OPEN, 0 if lower else OPEN
-        yield Window(tile.q_rows, tile.k_rows, left, right, tile.head_in_group, tile.bias)
+        yield FlashWindow(tile.q_rows, tile.k_rows, left, right, tile.head_in_group, tile.bias)
 
 
 def end_of(rows: Rows) -> int:
@@ -88,7 +88,7 @@ def _and(first: Rows, second: Rows) -> Rows:
     return first._replace(length=first.length + second.length)
 
 
-def join_windows(windows: list[Window]) -> list[Window]:
+def join_windows(windows: list[FlashWindow]) -> list[FlashWindow]:
     """Return fewer windows with the same pairs; [Note: fewer calls]."""
     full = [window for window in windows if window.is_full]
     triangles = [window for window in windows if window.is_triangle]
@@ -98,43 +98,45 @@ def join_windows(windows: list[Window]) -> list[Window]:
     return full + triangles + others
 
 
-def _side_by_side(full: list[Window], along_keys: bool) -> list[Window]:
-    """Join FULL pieces with the same keys (or queries) and neighbouring queries (or keys)."""
-    alike: dict[tuple[object, ...], list[Window]] = defaultdict(list)
-    for piece in full:
-        alike[(*piece.look, piece.q if along_keys else piece.k)].append(piece)
+def _side_by_side(full: list[FlashWindow], along_keys: bool) -> list[FlashWindow]:
+    """Join whole rectangles with the same keys (or queries) and neighbouring queries (or keys)."""
+    alike: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
+    for window in full:
+        alike[(*window.look, window.q if along_keys else window.k)].append(window)
     found = []
     for group in alike.values():
-        group.sort(key=lambda piece: (piece.k if along_keys else piece.q).start)
+        group.sort(key=lambda window: (window.k if along_keys else window.q).start)
         last = group[0]
-        for piece in group[1:]:
-            if along_keys and end_of(last.k) == piece.k.start:
-                last = last._replace(k=_and(last.k, piece.k))
-            elif not along_keys and end_of(last.q) == piece.q.start:
-                last = last._replace(q=_and(last.q, piece.q))
+        for window in group[1:]:
+            if along_keys and end_of(last.k) == window.k.start:
+                last = last._replace(k=_and(last.k, window.k))
+            elif not along_keys and end_of(last.q) == window.q.start:
+                last = last._replace(q=_and(last.q, window.q))
             else:
                 found.append(last)
-                last = piece
+                last = window
         found.append(last)
     return found
 
 
-def _diagonals(triangles: list[Window], full: list[Window]) -> tuple[list[Window], list[Window]]:
-    """Join two triangles on one diagonal and the FULL rectangle below between them."""
-    squares: dict[tuple[object, ...], list[Window]] = defaultdict(list)
-    for piece in full:
-        squares[(*piece.look, piece.q, piece.k)].append(piece)
-    done: list[Window] = []
-    for piece in sorted(triangles, key=lambda piece: (piece.q.start, piece.k.start)):
-        while done and (end_of(done[-1].q), end_of(done[-1].k)) == (piece.q.start, piece.k.start):
-            between = squares.get((*piece.look, piece.q, done[-1].k))
-            if not between or done[-1].look != piece.look:
+def _diagonals(
+    triangles: list[FlashWindow], full: list[FlashWindow]
+) -> tuple[list[FlashWindow], list[FlashWindow]]:
+    """Join two triangles on one diagonal and the whole rectangle below between them."""
+    squares: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
+    for window in full:
+        squares[(*window.look, window.q, window.k)].append(window)
+    done: list[FlashWindow] = []
+    for window in sorted(triangles, key=lambda window: (window.q.start, window.k.start)):
+        while done and (end_of(done[-1].q), end_of(done[-1].k)) == (window.q.start, window.k.start):
+            between = squares.get((*window.look, window.q, done[-1].k))
+            if not between or done[-1].look != window.look:
                 break
             between.pop()
             before = done.pop()
-            piece = piece._replace(q=_and(before.q, piece.q), k=_and(before.k, piece.k))
-        done.append(piece)
-    return done, [piece for left in squares.values() for piece in left]
+            window = window._replace(q=_and(before.q, window.q), k=_and(before.k, window.k))
+        done.append(window)
+    return done, [window for left in squares.values() for window in left]
 
 
 # Tiles with a multiplicity that varies, as a sum of tiles without: what a kernel without a bias can compute.
@@ -307,7 +309,7 @@ class FlashCall:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether the call is one sequence per sample: no batch of pieces, no variable lengths."""
+        """Return whether the call is one sequence per sample: no batch of sequences, no variable lengths."""
         return not self.q_ends and self.q_rows.repeats == 1
 
     @cached_property
@@ -342,23 +344,23 @@ def _pairs(queries: int, keys: int, left: int, right: int) -> int:
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _together(pieces: list[Window]) -> Iterator[FlashCall]:
-    """Combine pieces with one window into few calls: batches or variable-length sequences."""
-    alike: dict[tuple[object, ...], list[Window]] = defaultdict(list)
-    for piece in pieces:
-        alike[(*piece.look, piece.left, piece.right)].append(piece)
+def _together(windows: list[FlashWindow]) -> Iterator[FlashCall]:
+    """Combine windows with equal sides into few calls: batches or variable-length sequences."""
+    alike: dict[tuple[object, ...], list[FlashWindow]] = defaultdict(list)
+    for window in windows:
+        alike[(*window.look, window.left, window.right)].append(window)
     for group in alike.values():
-        group.sort(key=lambda piece: (piece.q.start, piece.k.start))
+        group.sort(key=lambda window: (window.q.start, window.k.start))
         batches = list(_batches(group))
         chains = list(_chains(group)) if len(batches) > 1 else batches
         yield from batches if len(batches) <= len(chains) else chains
 
 
-def _batches(pieces: Iterable[Window]) -> Iterator[FlashCall]:
-    """Combine equal pieces at a regular distance into one call each."""
-    equal: dict[tuple[int, int], list[Window]] = defaultdict(list)
-    for piece in pieces:
-        equal[piece.q.length, piece.k.length].append(piece)
+def _batches(windows: Iterable[FlashWindow]) -> Iterator[FlashCall]:
+    """Combine equal windows at a regular distance into one call each."""
+    equal: dict[tuple[int, int], list[FlashWindow]] = defaultdict(list)
+    for window in windows:
+        equal[window.q.length, window.k.length].append(window)
     for group in equal.values():
         index = 0
         while index < len(group):
@@ -393,20 +395,20 @@ def _apart(rows: Rows, repeats: int, stride: int) -> bool:
     return stride >= span or (stride > 0 and stride * (repeats - 1) < rows.step)
 
 
-def _chains(pieces: list[Window]) -> Iterator[FlashCall]:
-    """Combine pieces, in the order of their queries, into variable-length calls."""
-    chain: list[Window] = []
-    for piece in pieces:
-        if chain and not _follows(chain[-1], piece, len(chain)):
+def _chains(windows: list[FlashWindow]) -> Iterator[FlashCall]:
+    """Combine windows, in the order of their queries, into variable-length calls."""
+    chain: list[FlashWindow] = []
+    for window in windows:
+        if chain and not _follows(chain[-1], window, len(chain)):
             yield _variable(chain)
             chain = []
-        chain.append(piece)
+        chain.append(window)
     if chain:
         yield _variable(chain)
 
 
-def _follows(last: Window, piece: Window, count: int) -> bool:
-    sides = ((last.q, piece.q), (last.k, piece.k))
+def _follows(last: FlashWindow, window: FlashWindow, count: int) -> bool:
+    sides = ((last.q, window.q), (last.k, window.k))
     return 2 * count + 2 < MOST and all(
         0 <= after.start - end_of(before) <= (before.length + after.length + GAP) * after.step
         and (after.start - before.start) % after.step == 0
@@ -414,23 +416,23 @@ def _follows(last: Window, piece: Window, count: int) -> bool:
     )
 
 
-def _variable(chain: list[Window]) -> FlashCall:
-    """Return one call for pieces that follow one another on both sides."""
+def _variable(chain: list[FlashWindow]) -> FlashCall:
+    """Return one call for windows that follow one another on both sides."""
     first, last = chain[0], chain[-1]
     if len(chain) == 1:
         return FlashCall(*first)
     q_ends, k_ends = [0], [0]
-    for piece in chain:
-        # The gap before the piece becomes a sequence of queries without keys, or of keys without queries.
-        gaps = [(r.start - o.start) // r.step for r, o in ((piece.q, first.q), (piece.k, first.k))]
+    for window in chain:
+        # The gap before the window becomes a sequence of queries without keys, or of keys without queries.
+        gaps = [(r.start - o.start) // r.step for r, o in ((window.q, first.q), (window.k, first.k))]
         if gaps[0] > q_ends[-1]:
             q_ends.append(gaps[0])
             k_ends.append(k_ends[-1])
         if gaps[1] > k_ends[-1]:
             q_ends.append(q_ends[-1])
             k_ends.append(gaps[1])
-        q_ends.append(gaps[0] + piece.q.length)
-        k_ends.append(gaps[1] + piece.k.length)
+        q_ends.append(gaps[0] + window.q.length)
+        k_ends.append(gaps[1] + window.k.length)
     q, k = (
         one._replace(length=(end_of(end) - one.start) // one.step)
         for one, end in ((first.q, last.q), (first.k, last.k))

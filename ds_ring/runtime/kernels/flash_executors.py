@@ -2,8 +2,8 @@
 
 - `Flash`: aten's FlashAttention operators for CUDA, FlashAttention 2 unless another implementation was
   activated behind them (`torch.nn.attention.activate_flash_attention_impl`). Any call.
-- `Cudnn`: cuDNN's attention: FULL and CAUSAL rectangles, whose diagonal is at the top left.
-- `OnCpu` (flash_executors.py): aten's operator for the CPU.
+- `Cudnn`: cuDNN's attention: whole rectangles, and causal ones whose diagonal is at the top left.
+- `OnCpu`: aten's operator for the CPU.
 
 Read from torch 2.13's source (flash_api.cpp, attention.cu, MHA.cpp): [B, S, H, D] or, with variable lengths,
 [total, H, D]; only the last stride must be 1, so a call is a view. The lse is read as if it were contiguous,
@@ -250,10 +250,8 @@ def _lse_of(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
     return part.contiguous()
 
 
-# Carry out a `FlashCall` by aten's attention operator for the CPU, so that CI executes the list of calls.
-#
-# That operator knows full rectangles and triangles from the top left; every other window is cut into strips
-# of queries, each one rectangle with a bias that hides its corners.
+# Aten's operator for the CPU knows full rectangles, and triangles from the top left. Every other window is
+# cut into strips of queries, each one rectangle with a bias that hides its corners.
 
 STRIP = 128  # queries of one strip
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0

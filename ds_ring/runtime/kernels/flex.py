@@ -1,7 +1,7 @@
-"""Attend by FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
+"""The kernel "flex": FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
 
-Owns the kernel; the functions that are compiled are flex.py's. What is attended comes as tensors
-(`runtime/block_mask.py`): a compiled function sees no number that differs from hop to hop.
+Which pairs are attended comes as tensors (`runtime/block_mask.py`): a compiled function reads no Python
+number that differs from hop to hop.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import (
-    Asked,
     BandTensors,
     HopMask,
     HopTensors,
+    TableOptions,
     hop_mask,
     known_side,
     side_is_fixed,
@@ -42,15 +42,13 @@ from ds_ring.runtime.block_mask import (
 from ds_ring.runtime.device import numbers_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 
-# Make FlexAttention's mask_mod, score_mod and BlockMask from the tensors of a hop.
-#
-# Owns the functions that stand inside the compiled kernel. What they read are captured tensors, so that one
-# compiled function serves all hops ([Note: one compilation] in flex.py).
+# FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
 #
 # [Note: labels for FlexAttention]
-# A table of tiles carries the pattern that it was cut from. For a pair the mask loads two labels for each
-# branch and two positions. So one compiled function serves all hops, ranks and layers, and all patterns with
-# as many branches and bands.
+# A table of tiles carries the pattern that it was cut from. For each pair the mask loads two positions, and
+# two labels for each branch. So one compiled function serves all hops, ranks and layers, and all patterns
+# with the same numbers of branches and bands.
+
 
 class Same:
     """Hold an object that is equal to itself alone."""
@@ -181,9 +179,7 @@ def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
     return weighted if mask.counts_twice else plain
 
 
-# Call PyTorch's FlexAttention operators for one hop, forward and backward.
-#
-# Owns what torch.compile compiles for the kernel `flex`, and the two functions as the kernel calls them.
+# PyTorch's FlexAttention operators for one hop: the two functions that torch.compile compiles.
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -273,9 +269,9 @@ class Constants(NamedTuple):
         one_sample: the batch is 1.
         queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
         sizes: query heads, K/V heads, head_dim of queries and of values.
-        rule: what of the mask stands in the code, `flex_masks.constants_of_rule`.
+        rule: what of the mask stands in the code, `constants_of_rule`.
         scale: of the scores.
-        scores: the score_mod, `flex_masks.constants_of_function`; None for none.
+        scores: the score_mod, `constants_of_function`; None for none.
         options: of FlexAttention, as pairs.
     """
 
@@ -478,9 +474,9 @@ class FlexKernel:
             )
         return hop_mask(tiles, *self._asked(q))
 
-    def _asked(self, q: Tensor) -> Asked:
+    def _asked(self, q: Tensor) -> TableOptions:
         shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
-        return Asked(self._block, q.device, shortest, q.shape[2], scored)
+        return TableOptions(self._block, q.device, shortest, q.shape[2], scored)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, constants: Constants

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
-class Inside(NamedTuple):
+class InsideTile(NamedTuple):
     """What differs from pair to pair inside a tile, and the positions that it depends on.
 
     Attributes:
@@ -78,7 +78,7 @@ class Inside(NamedTuple):
     k_first: int
     k_step: int
 
-    def part(self, q_first: int, k_first: int) -> Inside:
+    def part(self, q_first: int, k_first: int) -> InsideTile:
         """Return the same for the part from query q_first and key k_first on.
 
         Parts with equal weights are equal.
@@ -129,7 +129,7 @@ class Tile(NamedTuple):
     high: int
     head_in_group: int
     bias: float
-    inside: Inside | None = None
+    inside: InsideTile | None = None
     q_at: tuple[int, int] = (0, 1)
     k_at: tuple[int, int] = (0, 1)
 
@@ -192,11 +192,11 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
         yield Tile(q_rows, k_rows, low, high, head, math.log(times), inside, *places)
 
 
-def _inside(tiles: Tiles, row: int) -> Inside:
+def _inside(tiles: Tiles, row: int) -> InsideTile:
     q, k, weight, mask = tiles.q, tiles.k, int(tiles.weight[row]), int(tiles.mask[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
     # Part (0, 0) reduces the positions by the period of the weights, as every other part does.
-    return Inside(
+    return InsideTile(
         tiles.masks[mask] if mask >= 0 else None,
         tiles.weights[weight] if weight >= 0 else None,
         *(int(place) for place in places),
@@ -263,7 +263,7 @@ def tokens_swapped(x: Tensor, swapped: bool) -> Tensor:
     return x.transpose(-3, -2) if swapped else x
 
 
-class Asked(NamedTuple):
+class KernelNeeds(NamedTuple):
     """What a kernel must support in a call, known before any tiles are computed.
 
     Attributes:

@@ -1,8 +1,7 @@
 """Choose the faster kernel for a pattern by measured rates, by device and kind of tile.
 
-Owns the file of rates beside it, `rates.json`, which `tools/bench_gpu.py --write-rates` writes on a machine
-with the device; there is none before somebody has, and no rate is guessed. Rates are TFLOP/s of attended
-pairs, so that a kernel's waste counts against it: {device: {kind: {kernel: [forward, backward]}}}.
+The rates stand in `rates.json` beside this file, which `tools/bench_gpu.py --write-rates` writes on a machine
+with the device. They are TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
 
 [Note: which kernel auto is]
 With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
@@ -28,7 +27,7 @@ RATES = Path(__file__).with_name("rates.json")
 # A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
 FORWARD, BACKWARD = 4.0, 10.0
 
-Rates = Mapping[str, Mapping[str, tuple[float, float]]]
+RatesByTile = Mapping[str, Mapping[str, tuple[float, float]]]
 
 
 class Fastest(NamedTuple):
@@ -58,19 +57,19 @@ def _kind_of_band(branch: Branch) -> str:
 
 
 @lru_cache(maxsize=1)
-def _all_rates(path: Path) -> dict[str, Rates]:
-    found: dict[str, Rates] = json.loads(path.read_text()) if path.is_file() else {}
+def _all_rates(path: Path) -> dict[str, RatesByTile]:
+    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
-def rates_of(device_type: str, path: Path = RATES) -> Rates:
+def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
     """Return what was measured of the current device, by kind of tile and kernel; empty if nothing was."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return {}
     return _all_rates(path).get(torch.cuda.get_device_name(), {})
 
 
-def fastest(rates: Rates, kind: str, able: Iterable[str]) -> Fastest | None:
+def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:
     """Return the kernel that takes the least time for both passes of a pair; None without two to compare.
 
     Args:

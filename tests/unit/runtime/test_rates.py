@@ -12,7 +12,7 @@ import torch
 import tools.bench_gpu as bench_gpu
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.kernels import Asked, get_kernel
+from ds_ring.runtime.kernels import KernelNeeds, get_kernel
 from ds_ring.runtime.kernels.rates import fastest, kind_of
 from tests.cases import not_one_of_three
 
@@ -48,18 +48,18 @@ def test_the_least_time_of_both_passes_is_taken() -> None:
 
 def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def auto(pattern: Pattern, dtype: torch.dtype = torch.bfloat16) -> str:
-        return get_kernel("auto", "cuda", asked=Asked("cuda", dtype, 64, pattern)).name
+        return get_kernel("auto", "cuda", asked=KernelNeeds("cuda", dtype, 64, pattern)).name
 
     assert auto(Causal()) == "flex"  # nothing was measured
     monkeypatch.setattr("ds_ring.runtime.kernels.rates_of", lambda device_type: RATES)
     assert auto(Causal()) == "flash"
     assert auto(Causal(), torch.float32) == "flex"  # which "flash" refuses
     assert auto(MaskMod(not_one_of_three) & Causal()) == "flex"
-    assert get_kernel("auto", "cpu", asked=Asked("cpu", torch.float32, 64, Full())).name == "cpu"
+    assert get_kernel("auto", "cpu", asked=KernelNeeds("cpu", torch.float32, 64, Full())).name == "cpu"
 
 
 def test_one_kernel_serves_all_patterns() -> None:
-    asked = [Asked("cuda", torch.bfloat16, 64, pattern) for pattern in (Causal(), Full())]
+    asked = [KernelNeeds("cuda", torch.bfloat16, 64, pattern) for pattern in (Causal(), Full())]
     first, second = (get_kernel("flex", "cuda", asked=one) for one in asked)
     assert first is second
 
