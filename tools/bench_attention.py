@@ -219,7 +219,7 @@ class Machine:
             process.kill()
 
 
-class Times(NamedTuple):
+class ContestantRounds(NamedTuple):
     """One contestant's rounds: slowest rank, busiest rank, bytes."""
 
     wall: list[float]
@@ -227,13 +227,13 @@ class Times(NamedTuple):
     sent: list[int]
 
 
-class Comparison:
+class LengthComparison:
     """All contestants at one length."""
 
     def __init__(self, machine: Machine, tokens: int, options: argparse.Namespace, bar: tqdm[Any]) -> None:
         self.machine, self.tokens, self.options, self.bar = machine, tokens, options, bar
         self.names = [name for name in CONTESTANTS if not options.only or name in options.only]
-        self.times = {name: Times([], [], []) for name in self.names}
+        self.times = {name: ContestantRounds([], [], []) for name in self.names}
 
     def measure(self) -> None:
         """All rounds; the first one warms up."""
@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             with tqdm(total=count) as bar:
                 for tokens in options.tokens:
-                    comparison = Comparison(machine, tokens, options, bar)
+                    comparison = LengthComparison(machine, tokens, options, bar)
                     comparison.measure()
                     found = comparison.rows()
                     rows += found

@@ -17,16 +17,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import torch
-from contestants import lend_xformers
+from contestants import Attend, lend_xformers
 from torch import Tensor
 
 from ds_ring import Dilated, RingMesh, make_layout, ring_attention
 from ds_ring.masks.catalog import HeadsOfPart
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS_PER_BRANCH = 2
 
 

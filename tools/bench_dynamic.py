@@ -61,7 +61,7 @@ def build(asked: dict[str, Any]) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-class Step(NamedTuple):
+class DynamicStep(NamedTuple):
     """Hold what a step took, its mean loss, the world's labelled tokens, and the size of this rank's ring."""
 
     seconds: float
@@ -70,7 +70,7 @@ class Step(NamedTuple):
     ring: int
 
 
-class Contestant:
+class TrainedEngine:
     """Train one engine on one loader, step by step."""
 
     def __init__(self, asked: dict[str, Any], files: Files, kind: str, dynamic: bool) -> None:
@@ -97,7 +97,7 @@ class Contestant:
         )
         self.batches: Iterator[Any] = iter(loader)
 
-    def step(self, gradients: dict[str, Tensor] | None = None) -> Step:
+    def step(self, gradients: dict[str, Tensor] | None = None) -> DynamicStep:
         """Train on the next batch; fill in the gradients if they are asked for."""
         import deepspeed
 
@@ -114,7 +114,7 @@ class Contestant:
         seconds = time.perf_counter() - began
         ring = self.engine.ring
         mean, tokens = float(ring.mean_loss(loss)), batch["num_items_in_batch"] * ring.gradient_divisor
-        return Step(seconds, mean, float(tokens), ring.batches.current.mesh.ring_size)
+        return DynamicStep(seconds, mean, float(tokens), ring.batches.current.mesh.ring_size)
 
 
 def on_a_rank(asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,12 +122,12 @@ def on_a_rank(asked: dict[str, Any]) -> list[dict[str, Any]]:
     logging.disable(logging.WARNING)
     files = Files(asked["longest"])
     contestants = {
-        (kind, dynamic): Contestant(asked, files, kind, dynamic)
+        (kind, dynamic): TrainedEngine(asked, files, kind, dynamic)
         for kind in asked["kinds"]
         for dynamic in (False, True)
     }
     first: dict[tuple[str, bool], dict[str, Tensor]] = {key: {} for key in contestants}
-    found: dict[tuple[str, bool], list[Step]] = {key: [] for key in contestants}
+    found: dict[tuple[str, bool], list[DynamicStep]] = {key: [] for key in contestants}
     for turn in range(asked["steps"] + 1):
         for key, one in contestants.items():
             found[key].append(one.step(first[key] if not turn else None))

@@ -25,10 +25,9 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_rates import Shape, host_seconds, kernel_rates, merge_rate, ring_row
+from gpu_rates import RateRow, Shape, host_seconds, kernel_rates, merge_rate, ring_row
 from rich.table import Table
 from tqdm import tqdm
 
@@ -39,14 +38,13 @@ from ds_ring_launcher.tables import console, print_table
 HERE = Path(__file__).resolve().parent
 PARTS = ("tests", "rates", "ring", "merge", "host", "longest")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-Row = dict[str, Any]
 
 
-def where(device: str) -> Row:
+def where(device: str) -> RateRow:
     """Return hardware, versions and commit."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    row: Row = {
+    row: RateRow = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
         "python": platform.python_version(),
@@ -64,7 +62,7 @@ def where(device: str) -> Row:
     return row
 
 
-def run_tests() -> list[Row]:
+def run_tests() -> list[RateRow]:
     """Run tests/gpu; one row with what pytest counts."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/gpu", "--tb=short"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
@@ -74,7 +72,7 @@ def run_tests() -> list[Row]:
     return [*rows, *({"tests/gpu": line, "exit status": done.returncode} for line in failed)]
 
 
-def run_longest(options: argparse.Namespace) -> list[Row]:
+def run_longest(options: argparse.Namespace) -> list[RateRow]:
     """Find the longest sequence with real training steps; one row for each length that was tried."""
     shape = "--layers 4 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256"
     if options.device == "cpu":
@@ -88,10 +86,10 @@ def run_longest(options: argparse.Namespace) -> list[Row]:
     return rows or [{"failed": done.stderr.strip()[-400:]}]
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[Row]]:
+def measure(options: argparse.Namespace) -> dict[str, list[RateRow]]:
     """Run the parts that were not skipped; rows by part."""
     shape = Shape(options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], options.device)
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RateRow]] = {}
     if "tests" not in options.skip:
         found["Correctness"] = run_tests()
     if "rates" not in options.skip:
@@ -112,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[Row]]:
     return found
 
 
-def as_table(title: str, rows: Sequence[Row]) -> Table:
+def as_table(title: str, rows: Sequence[RateRow]) -> Table:
     """Return rows as a table; their columns are the keys of all of them."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(title=title, title_justify="left")
@@ -123,7 +121,7 @@ def as_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def as_markdown(header: Row, found: dict[str, list[Row]]) -> str:
+def as_markdown(header: RateRow, found: dict[str, list[RateRow]]) -> str:
     """Return everything as one Markdown text."""
     lines = [f"# {header['device']}, {header['date']}", ""]
     lines += [f"- {key}: {value}" for key, value in header.items()]
@@ -134,7 +132,7 @@ def as_markdown(header: Row, found: dict[str, list[Row]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, header: Row, found: dict[str, list[Row]]) -> list[Path]:
+def write(folder: Path, header: RateRow, found: dict[str, list[RateRow]]) -> list[Path]:
     """Write Markdown and JSON, named by device and date."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{header['device']}-{header['date']}".lower().replace(" ", "-").replace("/", "-")
@@ -144,7 +142,7 @@ def write(folder: Path, header: Row, found: dict[str, list[Row]]) -> list[Path]:
     return paths
 
 
-def write_rates(device: str, rows: Sequence[Row], path: Path = RATES) -> None:
+def write_rates(device: str, rows: Sequence[RateRow], path: Path = RATES) -> None:
     """Put the rates of a device into the file of `runtime/kernels/rates.py`, in place of those there."""
     rates: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -195,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def faults(found: dict[str, list[Row]], device: str) -> list[str]:
+def faults(found: dict[str, list[RateRow]], device: str) -> list[str]:
     """Return what failed, or was not looked at though it was asked for."""
     tests = found.get("Correctness", [])
     wrong = [str(row["tests/gpu"]) for row in tests if row["exit status"]]

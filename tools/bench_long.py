@@ -59,7 +59,7 @@ class Run(NamedTuple):
     steps: int = 2
 
 
-class Found(NamedTuple):
+class MeasuredPeak(NamedTuple):
     """Hold what a rank measured: bytes, and what was alive at the peak (number of blocks by bytes)."""
 
     peak: int
@@ -128,7 +128,7 @@ def step(engine: Any, batch: dict[str, torch.Tensor]) -> None:
     engine.step()
 
 
-def memory_rank(run: Run) -> Found:
+def memory_rank(run: Run) -> MeasuredPeak:
     """Measure one rank: the model from its beginning, and its steps (Adam has states from the first on)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine, batch = start(run)
@@ -146,7 +146,9 @@ def memory_rank(run: Run) -> Found:
         alive[abs(change)] += 1 if change > 0 else -1
         if total > peak:
             peak, at_peak = total, dict(alive)
-    return Found(peak, max(change for _, change in events), {size: n for size, n in at_peak.items() if n > 0})
+    return MeasuredPeak(
+        peak, max(change for _, change in events), {size: n for size, n in at_peak.items() if n > 0}
+    )
 
 
 def time_rank(runs: list[Run], rounds: int) -> list[list[float]]:
@@ -197,7 +199,7 @@ def meaning(size: int, run: Run) -> str:
     return next((name for name, elements in of.items() if 4 * elements == size), "")
 
 
-def wrong(run: Run, found: Found, plan: MemoryMoment) -> str:
+def wrong(run: Run, found: MeasuredPeak, plan: MemoryMoment) -> str:
     """Say what contradicts the options: a tensor that tiles rule out, a plan that is off; "" for nothing."""
     rows = run.tokens // run.ranks
     wide = {"tiled_loss": rows * SHAPE.vocab, "tiled_loss tiled_mlp": rows * SHAPE.intermediate}
@@ -210,7 +212,7 @@ def wrong(run: Run, found: Found, plan: MemoryMoment) -> str:
     return "" if abs(ratio - 1) <= PLANNED_WITHIN else f"planned {ratio:.3f} of what was measured"
 
 
-def report(run: Run, found: Found, as_json: bool) -> None:
+def report(run: Run, found: MeasuredPeak, as_json: bool) -> None:
     """Print the peak of a run and what was alive then."""
     local = run.tokens // run.ranks
     limit = 4 * local * SHAPE.intermediate

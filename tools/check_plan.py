@@ -52,7 +52,7 @@ PATTERNS: dict[str, tuple[Pattern, dict[str, Any]]] = {
 }
 
 
-class Point(NamedTuple):
+class CheckedSetting(NamedTuple):
     """Describe one run; `model` and `stage` are those of training, None is attention alone."""
 
     ranks: int
@@ -76,7 +76,7 @@ class Point(NamedTuple):
         return f"{what} P={self.ranks} T={self.tokens} {heads} {self.dtype} {self.pattern}{more}"
 
 
-class Found(NamedTuple):
+class PeakAndTraffic(NamedTuple):
     """Bytes: the peak and what the busiest rank sent (0 where that was not counted)."""
 
     peak: int
@@ -90,20 +90,22 @@ EVERY = ("tiled_loss", "tiled_mlp", "offload_checkpoints")
 TILES = {"tiled_loss": 256, "tiled_mlp": 512}  # tokens
 
 
-def _training(stage: int, dtype: str, model: ModelShape, tokens: int, pattern: str = "causal") -> Point:
-    return Point(2, tokens, model.heads, model.kv_heads, dtype, pattern, stage, model)
+def _training(
+    stage: int, dtype: str, model: ModelShape, tokens: int, pattern: str = "causal"
+) -> CheckedSetting:
+    return CheckedSetting(2, tokens, model.heads, model.kv_heads, dtype, pattern, stage, model)
 
 
 POINTS = [
-    Point(1, 8192, 8, 8, "float32", "causal"),
-    Point(1, 8192, 8, 2, "bfloat16", "window"),
-    Point(2, 8192, 8, 8, "float32", "causal"),
-    Point(2, 8192, 8, 2, "bfloat16", "causal"),
-    Point(2, 8192, 8, 4, "float32", "window"),
-    Point(2, 16384, 4, 4, "float32", "longnet"),
-    Point(4, 8192, 16, 16, "float32", "causal"),
-    Point(4, 8192, 16, 8, "bfloat16", "causal"),
-    Point(4, 16384, 8, 8, "bfloat16", "longnet"),
+    CheckedSetting(1, 8192, 8, 8, "float32", "causal"),
+    CheckedSetting(1, 8192, 8, 2, "bfloat16", "window"),
+    CheckedSetting(2, 8192, 8, 8, "float32", "causal"),
+    CheckedSetting(2, 8192, 8, 2, "bfloat16", "causal"),
+    CheckedSetting(2, 8192, 8, 4, "float32", "window"),
+    CheckedSetting(2, 16384, 4, 4, "float32", "longnet"),
+    CheckedSetting(4, 8192, 16, 16, "float32", "causal"),
+    CheckedSetting(4, 8192, 16, 8, "bfloat16", "causal"),
+    CheckedSetting(4, 16384, 8, 8, "bfloat16", "longnet"),
     _training(0, "float32", WIDE, 2048),
     _training(1, "float32", WIDE, 2048),
     _training(2, "float32", WIDE, 2048, "window"),
@@ -125,13 +127,13 @@ POINTS = [
 ]
 
 
-def bucket_of(point: Point) -> int:
+def bucket_of(point: CheckedSetting) -> int:
     """Return a reduce_bucket_size that holds every parameter; DeepSpeed's default is more than these have."""
     assert point.model is not None
     return point.model.largest_parameter
 
 
-def planned(point: Point) -> Found:
+def planned(point: CheckedSetting) -> PeakAndTraffic:
     """Return what the cost model says for the rank that needs most."""
     pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
     if point.model is not None and point.stage is not None:
@@ -144,7 +146,7 @@ def planned(point: Point) -> Found:
             mlp_tokens=TILES["tiled_mlp"] if "tiled_mlp" in point.long else None,
             offload_checkpoints="offload_checkpoints" in point.long,
         )  # fmt: skip
-        return Found(estimate(setting).peak.total, 0)
+        return PeakAndTraffic(estimate(setting).peak.total, 0)
     layout = make_layout("auto", tokens=point.tokens, ring_size=point.ranks, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=point.heads, kv_heads=point.kv_heads)
     local, group = layout.local_tokens, point.heads // point.kv_heads
@@ -157,12 +159,14 @@ def planned(point: Point) -> Found:
             point.heads, point.kv_heads, local, HEAD_DIM, element, pass_memory(classes, shape, first=True)
         )
         found.append(
-            Found(moment.total, sum(bytes_sent([CostPart(head_class, 1) for head_class in classes], shape)))
+            PeakAndTraffic(
+                moment.total, sum(bytes_sent([CostPart(head_class, 1) for head_class in classes], shape))
+            )
         )
-    return Found(*map(max, zip(*found, strict=True)))
+    return PeakAndTraffic(*map(max, zip(*found, strict=True)))
 
 
-def attention_rank(point: Point) -> Found:
+def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
     """Run one rank of a pass, in a process group that is there."""
     pattern, dtype = PATTERNS[point.pattern][0], getattr(torch, point.dtype)
     mesh = RingMesh.from_world(point.ranks)
@@ -175,10 +179,10 @@ def attention_rank(point: Point) -> Found:
         out.backward(torch.randn_like(out))
     sent = 0 if context.exchange is None else context.exchange.counters.bytes_sent
     mesh.buffers.release()
-    return Found(memory.peak_bytes, sent)
+    return PeakAndTraffic(memory.peak_bytes, sent)
 
 
-def training_rank(point: Point) -> Found:
+def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     """Run one rank of training: build the model, make two steps."""
     import deepspeed
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -212,10 +216,10 @@ def training_rank(point: Point) -> Found:
             loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
             engine.backward(loss)
             engine.step()
-    return Found(memory.peak_bytes, 0)
+    return PeakAndTraffic(memory.peak_bytes, 0)
 
 
-def deepspeed_json(point: Point) -> dict[str, Any]:
+def deepspeed_json(point: CheckedSetting) -> dict[str, Any]:
     """Return a JSON with Adam, and buckets in proportion to the model."""
     zero = {
         "stage": point.stage,
@@ -258,19 +262,19 @@ def patient_waits(seconds: float = 0.005) -> Iterator[None]:
         setattr(Work, "wait", wait)  # noqa: B010
 
 
-def measure_rank(point: Point) -> Found:
+def measure_rank(point: CheckedSetting) -> PeakAndTraffic:
     """Run one rank, of whichever kind."""
     return attention_rank(point) if point.stage is None else training_rank(point)
 
 
-def measured(point: Point) -> Found:
+def measured(point: CheckedSetting) -> PeakAndTraffic:
     """Measure the most of any rank of a real run.
 
     Raises:
         RanksError: a rank failed, or they took longer than five minutes.
     """
     ranks = run_ranks(measure_rank, point.ranks, (point,), threads=1, deadline_s=300.0)
-    return Found(*map(max, zip(*ranks, strict=True)))
+    return PeakAndTraffic(*map(max, zip(*ranks, strict=True)))
 
 
 def main(arguments: list[str] | None = None) -> int:

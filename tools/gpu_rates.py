@@ -28,7 +28,7 @@ from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan
 
 BASE = "torch SDPA"
-Row = dict[str, Any]
+RateRow = dict[str, Any]
 
 
 class Shape(NamedTuple):
@@ -159,7 +159,7 @@ def contestants(shape: Shape) -> dict[str, Kernel]:
     return {name: get_kernel(name, shape.device) for name in able if name != "reference"}
 
 
-def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
+def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
     """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
     rows = []
     for kind, pattern in tile_kinds(tokens).items():
@@ -204,7 +204,7 @@ def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object],
     return forward, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> Row:
+def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> RateRow:
     """Time the hops of a causal zigzag ring's slowest rank against one device's attention / ring size.
 
     Ranks run one after the other on this device, without transfers: what is lost here is lost to smaller
@@ -223,7 +223,7 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
         torch.cuda.reset_peak_memory_stats()
     times = medians(works, shape.device, rounds)
     whole, slowest = times.pop(BASE), max(times.values())
-    row: Row = {"ring": ring_size, "kernel": kernel_name, "tokens a rank": layout.local_tokens}
+    row: RateRow = {"ring": ring_size, "kernel": kernel_name, "tokens a rank": layout.local_tokens}
     row |= {"slowest rank s": f"{slowest:.5f}", "one device s": f"{whole:.5f}"}
     row["efficiency"] = f"{whole / ring_size / slowest:.3f}"
     if shape.device == "cuda":
@@ -231,7 +231,7 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
     return row
 
 
-def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
+def merge_rate(shape: Shape, tokens: int, rounds: int) -> RateRow:
     """Time one merge of as many rows: bytes that it must move (part read, accumulator read and written)."""
     part = shape.tensor(shape.heads, tokens)
     out = torch.zeros_like(part, dtype=accumulator_dtype(part.dtype))
@@ -246,13 +246,13 @@ def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
     }
 
 
-def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> Row:
+def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> RateRow:
     """Measure processor time of issuing a hop's kernel and merge, where nothing waits for the device."""
     kernel = get_kernel(kernel_name, shape.device)
     layout = make_layout("zigzag", tokens=4 * tokens, ring_size=4, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
     rank = rank_of(shape, plan.rank(1).classes, layout.local_tokens)
-    row: Row = {"kernel": kernel_name}
+    row: RateRow = {"kernel": kernel_name}
     for name, work in (("forward", attend), ("backward", differentiate)):
         work(kernel, rank)
         begin = time.process_time()

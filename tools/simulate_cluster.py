@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from rich.table import Table
 from simulated_cluster.figures import Of
-from simulated_cluster.job import FAULTS, Setting, SimulationError, Story, helper, play
+from simulated_cluster.job import FAULTS, ClusterSetting, SimulationError, Story, helper, play
 
 from ds_ring_launcher.tables import print_table
 
 JOIN_S, VERDICT_S, DECIDED_S = 20.0, 1.0, 5.0
 
 
-class Moment(NamedTuple):
+class TimedEvent(NamedTuple):
     """Hold how long something took, in seconds, and how long it may; None where nothing is promised."""
 
     what: str
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = options.hosts or max(options.ranks // 8, 1)
     if hosts < 2 or options.ranks % hosts:
         parser.error(f"--hosts: expected two or more that divide {options.ranks} ranks, got {hosts}")
-    setting = Setting(options.ranks, hosts, options.heartbeat_seconds, options.deadline_seconds)
+    setting = ClusterSetting(options.ranks, hosts, options.heartbeat_seconds, options.deadline_seconds)
     bad = False
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as name, helper("store") as port:
         for fault in options.faults:
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bad)
 
 
-def _print(story: Story, setting: Setting, fault: str) -> bool:
+def _print(story: Story, setting: ClusterSetting, fault: str) -> bool:
     """Print what became of one job; return whether something is not as promised."""
     table = Table(title=f"{fault}: {setting.ranks} ranks on {setting.hosts} hosts", title_justify="left")
     for name in ("from the fault", "seconds", "bound"):
@@ -93,7 +93,7 @@ def _print(story: Story, setting: Setting, fault: str) -> bool:
     return bool(wrong)
 
 
-def _moments(story: Story, setting: Setting, fault: str) -> list[Moment]:
+def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[TimedEvent]:
     first = story.attempts[0]
     forked, told = min(first.all(Of.FORKED)), first.known(Of.TOLD).values()
     joined = max(first.all(Of.JOINED)) - forked
@@ -102,26 +102,26 @@ def _moments(story: Story, setting: Setting, fault: str) -> list[Moment]:
     since = story.struck + silence
     chosen_s = DECIDED_S if fault == "host" else None
     moments = [
-        Moment(
+        TimedEvent(
             "(before it) all hosts asked, from the launcher's start",
             story.event("start", 1)["at"] - story.started,
         ),
-        Moment("(before it) all have joined, from the first fork", joined, JOIN_S),
+        TimedEvent("(before it) all have joined, from the first fork", joined, JOIN_S),
     ]
     if silence:
-        moments.append(Moment(f"(after it) silence of {silence:g} s is over; from there", silence))
+        moments.append(TimedEvent(f"(after it) silence of {silence:g} s is over; from there", silence))
     moments += [
-        Moment("the first rank knows the verdict", min(told, default=since) - since),
-        Moment("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
-        Moment("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
-        Moment("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
+        TimedEvent("the first rank knows the verdict", min(told, default=since) - since),
+        TimedEvent("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
+        TimedEvent("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
+        TimedEvent("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
     ]
     if len(story.attempts) > 1:
-        moments.append(Moment("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since))
+        moments.append(TimedEvent("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since))
     return moments
 
 
-def _wrong(story: Story, setting: Setting, fault: str) -> list[str]:
+def _wrong(story: Story, setting: ClusterSetting, fault: str) -> list[str]:
     """Return what is not as promised, but for times."""
     first, wrong = story.attempts[0], list[str]()
     others = set(range(setting.ranks)) - set(story.culprits)

@@ -9,19 +9,19 @@ import pytest
 
 from ds_ring_launcher.plan.model_file import ModelShape
 from tests.dist.deepspeed_ranks import start_deepspeed
-from tools.check_plan import Found, Point, attention_rank, planned, training_rank
+from tools.check_plan import PeakAndTraffic, CheckedSetting, attention_rank, planned, training_rank
 
 MODEL = ModelShape(3, 128, 4, 2, 64, 384, 2048)
 
 POINTS = [
-    Point(2, 4096, 8, 8, "float32", "causal"),
-    Point(4, 4096, 8, 4, "bfloat16", "causal"),
-    Point(2, 1024, 4, 2, "float32", "causal", 1, MODEL),
-    Point(2, 1024, 4, 2, "bfloat16", "window", 2, MODEL),
+    CheckedSetting(2, 4096, 8, 8, "float32", "causal"),
+    CheckedSetting(4, 4096, 8, 4, "bfloat16", "causal"),
+    CheckedSetting(2, 1024, 4, 2, "float32", "causal", 1, MODEL),
+    CheckedSetting(2, 1024, 4, 2, "bfloat16", "window", 2, MODEL),
 ]
 
 
-def measured(rank: int, world_size: int, point: Point) -> Found:
+def measured(rank: int, world_size: int, point: CheckedSetting) -> PeakAndTraffic:
     if point.stage is None:
         return attention_rank(point)
     start_deepspeed()

@@ -118,6 +118,7 @@ def test_a_bug_ends_it_after_two_attempts_with_its_traceback_first(workplace: Wo
 
 @pytest.mark.needs("mpirun")  # which starts without torch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.day("15")
 def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signals) -> None:  # noqa: F811
     path = workplace.write(f"engine: mpirun\n{LOCAL}{RUN}", COUNT)
     started = workplace.start([*DS_RING, str(path), "--", "--fault", "preempted", "--steps", "1000"])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from simulated_cluster.figures import Of
-from simulated_cluster.job import Setting, play
+from simulated_cluster.job import ClusterSetting, play
 from simulated_cluster.store import serve
 
 pytestmark = pytest.mark.alone
 
 
 def test_a_host_is_gone_and_half_of_the_ranks_go_on(tmp_path: Path) -> None:
-    setting = Setting(ranks=32, hosts=4, heartbeat_s=10.0, deadline_s=60.0)
+    setting = ClusterSetting(ranks=32, hosts=4, heartbeat_s=10.0, deadline_s=60.0)
     store = serve()
     story = play(tmp_path, setting, "host", store.port)
     first, second = story.attempts

@@ -48,6 +48,7 @@ def log_of(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_resumed_run_has_the_losses_of_the_whole_run(tmp_path):
     """With ZeRO 3, two micro-batches in a step, and a length that no ring divides."""
     config = json.loads((ROOT / "configs/quickstart.json").read_text())

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = "--device cpu --tokens 256 --ring-sizes 1 2 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32"
 
 
+@pytest.mark.night
 def test_every_part_has_its_rows_and_files(tmp_path: Path) -> None:
     more = f"--kernels cpu flash --rounds 1 --skip tests longest --output {tmp_path}"
     command = [sys.executable, "tools/bench_gpu.py", *SMALL.split(), *more.split()]

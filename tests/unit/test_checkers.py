@@ -122,8 +122,8 @@ def test_a_tool_that_would_look_at_nothing_is_refused(tool: Any, capsys: Any) ->
 def test_check_plan_finds(peak: int, sent: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peak that is off by more than 5 %, and bytes that are not those of the plan."""
     monkeypatch.setattr(check_plan, "POINTS", check_plan.POINTS[2:3])
-    monkeypatch.setattr(check_plan, "planned", lambda _: check_plan.Found(peak, 8))
-    monkeypatch.setattr(check_plan, "measured", lambda _: check_plan.Found(100, sent))
+    monkeypatch.setattr(check_plan, "planned", lambda _: check_plan.PeakAndTraffic(peak, 8))
+    monkeypatch.setattr(check_plan, "measured", lambda _: check_plan.PeakAndTraffic(100, sent))
     assert check_plan.main(["--json"]) == code
 
 

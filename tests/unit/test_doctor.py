@@ -227,6 +227,7 @@ def findings_in(log: Path) -> list[dict[str, str]]:
 @pytest.mark.needs("namespaces")
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.night
 def test_two_hosts_meet_and_differ(tmp_path: Path) -> None:
     """An interface that is not there and a JSON of another version, both on host 1."""
     changed = ({"environment": {"GLOO_SOCKET_IFNAME": "ib7"}}, {"section": {"layout": "striped"}})
@@ -248,6 +249,7 @@ def test_two_hosts_meet_and_differ(tmp_path: Path) -> None:
 @pytest.mark.needs("namespaces")
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.night
 def test_a_host_that_never_came_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, **TWO_HOSTS)
     with two_hosts() as hosts:

@@ -126,6 +126,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_ctrl_c_while_ranks_import() -> None:
     """The terminal sends it to every process: one line, no rank's traceback, nobody left."""
     command = subprocess.Popen(

@@ -40,7 +40,7 @@ class SimulationError(Exception):
 
 
 @dataclass(frozen=True)
-class Setting:
+class ClusterSetting:
     """Say what is simulated: `slots` ranks on each host, a heartbeat timeout and a deadline in seconds."""
 
     ranks: int
@@ -87,7 +87,7 @@ class Story:
 class _Job:
     """Drive one job from outside: its launcher is a process of its own."""
 
-    def __init__(self, folder: Path, setting: Setting, launcher: subprocess.Popen[bytes]) -> None:
+    def __init__(self, folder: Path, setting: ClusterSetting, launcher: subprocess.Popen[bytes]) -> None:
         self.folder, self.setting, self.launcher = folder, setting, launcher
         self.run = RunFolder(folder / "run")
         self.deadline = time.monotonic() + setting.deadline_s
@@ -132,7 +132,7 @@ class _Job:
         return f"{'; '.join(ends)}\n{(self.folder / 'log').read_text(errors='replace')[-3000:]}"
 
 
-def play(folder: Path, setting: Setting, fault: str, store_port: int) -> Story:
+def play(folder: Path, setting: ClusterSetting, fault: str, store_port: int) -> Story:
     """Start a job, let the fault happen once all have joined, follow it until all have joined again.
 
     Args:
@@ -200,7 +200,7 @@ def _strike(job: _Job, story: Story, fault: str, figures: Figures) -> None:
         os.kill(int(pids[culprit]), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
-def _write(folder: Path, setting: Setting, store_port: int, culprit: int) -> None:
+def _write(folder: Path, setting: ClusterSetting, store_port: int, culprit: int) -> None:
     write_ssh(folder / "ssh", folder)
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": setting.ranks}
     (folder / "ds.json").write_text(json.dumps({**config, "ring_attention": {}}))

@@ -20,7 +20,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import IntArray
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation.rank import Source
-from streamed.ranks import Part, PendingGradients
+from streamed.ranks import PendingGradients, StreamedPart
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 SUMS = ("plain", "weighted", "absolute")
@@ -48,13 +48,13 @@ class Ledger:
         self.sums = np.zeros((self.ring_size, len(TENSORS), len(SUMS)))
         self.values = {n: np.zeros((len(self.rows), 1 if n == "lse" else width)) for n in TENSORS}
 
-    def note_all(self, ring_rank: int, parts: Iterable[Part]) -> None:
+    def note_all(self, ring_rank: int, parts: Iterable[StreamedPart]) -> None:
         """Take all that a rank found; keep nothing of it."""
         for part in parts:
             self.note(ring_rank, part)
         self.done[ring_rank] = True
 
-    def note(self, ring_rank: int, part: Part) -> None:
+    def note(self, ring_rank: int, part: StreamedPart) -> None:
         """Take what a rank found for some tokens; parts of one tensor add up."""
         positions = expand_runs(part.runs)
         if not len(positions):
@@ -82,7 +82,7 @@ class Ledger:
         for rank in np.unique(positions // local_tokens).tolist():
             mine = positions // local_tokens == rank
             dk, dv = (torch.from_numpy(owed[mine][None, None, :, side].copy()) for side in (0, 1))
-            self.note(rank, Part(runs[mine], dk=dk, dv=dv))
+            self.note(rank, StreamedPart(runs[mine], dk=dk, dv=dv))
 
     def add(self, other: Ledger) -> None:
         """Add the ranks that another process computed."""

@@ -25,7 +25,7 @@ from ds_ring.runtime.kernels import get_kernel
 from ds_ring.schedule.layout import make_layout
 from ds_ring.simulation.generate import GeneratedSource
 from streamed.ledger import Ledger, StateFile
-from streamed.ranks import Part, PendingGradients, StreamedRanks
+from streamed.ranks import PendingGradients, StreamedPart, StreamedRanks
 from streamed.sparse_oracle import SparseOracle
 
 CLUSTER = 64  # neighbours that are checked together
@@ -116,7 +116,9 @@ class LongRun:
         kernel, scale = get_kernel("auto", "cpu"), self.head_dim**-0.5
         return StreamedRanks(self.source, self.pattern, layout, kernel, scale, self.query_block)
 
-    def parts(self, ranks: StreamedRanks, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
+    def parts(
+        self, ranks: StreamedRanks, ring_rank: int, pending: PendingGradients
+    ) -> Iterator[StreamedPart]:
         """Yield what a rank finds."""
         return ranks.forward_and_backward(ring_rank, pending) if self.backward else ranks.forward(ring_rank)
 

@@ -28,7 +28,7 @@ from ds_ring.simulation.rank import Source, VirtualExchange, put_rows
 from streamed.blocks import Block, BlockPlanner
 
 
-class Part(NamedTuple):
+class StreamedPart(NamedTuple):
     """Hold some of a rank's results, of the tokens at `runs`; [1, 1, n, D], the lse [1, 1, n].
 
     A tensor that is None is not in this part. Parts of dq add up: what other shards contribute comes last.
@@ -121,16 +121,16 @@ class StreamedRanks:
         self.planner = BlockPlanner(self.pattern.bind((0,), 1, 1), self.layout)
 
     @torch.no_grad()
-    def forward(self, ring_rank: int) -> Iterator[Part]:
+    def forward(self, ring_rank: int) -> Iterator[StreamedPart]:
         """Yield a rank's out and lse, block by block."""
         yield from self._parts(ring_rank, None)
 
     @torch.no_grad()
-    def forward_and_backward(self, ring_rank: int, pending: PendingGradients) -> Iterator[Part]:
+    def forward_and_backward(self, ring_rank: int, pending: PendingGradients) -> Iterator[StreamedPart]:
         """Yield a rank's results and gradients, with what `pending` has for it."""
         yield from self._parts(ring_rank, pending)
 
-    def _parts(self, ring_rank: int, pending: PendingGradients | None) -> Iterator[Part]:
+    def _parts(self, ring_rank: int, pending: PendingGradients | None) -> Iterator[StreamedPart]:
         remote = self.planner.remote(ring_rank)
         runs = self.layout.runs(ring_rank)
         slots = expand_ranges(remote.queries)
@@ -146,7 +146,7 @@ class StreamedRanks:
             yield self._block(ring_rank, first, rows, dk, dv)
         if pending is not None and dk is not None and dv is not None:
             dq, *_ = away.backward(rows.grad, q, none, none, rows.out, rows.lse)
-            yield Part(progressions_at(runs, remote.queries), dq=dq)
+            yield StreamedPart(progressions_at(runs, remote.queries), dq=dq)
             positions, owed = pending.take(ring_rank)
             index = torch.from_numpy(positions - runs[0, 0])
             for total, side in ((dk, 0), (dv, 1)):
@@ -154,9 +154,11 @@ class StreamedRanks:
             for first in range(0, dk.shape[2], self.query_block):
                 part = slice(first, first + self.query_block)
                 here = progressions_at(runs, np.array([[first, min(part.stop, dk.shape[2])]]))
-                yield Part(here, dk=dk[:, :, part], dv=dv[:, :, part])
+                yield StreamedPart(here, dk=dk[:, :, part], dv=dv[:, :, part])
 
-    def _block(self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None) -> Part:
+    def _block(
+        self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None
+    ) -> StreamedPart:
         """Attend one block of queries; add to `rows`, dk and dv what it contributes."""
         block: Block = self.planner.block(ring_rank, first, self.query_block)
         own = self.layout.runs(ring_rank)
@@ -172,14 +174,14 @@ class StreamedRanks:
             out.index_copy_(2, index, rows.out[:, :, mine])
             lse.index_copy_(2, index, rows.lse[:, :, mine])
         if dk is None or dv is None:
-            return Part(runs, out, lse)
+            return StreamedPart(runs, out, lse)
         grad = self._filled("grad_out", runs)
         rows.grad[:, :, mine] = grad[:, :, index]
         dq, dk_part, dv_part = here.backward(grad, q, k, v, out, lse)
         there = np.stack([block.held[:, 0], np.ones(len(block.held), int), np.diff(block.held)[:, 0]], axis=1)
         put_rows(dk, there, dk_part, add=True)
         put_rows(dv, there, dv_part, add=True)
-        return Part(runs, out, lse, dq)
+        return StreamedPart(runs, out, lse, dq)
 
     def _pass(self, plan: RankPlan, exchange: VirtualExchange | None) -> RingPass:
         return RingPass(plan, self.kernel, exchange, self.scale)

@@ -58,6 +58,7 @@ def test_head_chunks_and_two_directions_are_accepted(pattern_name: str, layout_n
         ("causal", "striped", 32),
     ],
 )
+@pytest.mark.night
 def test_large_rings_are_accepted(pattern_name: str, layout_name: str, ring_size: int) -> None:
     tokens = 3 * ring_size + 1
     pattern = PATTERNS[pattern_name](tokens)
