@@ -21,12 +21,12 @@ from packaging.specifiers import SpecifierSet
 
 from ds_ring.errors import RingConfigError
 
-Stage = Literal[
+PatchStage = Literal[
     "at_import", "at_enable", "at_initialize", "at_exit", "in_loader", "around_init", "around_call",
     "before_forward", "around_forward", "after_forward", "around_loss", "around_generate", "in_backward",
     "around_backward", "around_step", "around_save", "around_load", "around_compile", "around_off",
 ]  # fmt: skip
-Kind = Literal["replaced", "wrapped", "hook", "set", "added", "registered"]
+PatchKind = Literal["replaced", "wrapped", "hook", "set", "added", "registered"]
 _HOOKS = {
     "before_forward": "register_forward_pre_hook",
     "after_forward": "register_forward_hook",
@@ -35,11 +35,11 @@ _HOOKS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Patch:
     """One change to an object of another package.
 
     Attributes:
-        target: "torch.load", or an attribute of an object that `Table.apply` is given by name: "engine.step".
+        target: "torch.load", or an attribute of an object that `apply` is given by name: "engine.step".
             The target of a hook is the object itself: "engine".
         stage: when the change acts. The feature has a part of this name: feature.around_step, say.
         kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or
@@ -53,8 +53,8 @@ class Row:
     """
 
     target: str
-    stage: Stage
-    kind: Kind
+    stage: PatchStage
+    kind: PatchKind
     feature: str
     reason: str
     versions: str = ""
@@ -68,20 +68,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Change:
+class AppliedPatch:
     """An applied row. `undo` takes it back; `handle` is the one of a hook."""
 
-    row: Row
+    row: Patch
     undo: Callable[[], object]
     handle: Any = None
 
 
-_tables: list[Table] = []
-_of_process: set[tuple[Table, str]] = set()  # features that changed classes, modules or the interpreter
-_of_subject: weakref.WeakKeyDictionary[Any, set[tuple[Table, str]]] = weakref.WeakKeyDictionary()
+_tables: list[PatchTable] = []
+_of_process: set[tuple[PatchTable, str]] = set()  # features that changed classes, modules or the interpreter
+_of_subject: weakref.WeakKeyDictionary[Any, set[tuple[PatchTable, str]]] = weakref.WeakKeyDictionary()
 
 
-class Table:
+class PatchTable:
     """Rows in the order in which they are applied: of two that wrap one method, the later one is outside.
 
     Args:
@@ -92,11 +92,13 @@ class Table:
             "deepspeed..."}, and of objects inside these, {"engine.checkpoint_engine": ...}; "" for any class.
     """
 
-    def __init__(self, package: str, versions: str, rows: Sequence[Row], classes: Mapping[str, str]) -> None:
+    def __init__(
+        self, package: str, versions: str, rows: Sequence[Patch], classes: Mapping[str, str]
+    ) -> None:
         self.package, self.versions, self.rows, self.classes = package, versions, tuple(rows), dict(classes)
         _tables.append(self)
 
-    def apply(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> list[Change]:
+    def apply(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> list[AppliedPatch]:
         """Apply the rows of `features` to `objects`, in the table's order; all of them or none.
 
         Args:
@@ -112,8 +114,8 @@ class Table:
         found.update((self, change.row.feature.partition(".")[0]) for change in changes)
         return changes
 
-    def _apply_all(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[Change]:
-        changes: list[Change] = []
+    def _apply_all(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[AppliedPatch]:
+        changes: list[AppliedPatch] = []
         try:
             for row in self.rows:
                 root = row.target.partition(".")[0]
@@ -155,7 +157,7 @@ class Table:
             except (ImportError, AttributeError, KeyError):
                 raise self._lacks(row) from None
 
-    def _owner(self, row: Row, objects: Mapping[str, Any]) -> tuple[Any, str]:
+    def _owner(self, row: Patch, objects: Mapping[str, Any]) -> tuple[Any, str]:
         """Return the object that has the target's last name, and that name."""
         path, _, name = row.target.rpartition(".")
         root, _, inner = path.partition(".")
@@ -163,14 +165,14 @@ class Table:
             return functools.reduce(getattr, inner.split(".") if inner else (), objects[root]), name
         return pkgutil.resolve_name(path), name
 
-    def _apply(self, row: Row, part: Any, objects: Mapping[str, Any]) -> Change:
+    def _apply(self, row: Patch, part: Any, objects: Mapping[str, Any]) -> AppliedPatch:
         if row.kind == "registered":
             part()
-            return Change(row, lambda: None)
+            return AppliedPatch(row, lambda: None)
         if row.kind == "hook":
             options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
             handle = getattr(objects[row.target], _HOOKS[row.stage])(part, **options)
-            return Change(row, handle.remove, handle)
+            return AppliedPatch(row, handle.remove, handle)
         try:
             owner, name = self._owner(row, objects)
             before = None if row.kind == "added" else _get(owner, name)
@@ -179,12 +181,14 @@ class Table:
         own = name in (owner if type(owner) is dict else vars(owner))
         own = own or hasattr(getattr(type(owner), name, None), "__set__")  # a property that can be set
         _set(owner, name, _around(before, part) if row.kind == "wrapped" else part)
-        return Change(row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name)))
+        return AppliedPatch(
+            row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name))
+        )
 
-    def _is_for_installed(self, row: Row) -> bool:
+    def _is_for_installed(self, row: Patch) -> bool:
         return not row.versions or version(self.package) in SpecifierSet(row.versions, prereleases=True)
 
-    def _lacks(self, row: Row) -> RingConfigError:
+    def _lacks(self, row: Patch) -> RingConfigError:
         return RingConfigError(
             f"{row.target}: expected it in {self.package} {row.versions or self.versions}, got {self.package}"
             f" {version(self.package)} without it; install a version that this row was written for: {row}"
@@ -217,14 +221,14 @@ def _instances_have(kind: type, name: str) -> bool:
     )
 
 
-def undo(changes: list[Change]) -> None:
+def undo(changes: list[AppliedPatch]) -> None:
     """Take changes back, the latest first."""
     while changes:
         changes.pop().undo()
 
 
 @contextmanager
-def paused(changes: Sequence[Change]) -> Iterator[None]:
+def paused(changes: Sequence[AppliedPatch]) -> Iterator[None]:
     """Remove the hooks of `changes` inside the context; afterwards all hooks have their order again."""
     found = [(one.handle.hooks_dict_ref(), one.handle.id) for one in changes if one.handle is not None]
     ours = [(hooks, key) for hooks, key in found if hooks is not None and key in hooks]

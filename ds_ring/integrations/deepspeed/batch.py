@@ -37,10 +37,7 @@ REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0
 Batch = dict[str, Tensor]
 
 
-# Record what a model needs to know of whole batches, which its forward pass on a shard cannot see.
-#
-# Owns the record that `attach` fills in (families.py) and that the session reads before it cuts a
-# batch. Knows no model.
+# What a model needs to know of whole batches. `attach` fills it in (families.py).
 
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
 
@@ -317,13 +314,7 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         )
 
 
-# Prepare what a batch has of images: which feature stands for which token, before tokens are cut apart.
-#
-# Owns the tensors of a batch that are not by token and go whole to every rank, and the numbers of image
-# tokens. Which model reads images, and how, is integrations/transformers/images.py's. Pure: no collective, no
-# model.
-#
-# Shapes: B samples, T global tokens, S local tokens.
+# Images of a batch: tensors that go whole to every rank, and the numbers of image tokens.
 
 _PLACES = "ds_ring_image_places"  # of prepared batches: [B, T]
 _AXES = "ds_ring_image_axes"  # [B, T, axes]

@@ -50,8 +50,6 @@ from ds_ring.schedule.layout import Layout, make_layout
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
 
-
-
 @dataclass(frozen=True, eq=False)
 class BatchSharding:
     """Hold what attention must know of a batch."""
@@ -233,13 +231,9 @@ class RecentBatches:
         return fitting.pop()
 
 
-# Cut a prepared batch: choose its layout, take this rank's part, and say where that lies.
-#
-# Owns the two ways to cut (along the sequence, or a short batch along its samples), the layout of each
-# length, and what goes with a sharding (documents, padding, images). Preparing and comparing batches is
-# session.py's.
-#
+# Cut a prepared batch along the sequence, or a short one along its samples.
 # Shapes: B samples, T global tokens, S local tokens.
+
 
 @dataclass(frozen=True, eq=False)
 class BatchCutter:
@@ -327,11 +321,9 @@ class BatchCutter:
         return sharding.with_slots(self.device) if self.needs.slots else sharding
 
 
-# Check in one small collective per batch that the ranks of a sequence hold the same samples.
-#
-# Owns the report that every rank gives of its batch, its exchange over the whole world, and the errors that
-# follow, raised on every rank alike: a ring whose ranks hold different samples would train on a mixture
-# without a word. Tokens themselves are not exchanged, only checksums of them.
+# Check that the ranks of a sequence hold the same samples, by checksums in one small collective per batch.
+# A ring whose ranks hold different samples would train on a mixture without an error.
+
 
 class BatchReport(NamedTuple):
     """Describe one rank's prepared batch; whole numbers only, so that it travels as one tensor."""

@@ -63,7 +63,8 @@ def _agree(
     watch: Watch | None,
 ) -> None:
     mine = {} if config is None else by_json_key(config) | dict(_leaves(deepspeed_config))
-    flat = {key: json.dumps(value, default=_without_address) for key, value in mine.items()}
+    # Of a value that no JSON has, its type: the repr could hold an address.
+    flat = {key: json.dumps(value, default=lambda x: f"<{type(x).__name__}>") for key, value in mine.items()}
     reports = _gather((None if fault is None else str(fault), _digest(flat)), watch, 0)
     if fault is not None:
         raise fault
@@ -114,11 +115,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield name, value
 
 
-def _without_address(value: object) -> str:
-    """Return the type of a value that no JSON has: its repr could hold an address."""
-    return f"<{type(value).__name__}>"
-
-
 def _digest(flat: Flat) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
 
@@ -135,11 +131,8 @@ def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
     return call_guarded(gather, watch, Grid(size, size), what, step, _TIMEOUT_S)
 
 
-# Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does, without its Trainer.
-#
-# Owns the values that follow from something that is known here: the other batch sizes, the model's dtype and
-# hidden size, an optimizer that is passed. Whatever does not follow is named with what to write, in one
-# error: DeepSpeed would take the word itself for a number. `"auto"` of our own keys is section.py's.
+# Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does. A value that cannot be derived is
+# an error: DeepSpeed would take the word itself for a number.
 
 AUTO = "auto"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -262,12 +255,8 @@ def _hidden_size(model: torch.nn.Module) -> int | None:
     return None
 
 
-# Read the secret that the launcher hands to every rank of a job.
-#
-# The one module of ds_ring that reads the environment, and only this variable: a script that calls
-# `ds_ring.initialize` is started by an engine (deepspeed, torchrun, mpirun) that passes on nothing else
-# without showing it to other users of the host: arguments stand in every process list, the DeepSpeed JSON in
-# logs. What the secret is for stands in `health/monitor/handshake.py`.
+# The secret of a job comes by the environment: a script is started by an engine (deepspeed, torchrun, mpirun)
+# that passes on nothing else without showing it to other users of the host.
 
 SECRET_VARIABLE = "DS_RING_SECRET"
 

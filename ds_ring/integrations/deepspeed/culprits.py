@@ -19,7 +19,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import join_monitor
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
-from ds_ring.integrations.adapter import Change
+from ds_ring.integrations.adapter import AppliedPatch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.runtime.mesh import RingMesh
@@ -106,7 +106,7 @@ def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
 
 
 _named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
-_hooked: list[Change] = []  # once for a process
+_hooked: list[AppliedPatch] = []  # once for a process
 
 
 def _say_culprit_at_exit(watch: Watch | None) -> None:

@@ -25,7 +25,7 @@ from ds_ring.config.section import RingConfig, named_patterns, pattern_from_conf
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
 from ds_ring.integrations.deepspeed.loader import is_sliced, padded
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, Piece, part_of
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
 from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
@@ -43,10 +43,7 @@ from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
-# Measure the ranks of a job at its start, and estimate the seconds of training on a sample.
-#
-# Owns `SampleTimes`, the `Times` that schedule/grid.py divides batches by: attention from a plan and
-# measured rates, the other matrices from the rate of one product. The measurement takes a second or two.
+# Measure the ranks of a job at its start (a second or two), and estimate the seconds of training on a sample.
 
 _LEAST = 64  # tokens of the shortest sample whose attention is estimated
 _DENSE = 6  # FLOPs for each parameter of a matrix and token, forward and backward (Kaplan et al. 2020)
@@ -76,7 +73,7 @@ class ModelSizes(NamedTuple):
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Hold what was measured while all ranks were busy; the slowest rank counts.
 
     Attributes:
@@ -106,7 +103,12 @@ class SampleTimes:
     """
 
     def __init__(
-        self, sizes: ModelSizes, config: RingConfig, kernel: Any, rates: Rates, tensors: tuple[str, int]
+        self,
+        sizes: ModelSizes,
+        config: RingConfig,
+        kernel: Any,
+        rates: MeasuredRates,
+        tensors: tuple[str, int],
     ) -> None:
         self.sizes, self.config, self.kernel, self.rates = sizes, config, kernel, rates
         device_type, self._element_bytes = tensors
@@ -217,7 +219,7 @@ def measure_times(
     link_bytes_per_s = (_MESSAGES[1] - _MESSAGES[0]) / max(large_s - small_s, 1e-9)
     product_flops = 2 * _SIDES[device.type] ** 3 / product_s
     rates = (forward[0], backward[0]), (forward[1], backward[1]), product_flops, link_bytes_per_s, hop_s
-    return SampleTimes(sizes, config, kernel, Rates(*rates), (device.type, dtype.itemsize))
+    return SampleTimes(sizes, config, kernel, MeasuredRates(*rates), (device.type, dtype.itemsize))
 
 
 def _pass_seconds(
@@ -261,8 +263,6 @@ def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[floa
     return rate, max(seconds[0] - flops[0] / rate, 0.0)
 
 
-Sample = Mapping[str, Any]
-
 # [Note: dynamic rings]
 # Every rank runs one forward and one backward pass of each batch, whatever ring it is in: ZeRO and gradient
 # accumulation count calls. So a batch is divided as a whole, and a rank has one ring in it. The loss of each
@@ -283,7 +283,7 @@ class Assigned(NamedTuple):
     """
 
     ring: SubRing
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DocumentPart, ...]
     longest: int
     crc: int
 
@@ -307,7 +307,9 @@ class DynamicRing:
         if mesh.ring_size > 1:
             self.times = measure_times(sizes, session.config, mesh, session.device, dtype)
 
-    def assign(self, pieces: Sequence[Piece], most_tokens: int, packed: bool, mesh: RingMesh) -> Assigned:
+    def assign(
+        self, pieces: Sequence[DocumentPart], most_tokens: int, packed: bool, mesh: RingMesh
+    ) -> Assigned:
         """Return this rank's part of a batch."""
         lengths = tuple(piece.stop - piece.start for piece in pieces)
         if self.times is None or mesh.ring_size == 1:
@@ -344,33 +346,33 @@ class AssignedBatches:
             pieces = [piece for index in indices for piece in self._pieces(index)]
             yield [session.dynamic.assign(pieces, self._most_tokens, self._packed, session.mesh)]
 
-    def _pieces(self, index: int) -> Sequence[Piece]:
+    def _pieces(self, index: int) -> Sequence[DocumentPart]:
         if self._rows is not None:
-            pieces: Sequence[Piece] = self._rows[index]
+            pieces: Sequence[DocumentPart] = self._rows[index]
             return pieces
-        return [Piece(index, 0, int(self._lengths[index]), 0)]
+        return [DocumentPart(index, 0, int(self._lengths[index]), 0)]
 
 
-class AssignedSamples(Dataset[tuple[Assigned, list[Sample]]]):
+class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
     """Read the samples of what was assigned; `dataset` may hold packed rows, of which pieces are read."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, assigned: Assigned) -> tuple[Assigned, list[Sample]]:
+    def __getitem__(self, assigned: Assigned) -> tuple[Assigned, list[Mapping[str, Any]]]:
         return assigned, [self._read(piece) for piece in assigned.pieces]
 
-    def _read(self, piece: Piece) -> Sample:
+    def _read(self, piece: DocumentPart) -> Mapping[str, Any]:
         packed = isinstance(self.dataset, PackedRows)
         documents = self.dataset.documents if packed else self.dataset
         if not packed and not is_sliced(documents):
-            whole: Sample = documents[piece.document]
+            whole: Mapping[str, Any] = documents[piece.document]
             return whole
         found = dict(part_of(documents, piece.document, piece.start, piece.stop))
         return {"labels": found["input_ids"]} | found
 
 
-def joined(assigned: Assigned, samples: Sequence[Sample], packed: bool) -> Batch:
+def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: bool) -> Batch:
     """Return the samples of a ring as one batch: a packed row [1, N], or padded rows [B, T].
 
     Raises:
@@ -394,7 +396,7 @@ def joined(assigned: Assigned, samples: Sequence[Sample], packed: bool) -> Batch
     return batch | {DOCUMENT_IDS: torch.cat(ids)[None]}
 
 
-def _checked(piece: Piece, sample: Sample) -> dict[str, Tensor]:
+def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor]:
     tensors = {key: torch.as_tensor(value) for key, value in sample.items()}
     tokens = piece.stop - piece.start
     for key, tensor in tensors.items():
@@ -454,11 +456,9 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
     )
 
 
-# Tell from the spans of ring passes how long hops take by the link over which their payload comes.
-#
-# What is measured is the time of a whole hop (send, compute, wait) on the receiving rank and the part of it
-# that was spent waiting: a link that is slower than computing shows in both. The host's clock sees it where
-# the host waits; on a GPU the stream does, and nothing is known here.
+# Time of hops by link, from the spans of ring passes on the receiving rank. A link that is slower than
+# computing shows in the whole hop and in the wait. On a GPU the stream waits, and the host sees nothing.
+
 
 @dataclass
 class _Link:

@@ -151,10 +151,8 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             )
 
 
-# Support an engine without an optimizer: forward passes at every ZeRO stage, clear errors for the rest.
-#
-# Owns what DeepSpeed 0.19.8 cannot do there by itself: ZeRO 1 and 2 refuse to start (they shard an
-# optimizer's state, and there is none), ZeRO 3 has no checkpoints, and a backward pass fails an assertion.
+# An engine without an optimizer: DeepSpeed 0.19.8 does not start at ZeRO 1 and 2, has no checkpoints at ZeRO
+# 3, and fails an assertion in a backward pass.
 
 log = logging.getLogger(__name__)
 

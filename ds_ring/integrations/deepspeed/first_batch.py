@@ -34,12 +34,9 @@ from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.layout import make_layout
 
-# Compare two runs of one model: every layer's output, the logits, the loss and every gradient.
-#
-# Owns what is recorded of a run, how an error is measured, and how much of it rounding explains. Knows
-# nothing of rings: a run is handed in with whole tensors. Shapes: B samples, T tokens.
+# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
 
-Kind = Literal["layer", "logits", "loss", "gradient"]
+ComparedKind = Literal["layer", "logits", "loss", "gradient"]
 
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
@@ -67,7 +64,7 @@ class Tolerance:
             torch.bfloat16: cls(1e-1, 2e-2, 2e-1),
         }[dtype]
 
-    def allows(self, kind: Kind) -> float:
+    def allows(self, kind: ComparedKind) -> float:
         """Return the largest relative error for what is compared."""
         return {"gradient": self.gradients, "loss": self.loss}.get(kind, self.outputs)
 
@@ -75,7 +72,7 @@ class Tolerance:
 class Difference(NamedTuple):
     """Hold one comparison: `name` is a layer's or a parameter's, `error` is relative."""
 
-    kind: Kind
+    kind: ComparedKind
     name: str
     error: float
 
@@ -174,10 +171,6 @@ def _finite(error: float) -> float:
 
 
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
-#
-# Owns what is recorded of a step and how it is gathered; first_batch.py compares it.
-#
-# Shapes: B samples, T tokens, S local tokens.
 
 
 class Attended(NamedTuple):
@@ -267,10 +260,7 @@ def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
     gradients[name] = gradient.detach()
 
 
-# Copy a model for one rank to run by itself, to compare the ring with.
-#
-# Owns what of a model can be copied before DeepSpeed and the ring change it, its weights later, and which
-# attention and arguments it gets. See [Note: one process] in first_batch.py.
+# Copy a model for one rank ([Note: one process]).
 
 
 def refuse_dropout(model: nn.Module) -> None:

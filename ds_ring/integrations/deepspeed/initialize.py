@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
 
-Source = str | dict[str, Any]
+ConfigSource = str | dict[str, Any]
 
 
 def initialize(
@@ -70,9 +70,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
-    config: Source | None = None,
+    config: ConfigSource | None = None,
     mesh_param: Any = None,
-    config_params: Source | None = None,
+    config_params: ConfigSource | None = None,
 ) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
     """Call deepspeed.initialize with the ring that the "ring_attention" section of the JSON describes.
 
@@ -147,7 +147,7 @@ def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _configurations(
-    source: Source, model: torch.nn.Module | None, optimizer: object, scheduler: object
+    source: ConfigSource, model: torch.nn.Module | None, optimizer: object, scheduler: object
 ) -> tuple[RingConfig, dict[str, Any]]:
     """Return our section and DeepSpeed's part of the JSON, after all refusals that need no rank."""
     assert model is not None
@@ -182,7 +182,9 @@ def _uses_transformers() -> bool:
     return "transformers" in sys.modules
 
 
-def _config_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+def _config_source(
+    args: Any, config: ConfigSource | None, config_params: ConfigSource | None
+) -> ConfigSource:
     """Return the one DeepSpeed configuration among the three places that deepspeed.initialize reads."""
     places = {
         "config": config,

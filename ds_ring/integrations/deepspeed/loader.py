@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,6 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, part_of
 from ds_ring.integrations.deepspeed.sample_order import BatchTurns, DrawnBatches, SampleOrder, position_in
-
-if TYPE_CHECKING:
-    pass
-
 
 Cut = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 Order = SampleOrder | BatchTurns | DrawnBatches
@@ -202,9 +198,7 @@ def _end_with(rank_pid: int, also: Callable[[int], object] | None, worker: int) 
         also(worker)
 
 
-# Read of a batch only the tokens that this rank keeps, where the data set gives slices of its samples.
-#
-# Owns the stand-in batch that is sharded in place of tokens, and the reading of what came out. Knows no ring.
+# Read only the tokens that this rank keeps, where the data set gives slices of its samples.
 
 _MOST_TOKENS = 2**31  # of a sample; a code is its index and a position
 

@@ -77,11 +77,8 @@ def world_sum(total: Tensor, mesh: RingMesh) -> Tensor:
     return total
 
 
-# Sum over the ranks that share a sequence, with its gradient: `ds_ring::sequence_sum`.
-#
-# Owns the operator, so that eager and compiled models use the same one. It is for values of the whole
-# sequence from which every rank computes the same loss term: for example the token counts of a router, or the
-# hidden state of the one token that a classification head reads. Attention does not use it.
+# Sum over the ranks that share a sequence, with its gradient: for values of the whole sequence from which
+# every rank computes the same term of the loss (the token counts of a router). Attention does not use it.
 
 _handles = itertools.count()
 _numbers: weakref.WeakKeyDictionary[RingMesh, int] = weakref.WeakKeyDictionary()

@@ -108,9 +108,13 @@ def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
 
 def figures(spans: Sequence[Span]) -> list[float]:
     """Return this rank's values of the first EVENTS over the spans of a step; 0 where there were none."""
+    hop_s = []
+    for phase in ("forward", "backward"):
+        of_phase = [one for one in spans if one.phase == phase]
+        hop_s.append(_seconds(of_phase) / max(sum(one.what == "compute" for one in of_phase), 1))
     waited = _seconds(one for one in spans if one.what == "wait")
     return [
-        *(_hop_seconds([one for one in spans if one.phase == phase]) for phase in ("forward", "backward")),
+        *hop_s,
         waited / max(_seconds(spans), 1e-12),
         waited,
         float(sum(one.batch.bytes_sent for one in spans if one.what == "send")),
@@ -121,10 +125,6 @@ def figures(spans: Sequence[Span]) -> list[float]:
 
 def _seconds(spans: Any) -> float:
     return float(sum(one.end_ns - one.start_ns for one in spans)) / 1e9
-
-
-def _hop_seconds(spans: Sequence[Span]) -> float:
-    return _seconds(spans) / max(sum(one.what == "compute" for one in spans), 1)
 
 
 def _of_all_ranks(values: list[float], session: RingSession) -> list[float]:

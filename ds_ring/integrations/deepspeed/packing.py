@@ -128,11 +128,10 @@ def _pairs(documents: Documents) -> int:
     return int((tokens**2).sum())
 
 
-# Pack documents into rows of equal length, read only where somebody asks for their tokens.
-#
-# Owns which document lies where in which row. Rows are made from lengths alone, the same on every rank.
+# Pack documents into rows of equal length, by their lengths alone: the same on every rank.
 
-class Piece(NamedTuple):
+
+class DocumentPart(NamedTuple):
     """Place tokens `start` to `stop` of a document in a row, from its token `at` on."""
 
     document: int
@@ -199,14 +198,14 @@ def part_of(dataset: Any, index: int, start: int, stop: int) -> Mapping[str, Any
     return {name: values[start:stop] for name, values in dataset[index].items()}
 
 
-def _best_fit(lengths: Sequence[int], tokens: int) -> list[list[Piece]]:
+def _best_fit(lengths: Sequence[int], tokens: int) -> list[list[DocumentPart]]:
     """Put each piece, the longest first, where it leaves least room."""
     pieces = [
-        Piece(document, start, min(start + tokens, length), 0)
+        DocumentPart(document, start, min(start + tokens, length), 0)
         for document, length in enumerate(lengths)
         for start in range(0, length, tokens)
     ]
-    rows: list[list[Piece]] = []
+    rows: list[list[DocumentPart]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in np.argsort([piece.start - piece.stop for piece in pieces], kind="stable").tolist():
         piece = pieces[index]

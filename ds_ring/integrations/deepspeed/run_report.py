@@ -37,10 +37,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.replaced_file import replace_text
 from ds_ring.runtime.trace import Trace
 
-# Keep the course of a run in one file: a line for each optimizer step, thinned out where it grows long.
-#
-# Owns `history.jsonl` of an attempt's folder, which rank 0 writes and the status page draws. Knows neither
-# torch nor DeepSpeed.
+# The course of a run: `history.jsonl`, which rank 0 writes and the status page draws.
 
 FILE = "history.jsonl"
 MOST_LINES = 4000  # some 500 KB
@@ -135,7 +132,7 @@ def _finish_reports() -> None:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _EndedStep:
     """Hold what is known of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
 
     number: int
@@ -157,7 +154,7 @@ class _Report:
         self._began = False  # its first forward pass
         self._tokens: float | None = 0.0  # of its batches
         self._loss_before: Tensor | None = None  # the one that was known when it began
-        self._last: _Step | None = None  # what is not written, or not as a whole
+        self._last: _EndedStep | None = None  # what is not written, or not as a whole
         self._awaits_loss = False
         self._written_s = self._timed_s = -math.inf
         self._links: list[dict[str, Any]] = []
@@ -195,7 +192,7 @@ class _Report:
         now_s = time.monotonic()
         self._end_timing(now_s)
         seconds = 0.0 if self._started_s is None else now_s - self._started_s
-        self._last = _Step(number, time.time(), seconds, self._tokens, None)
+        self._last = _EndedStep(number, time.time(), seconds, self._tokens, None)
         self._take_loss()
         self._began, self._started_s, self._tokens, self._awaits_loss = False, now_s, 0.0, False
         if now_s - self._written_s >= _LEAST_SECONDS:
@@ -240,7 +237,7 @@ class _Report:
             if self._history is not None:
                 self._history.add({name: figures[name] for name in _IN_HISTORY})
 
-    def _figures(self, step: _Step) -> dict[str, Any]:
+    def _figures(self, step: _EndedStep) -> dict[str, Any]:
         """Return what `launcher/run/run_folder.py` documents."""
         rate = None if step.tokens is None or step.seconds <= 0 else step.tokens / step.seconds
         return {
@@ -271,10 +268,7 @@ def _write(path: Path, figures: dict[str, Any]) -> None:
         pass
 
 
-# Read how many ranks share a node, as the engine that started the job says it.
-#
-# Nothing else knows: torch.distributed numbers ranks and not nodes. torchrun sets LOCAL_WORLD_SIZE,
-# DeepSpeed's launcher LOCAL_SIZE. What follows for the order of hops stands in `schedule/rank_plan.py`.
+# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
 
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 

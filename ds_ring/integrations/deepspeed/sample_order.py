@@ -29,8 +29,8 @@ _GROUPED = (
 class SampleOrder:
     """Yield the batches of indices of one replica; a batch sampler.
 
-    Without `lengths` it is torch's `DistributedSampler` cut into batches. With them, a batch of all replicas
-    has samples of similar length.
+    Without `lengths` it gives the samples of torch's `DistributedSampler`, which has neither a position to
+    resume from nor groups by length. With `lengths`, a batch of all replicas has samples of similar length.
 
     Attributes:
         epoch: gives another order, the same on all ranks.

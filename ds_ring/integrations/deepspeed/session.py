@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -72,11 +73,7 @@ from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.layout import Layout
 
-# Hear that this job is to end soon, and agree on the step after which it does.
-#
-# Owns the handlers of SIGTERM and SIGUSR1 (Slurm's `--signal=USR1@120`), and one small sum over the world for
-# each step. What a script does then is its own: save a checkpoint, and leave with `PREEMPTED`, which
-# `ds-ring launch` takes for an attempt that has not failed.
+# Signals that ask the job to end (Slurm's `--signal=USR1@120`).
 
 __all__ = ["PREEMPTED", "StopRequest"]
 
@@ -361,9 +358,7 @@ class RingSession:
         return self._cutter.layout_for(tokens, mesh, groups)
 
 
-# Build the loader of a session: whole samples, slices of them, packed rows, or samples for smaller rings.
-#
-# Owns which of these a data set is read by, and what does not go together.
+# The loader of a session: whole samples, slices of them, packed rows, or samples for smaller rings.
 
 _SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is smaller
 
@@ -468,18 +463,13 @@ def _dynamic_loader(
     most = given.most_tokens or -(-round(_SLACK * given.batch_size * row) // session.mesh.ring_size)
     batches = AssignedBatches(order, dataset, lengths or (), most, packed, session)
     whole = ordered_loader(
-        AssignedSamples(dataset), batches, num_workers=given.num_workers, collate_fn=_only_one
+        AssignedSamples(dataset), batches, num_workers=given.num_workers, collate_fn=itemgetter(0)
     )
 
     def shard(read: Any) -> Batch:
         return session.shard_assigned(*read)
 
     return RingLoader(whole, shard, order)
-
-
-def _only_one(read: Sequence[Any]) -> Any:
-    """Return the one item of a batch: all that was assigned, read together."""
-    return read[0]
 
 
 def _shard_slices(session: RingSession, dataset: Any, indices: Any) -> Batch:

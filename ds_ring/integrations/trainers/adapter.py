@@ -6,42 +6,42 @@ accelerate makes the object. accelerate.py and transformers.py have what is put 
 
 from __future__ import annotations
 
-from ds_ring.integrations.adapter import Row, Table
+from ds_ring.integrations.adapter import Patch, PatchTable
 
-ACCELERATE = Table(
+ACCELERATE = PatchTable(
     "accelerate",
     ">=1.15",
     [
-        Row(
+        Patch(
             "accelerate.Accelerator.__init__", "at_enable", "wrapped", "ring",
             "puts every Accelerator on a ring; raises without DeepSpeed and our section",
         ),
-        Row(
+        Patch(
             "accelerate.state.PartialState._prepare_backend", "at_enable", "wrapped", "backend",
             "accelerate 1.15 knows DeepSpeed on accelerators only: gloo on CPUs",
         ),
-        Row(
+        Patch(
             "accelerator.dataloader_config.dispatch_batches", "around_init", "set", "own samples",
             "each rank reads its samples",
         ),
-        Row(
+        Patch(
             "accelerator.sequence_ranks", "around_init", "added", "sequence ranks",
             "the ranks of one sequence",
         ),
-        Row(
+        Patch(
             "accelerator.__class__", "around_init", "set", "replicas",
             "num_processes, process_index, prepare_data_loader, gather, gather_for_metrics, reduce and"
             " _prepare_deepspeed count data replicas",
         ),
-        Row(
+        Patch(
             "sampler.generator", "in_loader", "set", "one order",
             "one order on all ranks", when="it has none and there is one replica",
         ),
-        Row(
+        Patch(
             "scheduler.replicas", "at_initialize", "added", "number of replicas",
             "the steps of one call of step",
         ),
-        Row(
+        Patch(
             "scheduler.__class__", "at_initialize", "set", "scheduler", "steps once for each replica",
         ),
     ],
@@ -53,20 +53,20 @@ ACCELERATE = Table(
     },
 )  # fmt: skip
 
-TRAINER = Table(
+TRAINER = PatchTable(
     "transformers",
     ">=5",
     [
-        Row(
+        Patch(
             "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.trainer_config_process",
             "at_enable", "wrapped", "JSON of Trainer",
             "train_batch_size is by replicas; refuses TRL's methods that sample",
         ),
-        Row(
+        Patch(
             "transformers.trainer.Trainer.get_total_train_batch_size", "at_enable", "wrapped", "batch size",
             "divides by the ranks of a sequence", when="transformers.trainer is imported",
         ),
-        Row(
+        Patch(
             "transformers.trainer.Trainer.prediction_step", "at_enable", "wrapped", "only the loss",
             "an evaluation that reads nothing but the loss gathers no logits",
             when="transformers.trainer is imported",

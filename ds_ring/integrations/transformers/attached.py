@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
-from ds_ring.integrations.adapter import Change, paused
+from ds_ring.integrations.adapter import AppliedPatch, paused
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.loss import shared_scale
@@ -68,7 +68,7 @@ class Attached:
     # backend reads them.
     rewritten: bool
     own: dict[PreTrainedModel, str]  # own attention of each model inside, outermost first
-    changes: list[Change] = field(default_factory=list)  # of model.py's table
+    changes: list[AppliedPatch] = field(default_factory=list)  # of model.py's table
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -135,10 +135,10 @@ class Attached:
         needs.number_tokens = numbering_of(model) or needs.number_tokens
         needs.slots = needs.slots or pools
 
-    def _put_on_part(self, module: nn.Module, numbering: NumberingCheck | None) -> list[Change]:
+    def _put_on_part(self, module: nn.Module, numbering: NumberingCheck | None) -> list[AppliedPatch]:
         """Apply the rows of a module inside the model."""
         takes_positions = "position_ids" in inspect.signature(module.forward).parameters
-        changes: list[Change] = []
+        changes: list[AppliedPatch] = []
         if numbering is not None and module is not self.model and takes_positions:
             changes = TABLE.apply({"numbering.part": numbering.part}, self.session, part=module)
             numbering.changes += changes

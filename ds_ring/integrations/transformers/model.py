@@ -7,141 +7,141 @@ transformers is imported.
 
 from __future__ import annotations
 
-from ds_ring.integrations.adapter import Row, Table
+from ds_ring.integrations.adapter import Patch, PatchTable
 
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
-TABLE = Table(
+TABLE = PatchTable(
     "transformers",
     ">=5",
     [
-        Row(
+        Patch(
             "loader.exec_module", "at_import", "wrapped", "name.import",
             "registers the name without importing transformers",
             when="transformers was not imported before ds_ring",
         ),
-        Row(
+        Patch(
             f"{_PRETRAINED}.get_correct_attn_implementation", "around_init", "wrapped", "name",
             "a class that does not support the name raises RingConfigError (Falcon's was a KeyError)",
         ),
-        Row(
+        Patch(
             "transformers.AttentionInterface", "at_import", "registered", "attention function",
             'attn_implementation="ds_ring"',
         ),
-        Row(
+        Patch(
             "transformers.AttentionMaskInterface", "at_import", "registered", "mask function",
             'attn_implementation="ds_ring"',
         ),
-        Row(
+        Patch(
             "model.set_attn_implementation", "at_initialize", "registered", "attention",
             "every model inside the model gets the name; image encoders keep their own attention",
         ),
-        Row(
+        Patch(
             "layer.forward", "around_forward", "replaced", "tiled layers",
             "calls the original tile by tile; MLPs also get deepspeed.utils.set_z3_leaf_module",
             when="long_sequence.tiled_mlp",
         ),
-        Row(
+        Patch(
             "head.forward", "around_forward", "replaced", "tiled loss",
             "returns deferred logits", when="long_sequence.tiled_loss",
         ),
-        Row(
+        Patch(
             "model.loss_function", "around_loss", "replaced", "tiled loss",
             "computes the loss of deferred logits, calls the original for others",
             when="long_sequence.tiled_loss",
         ),
-        Row(
+        Patch(
             "model.loss_function", "around_loss", "replaced", "loss guard",
             "calls the function before it; refuses a mean over local tokens and labels that are not shifted",
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "generation",
             "cuts the prompt, so that the other hooks get this rank's tokens", options=("prepend",),
         ),
-        Row(
+        Patch(
             "generator.generate", "around_generate", "replaced", "generation",
             "calls the original with the ring's cache, compares the arguments of the ranks",
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "tiled loss",
             "finds out whether the forward pass computes a loss", when="long_sequence.tiled_loss",
         ),
-        Row(
+        Patch(
             "model", "after_forward", "hook", "tiled loss",
             "returns to plain logits", when="long_sequence.tiled_loss", options=("always_call",),
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "offloaded checkpoints",
             "checkpointing may have been switched on anew", when="long_sequence.offload_checkpoints",
         ),
-        Row(
+        Patch(
             "checkpointed._gradient_checkpointing_func", "around_forward", "replaced",
             "offloaded checkpoints.layers",
             "calls the original under torch's saved_tensors_hooks, which keep tensors on the host",
             when="long_sequence.offload_checkpoints",
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "numbering",
             "notes the position ids of the first forward pass, then removes itself",
         ),
-        Row("model", "after_forward", "hook", "numbering", "removes the hooks of the numbering check"),
-        Row(
+        Patch("model", "after_forward", "hook", "numbering", "removes the hooks of the numbering check"),
+        Patch(
             "part", "before_forward", "hook", "numbering.part",
             "refuses a model that numbers its tokens by itself, in the first forward pass",
         ),
-        Row(
+        Patch(
             "part", "before_forward", "hook", "rotary length",
             "appends the greatest position of the batch", when="the rotary embedding depends on the length",
         ),
-        Row(
+        Patch(
             "part", "after_forward", "hook", "rotary length",
             "removes the row of that position", when="the rotary embedding depends on the length",
         ),
-        Row(
+        Patch(
             "scaling", "before_forward", "hook", "query scale",
             "switches the layer's own scaling off", when="attn_temperature_tuning (Llama 4)",
         ),
-        Row(
+        Patch(
             "scaling.attn_temperature_tuning", "around_forward", "set", "query scale.off",
             "the layer would scale by local positions", when="attn_temperature_tuning (Llama 4)",
         ),
-        Row(
+        Patch(
             "q_proj", "after_forward", "hook", "query scale",
             "scales queries by global positions", when="attn_temperature_tuning (Llama 4)",
         ),
-        Row(
+        Patch(
             "scaling", "after_forward", "hook", "query scale",
             "switches the layer's own scaling on, also after an error",
             when="attn_temperature_tuning (Llama 4)",
             options=("always_call",),
         ),
-        Row(
+        Patch(
             "base", "before_forward", "hook", "images",
             "gives the features of this rank's image tokens", when="the model takes images",
         ),
-        Row(
+        Patch(
             "model", "after_forward", "hook", "router loss",
             "replaces the load balancing loss by that of all tokens",
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "pooled token",
             "notes the token ids", when="GenericForSequenceClassification",
         ),
-        Row(
+        Patch(
             "score", "after_forward", "hook", "pooled token",
             "gives every rank the logits of the last token", when="GenericForSequenceClassification",
         ),
-        Row(
+        Patch(
             "model", "before_forward", "hook", "sharding",
             "checks the call, passes use_cache=False and the batch's sharding",
         ),
-        Row("model", "after_forward", "hook", "sharding", "checks the output and its loss"),
-        Row(
+        Patch("model", "after_forward", "hook", "sharding", "checks the output and its loss"),
+        Patch(
             "config._attn_implementation", "around_off", "set", "attention.off",
             "engine.ring.off(): the model's own attention; its hooks are removed meanwhile",
         ),
-        Row("model.loss_function", "around_off", "set", "loss guard.off", "engine.ring.off()"),
-        Row("generator.generate", "around_off", "set", "generation.off", "engine.ring.off()"),
+        Patch("model.loss_function", "around_off", "set", "loss guard.off", "engine.ring.off()"),
+        Patch("generator.generate", "around_off", "set", "generation.off", "engine.ring.off()"),
     ],
     classes={
         "loader": "",

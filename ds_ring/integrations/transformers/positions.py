@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.adapter import Change, undo
+from ds_ring.integrations.adapter import AppliedPatch, undo
 from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
@@ -72,7 +72,7 @@ class NumberingCheck:
 
     model: SimpleNamespace
     part: SimpleNamespace
-    changes: list[Change]
+    changes: list[AppliedPatch]
 
 
 def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
@@ -80,7 +80,7 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
     given: list[Tensor] = []
-    changes: list[Change] = []
+    changes: list[AppliedPatch] = []
     signature = inspect.signature(model.forward)
 
     def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ class QueryScale:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._sharding: BatchSharding | None = None
-        self._off: list[Change] = []
+        self._off: list[AppliedPatch] = []
 
     @staticmethod
     def is_needed(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations import adapter
-from ds_ring.integrations.adapter import Row, Table, describe, undo
+from ds_ring.integrations.adapter import Patch, PatchTable, describe, undo
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 
@@ -24,11 +24,11 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_target_exists_in_the_installed_packages() -> None:
     DEEPSPEED.check()
     for lost in ("engine.stepped", "engine.checkpoint_engine.saved", "deepspeed.initialise"):
-        row = Row(lost, "around_step", "wrapped", "one", "a renamed target")
+        row = Patch(lost, "around_step", "wrapped", "one", "a renamed target")
         with pytest.raises(
             RingConfigError, match=f"{lost}: expected it in deepspeed >=0.19.8,<0.20, got deepspeed"
         ):
-            Table("deepspeed", DEEPSPEED.versions, (*DEEPSPEED.rows, row), DEEPSPEED.classes).check()
+            PatchTable("deepspeed", DEEPSPEED.versions, (*DEEPSPEED.rows, row), DEEPSPEED.classes).check()
 
 
 def part(said: list[str], word: str) -> Any:
@@ -42,19 +42,19 @@ def part(said: list[str], word: str) -> Any:
     return SimpleNamespace(around_forward=around, before_forward=hook, after_forward=hook, at_enable={})
 
 
-def table(*rows: Row) -> Table:
-    return Table("torch", ">=2", rows, {"model": "torch.nn.Module", "any": ""})
+def table(*rows: Patch) -> PatchTable:
+    return PatchTable("torch", ">=2", rows, {"model": "torch.nn.Module", "any": ""})
 
 
 @pytest.mark.usefixtures("tables")
 def test_rows_run_in_the_order_of_the_table_and_are_taken_back() -> None:
     made = table(
-        Row("model.forward", "around_forward", "wrapped", "inner", "a"),
-        Row("model", "before_forward", "hook", "second", "b"),
-        Row("model", "before_forward", "hook", "first", "b", options=("prepend",)),
-        Row("model", "after_forward", "hook", "second", "b"),
-        Row("model.forward", "around_forward", "wrapped", "outer", "c", when="asked"),
-        Row("any", "before_forward", "hook", "inner", "an object that is not given"),
+        Patch("model.forward", "around_forward", "wrapped", "inner", "a"),
+        Patch("model", "before_forward", "hook", "second", "b"),
+        Patch("model", "before_forward", "hook", "first", "b", options=("prepend",)),
+        Patch("model", "after_forward", "hook", "second", "b"),
+        Patch("model.forward", "around_forward", "wrapped", "outer", "c", when="asked"),
+        Patch("any", "before_forward", "hook", "inner", "an object that is not given"),
     )
     model, said, subject = torch.nn.Identity(), list[str](), torch.nn.Identity()
     features = {name: part(said, name) for name in ("outer", "second", "first", "inner")}
@@ -71,8 +71,8 @@ def test_rows_run_in_the_order_of_the_table_and_are_taken_back() -> None:
 @pytest.mark.usefixtures("tables")
 def test_a_row_without_its_target_is_one_error_that_names_it_and_changes_nothing() -> None:
     rows = (
-        Row("model.forward", "around_forward", "wrapped", "one", "a"),
-        Row("model.forwards", "around_forward", "wrapped", "one", "a renamed method"),
+        Patch("model.forward", "around_forward", "wrapped", "one", "a"),
+        Patch("model.forwards", "around_forward", "wrapped", "one", "a renamed method"),
     )
     model = torch.nn.Identity()
     with pytest.raises(
@@ -84,14 +84,14 @@ def test_a_row_without_its_target_is_one_error_that_names_it_and_changes_nothing
         table(*rows).check()
     for lost in ("torch.no_such_function", "torch.no_such_module.load", "no_such_package.load"):
         with pytest.raises(RingConfigError, match=lost):
-            table(Row(lost, "at_enable", "set", "one", "b")).check()
-    table(rows[0], Row("model.training", "at_enable", "set", "one", "assigned by __init__")).check()
-    table(Row("torch.gone", "at_enable", "set", "one", "b", versions="<2")).check()  # of other versions
+            table(Patch(lost, "at_enable", "set", "one", "b")).check()
+    table(rows[0], Patch("model.training", "at_enable", "set", "one", "assigned by __init__")).check()
+    table(Patch("torch.gone", "at_enable", "set", "one", "b", versions="<2")).check()  # of other versions
 
 
 @pytest.mark.usefixtures("tables")
 def test_a_function_of_a_module_is_replaced_inside_the_context_only() -> None:
-    before, rows = torch.load, (Row("torch.load", "around_load", "replaced", "one", "a"),)
+    before, rows = torch.load, (Patch("torch.load", "around_load", "replaced", "one", "a"),)
     with table(*rows).applied({"one": SimpleNamespace(around_load=len)}):
         assert torch.load is len
     assert torch.load is before

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ds_ring.config.section import RingConfig
-from ds_ring.integrations.deepspeed.dynamic_ring import ModelSizes, Rates, SampleTimes
+from ds_ring.integrations.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.runtime.kernels import get_kernel
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
-RATES = Rates(
+RATES = MeasuredRates(
     kernel_flops=(4e9, 2e9), tile_s=(0.0, 0.0), product_flops=1e10, link_bytes_per_s=1e9, hop_s=1e-3
 )
 
 
-def times_on(rates: Rates = RATES, **section: object) -> SampleTimes:
+def times_on(rates: MeasuredRates = RATES, **section: object) -> SampleTimes:
     config = RingConfig.from_deepspeed({"ring_attention": {"ring_size": 4, "dynamic_ring": True, **section}})
     # The reference kernel executes each pair of a tile's rectangle: what it takes is plain arithmetic.
     return SampleTimes(SIZES, config, get_kernel("reference", "cpu"), rates, ("cpu", 4))
