@@ -27,6 +27,7 @@ PATTERNS: dict[str, Pattern] = {
     "not nested": Dilated((60, 210), (3, 5)),
     "causal": Causal(),
     "window": SlidingWindow(300),
+    "dilated window": Dilated((2048,), (3,), False) & SlidingWindow(300),
     "documents": Documents(document_ids(TOKENS, 200)) & Causal(),
 }
 NAMES = ("out", "lse", "dq", "dk", "dv")
