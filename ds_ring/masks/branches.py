@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_ring.masks.partitions import ALL, NO_LABEL, Partition, Primitive, Residue, labelled
-from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask
+from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask, repeat_rows
 
 LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 
@@ -98,7 +98,7 @@ class Branch:
         return both[:split], both[split:]
 
 
-def alike(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
+def equal_labels(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBOUNDED) -> Branch:
     """Return the branch of all pairs to which one primitive gives the same label, within a band."""
     return Branch(labelled(primitive), labelled(primitive), least, most)
 
@@ -172,7 +172,11 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
             _is_told_by_range(branch, other) for other in kept if overlapping((branch,), (other,)).any()
         ):
             return None
-        kept = [piece for other in kept for piece in _without(other, branch)] + [branch]
+        kept = [
+            part
+            for other in kept
+            for part in (subtract(other, branch) if overlapping((other,), (branch,)).any() else [other])
+        ] + [branch]
     return tuple(kept)
 
 
@@ -180,10 +184,6 @@ def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
     # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
-
-
-def _without(whole: Branch, taken: Branch) -> list[Branch]:
-    return subtract(whole, taken) if overlapping((whole,), (taken,)).any() else [whole]
 
 
 def subtract(whole: Branch, taken: Branch) -> list[Branch]:
@@ -210,12 +210,6 @@ def _clip(partition: Partition, first: int, end: int) -> Partition:
     return replace(partition, first=max(partition.first, first), end=min(partition.end, end))
 
 
-# Find the pairs of runs that may attend to each other, before rectangles are made of all pairs.
-#
-# A run is an arithmetic progression of tokens. In the residue layout a shard has one run for every residue of
-# every window, and nearly all pairs of runs differ in residue or segment. Without this filter, the number of
-# rectangles of two shards, and the time to plan, would grow with the square of the number of runs.
-
 MANY_PAIRS = 4096  # filter if there are at least this many pairs of runs
 Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
 
@@ -223,14 +217,17 @@ Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in t
 def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
     """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
 
-    A pair is left out only if every branch has a dilation that gives no two of its tokens the same label.
+    A pair is left out only if every branch has a dilation that gives no two of its tokens the same label. In
+    the residue layout a shard has one run for every residue of every window, and nearly all pairs of runs
+    differ in residue or segment: without this filter, the number of rectangles of two shards, and the time to
+    plan, would grow with the square of the number of runs.
     """
     count = len(q_runs) * len(k_runs)
     if count <= MANY_PAIRS:
         return None
-    dilations = {_dilation_of(branch) for branch in branches}
     found: list[IntArray] = []
-    for dilation in dilations:
+    dilated = ([a for a, b in branch.labels_of if isinstance(a, Residue) and a == b] for branch in branches)
+    for dilation in {one[0] if one else None for one in dilated}:
         if dilation is None:
             return None
         (q, q_segment), (k, k_segment) = (_reached(dilation, runs) for runs in (q_runs, k_runs))
@@ -239,18 +236,10 @@ def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pai
         matches = bounds[1] - bounds[0]
         if sum(map(len, found)) + int(matches.sum()) > count:
             return None
-        row = np.repeat(np.arange(len(q)), matches)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(matches) - matches, matches)
+        row, within = repeat_rows(matches)
         found.append(q[row] * len(k_runs) + k[order[bounds[0][row] + within]])
     joined = np.unique(np.concatenate(found))
     return joined // len(k_runs), joined % len(k_runs)
-
-
-def _dilation_of(branch: Branch) -> Residue | None:
-    """Return a dilation that labels both sides of a branch; None if there is none."""
-    return next(
-        (ours for ours, theirs in branch.labels_of if isinstance(ours, Residue) and ours == theirs), None
-    )
 
 
 def _reached(dilation: Residue, runs: IntArray) -> Pairs:
@@ -264,7 +253,5 @@ def _reached(dilation: Residue, runs: IntArray) -> Pairs:
     else:
         rows = np.arange(len(runs))
     first = start[rows] // w
-    counts = last[rows] // w - first + 1
-    row = np.repeat(np.arange(len(rows)), counts)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row, within = repeat_rows(last[rows] // w - first + 1)
     return rows[row], first[row] + within

@@ -20,7 +20,7 @@ import numpy as np
 
 from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import RingPatternError, shown
-from ds_ring.masks.branches import Branch, alike, overlapping
+from ds_ring.masks.branches import Branch, equal_labels, overlapping
 from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED, IntArray
@@ -102,7 +102,7 @@ class DilatedWindow(Pattern):
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
         # the remainder picks every `rate`-th position, the band how many of them
-        return (alike(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
+        return (equal_labels(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Chunked(Pattern):
         true_or_false(self.causal, "Chunked: causal", RingPatternError)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (alike(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
+        return (equal_labels(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Documents(Pattern):
         return Table(self.starts, self.ids, self.tokens)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (alike(self._table),)
+        return (equal_labels(self._table),)
 
     def __str__(self) -> str:
         # tuples of ints have the same hash in every process, and ranks compare this text
@@ -382,7 +382,7 @@ class Dilated(Pattern):
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
         numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
-        return tuple(alike(Residue(w, r, o), least) for w, r, o in numbers)
+        return tuple(equal_labels(Residue(w, r, o), least) for w, r, o in numbers)
 
     def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
         """Return o(h, i) of every branch."""

@@ -99,7 +99,10 @@ def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mi
             f"the model is {'' if said.is_causal else 'not '}causal, the pattern {given} is"
             f" {'' if given.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
         )
-    narrow = [part for part in said.conjuncts if _hides(part, tokens)]
+    widths = [
+        (part, getattr(part, "window", None) or getattr(part, "chunk", None)) for part in said.conjuncts
+    ]
+    narrow = [part for part, width in widths if width is not None and width < tokens]
     plain = all(isinstance(part, Causal | Full | Documents) for part in given.conjuncts)
     if not narrow:
         if mixed and not plain and not named:
@@ -121,12 +124,6 @@ def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mi
     )
 
 
-def _hides(part: Pattern, tokens: int) -> bool:
-    """Return whether a part of the model's pattern masks anything in a sequence of this length."""
-    width = getattr(part, "window", None) or getattr(part, "chunk", None)
-    return width is not None and width < tokens
-
-
 def covers(given: Pattern, part: Pattern) -> bool:
     """Return whether the JSON's pattern includes the model's window or chunk."""
     if isinstance(part, SlidingWindow):
@@ -135,11 +132,11 @@ def covers(given: Pattern, part: Pattern) -> bool:
 
 
 def _advice(narrow: list[Pattern], tokens: int) -> str:
-    ways = []
-    for part in narrow:
-        key = "chunk" if isinstance(part, Chunked) else "window"
-        width = getattr(part, key)
-        ways.append(f'write "{key}": {width} in the "pattern" section, or leave it out there')
+    keys = [(part, "chunk" if isinstance(part, Chunked) else "window") for part in narrow]
+    ways = [
+        f'write "{key}": {getattr(part, key)} in the "pattern" section, or leave it out there'
+        for part, key in keys
+    ]
     return (
         "; ".join(dict.fromkeys(ways))
         + ": a layer takes its own from the model. To change the model, set its configuration before it is"

@@ -57,7 +57,7 @@ class Primitive(ABC):
             least, greatest: range of labels of interest in each row; pieces outside it may be left out.
         """
 
-    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         """Return a key of the range start .. start + length - 1 that does not change if its labels do not.
 
         Two ranges of one length with equal keys have the same pairs of equally labelled tokens, relative to
@@ -89,7 +89,7 @@ class Segment(Primitive):
         start = label * self.length
         return Pieces(row, axis.rows(row).between(start, start + self.length), label)
 
-    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         # Inside one segment all tokens have one label, so the start does not matter.
         inside = start // self.length == (start + length - 1) // self.length
         return () if inside else (start % self.length,)
@@ -119,7 +119,7 @@ class Residue(Primitive):
         first = label * self.length + self.offset
         return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
-    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         """Return the start within its segment.
 
         For a range inside one segment, the index of its first token.
@@ -151,7 +151,7 @@ class Remainder(Primitive):
         label = least[row] + which
         return Pieces(row, axis.rows(row).residue(label, self.rate), label)
 
-    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         return ()  # a shift renames the labels; equal ones stay equal
 
 

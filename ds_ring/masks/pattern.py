@@ -256,7 +256,7 @@ class BoundPattern(Pattern):
         found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
 
-    def phase(self, start: int, length: int) -> tuple[Any, ...] | None:
+    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         """Return a key that is equal for ranges of positions with the same mask, up to a shift of positions.
 
         The key says how the mask inside start .. start + length - 1 depends on the absolute position of the
@@ -273,10 +273,10 @@ class BoundPattern(Pattern):
                     found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
             for ours, theirs in branch.labels_of:
                 # Two different primitives may change differently with the start, so no key is known for them.
-                phase = ours.phase(start, length) if ours == theirs else None
-                if phase is None:
+                key = ours.shift_key(start, length) if ours == theirs else None
+                if key is None:
                     return None
-                found.append(phase)
+                found.append(key)
         return tuple(found)
 
 

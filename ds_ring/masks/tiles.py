@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ds_ring.masks.pattern import BoundPattern
 
 
-# Sets of slots as ranges: unite, count, subtract, intersect, locate in a payload. Nothing of attention.
-
 IntArray = np.ndarray
 SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, not touching
 
@@ -36,9 +34,8 @@ def count_slots(ranges: SlotRanges) -> int:
 
 def expand_ranges(ranges: SlotRanges) -> IntArray:
     """Return every slot of a set, ascending; int64 [count]."""
-    lengths = ranges[:, 1] - ranges[:, 0]
-    first = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(first - ranges[:, 0], lengths)
+    row, within = repeat_rows(ranges[:, 1] - ranges[:, 0])
+    return ranges[row, 0] + within
 
 
 def ranges_of_progressions(rows: IntArray) -> SlotRanges:
@@ -130,14 +127,11 @@ def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
     first = np.searchsorted(ends, slots[:, 0], side="right")
     last = np.searchsorted(ends, slots[:, 1] - 1, side="right")
     count = last - first + 1
-    piece = np.repeat(np.arange(len(slots)), count)
-    row = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    piece, within = repeat_rows(count)
+    row = first[piece] + within
     begins = ends[row] - runs[row, 2]
     low, high = np.maximum(slots[piece, 0], begins), np.minimum(slots[piece, 1], ends[row])
     return np.stack([runs[row, 0] + (low - begins) * runs[row, 1], runs[row, 1], high - low], axis=1)
-
-
-# The multiplicity m of a pair (how often it counts), if m varies inside a tile: a function of positions.
 
 
 @dataclass(frozen=True)
@@ -437,8 +431,6 @@ def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
-
-# Masks of single pairs, which only tensors can evaluate, and how kernels call them. Imports no torch.
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
 

@@ -30,22 +30,24 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.blocks import block_intervals, cut_at_blocks
 from ds_ring.masks.partitions import Residue, Table
-from ds_ring.masks.pattern import BoundPattern, QueryHead, Pattern
+from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, IntArray
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
-# Count the pairs that a kernel which computes in blocks executes on each rank of a layout.
-#
+EVEN = 1.05  # an imbalance up to this value counts as even
+SLACK = 1.10  # maximum length of the longest shard over the mean
+PIECES_PER_RANK = (2, 4, 8, 16, 32)
+MOST_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
+COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 # [Note: sampled rows]
-# A rank's work is the sum over its rows of blocks, and rows of a long shard are alike over and over: of more
-# than `ROWS` rows of blocks so many are looked at, at regular distances, and stand for all. Of more than
-# eight ranks the first, the last and one between do. Shards of up to ROWS blocks on up to eight ranks are
-# counted to the block, as `FlexKernel.executed_pairs` does.
-
+# A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
+# So only `ROWS` rows at regular distances are counted, and of more than eight ranks only the first, the last
+# and one in the middle. Smaller cases are counted to the block, as `FlexKernel.executed_pairs` does.
 ROWS = 32
 FEW_RANKS = 8
+_log = logging.getLogger(__name__)
 
 
 def is_dilated(pattern: Pattern) -> bool:
@@ -98,26 +100,18 @@ def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
     return np.stack([start + first * step, step, last - first + 1], axis=1), len(chosen) / rows
 
 
-EVEN = 1.05  # an imbalance up to this value counts as even
-SLACK = 1.10  # maximum length of the longest shard over the mean
-PIECES_PER_RANK = (2, 4, 8, 16, 32)
-MOST_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
-COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
-_log = logging.getLogger(__name__)
-
-
 class Candidate(NamedTuple):
     """A layout with its costs; see [Note: the cost of a layout].
 
     Attributes:
         layout: the layout.
         imbalance: pairs that the fullest rank computes, over the mean of the attended pairs.
-        tokens_sent: per K/V head, in a forward pass, over the sampled shards.
+        tokens_sent: per K/V head, in a forward pass, over the sampled shards; counted for the best ones only.
     """
 
     layout: Layout
     imbalance: float
-    tokens_sent: int
+    tokens_sent: int = 0
 
     def __str__(self) -> str:
         return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
@@ -145,13 +139,6 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
-class Option(NamedTuple):
-    """A layout and its imbalance, before its traffic is known: it is computed only for the best options."""
-
-    layout: Layout
-    imbalance: float
-
-
 def _imbalance(works: list[IntArray]) -> float:
     """Return the imbalance for the work of the ranks, given for each pattern over all of its layers."""
     mean = sum(work.mean() for work in works)
@@ -169,13 +156,13 @@ def tokens_sent(pattern: Pattern, layout: Layout) -> int:
     return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
 
 
-def _best(mix: Mix, options: list[Option], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
+def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
     compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
     rated = [
-        Candidate(*option, sum(layers * tokens_sent(one, option.layout) for one, layers in mix))
+        option._replace(tokens_sent=sum(layers * tokens_sent(one, option.layout) for one, layers in mix))
         for option in compared
     ]
     return min(rated, key=lambda c: c.tokens_sent), rated
@@ -190,7 +177,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
-    options = [Option(layout, imbalance(bound, layout)) for layout in chunks]
+    options = [Candidate(layout, imbalance(bound, layout)) for layout in chunks]
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
@@ -206,17 +193,17 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
     return best.layout
 
 
-def _in_blocks(options: list[Option], mix: Mix, block: int) -> list[Option]:
+def _in_blocks(options: list[Candidate], mix: Mix, block: int) -> list[Candidate]:
     """Return the options with the imbalance of the work in whole blocks."""
     mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
     executed = (
         sum(layers * executed_of_fullest(bound_to_one_head(one), option.layout, block) for one, layers in mix)
         for option in options
     )
-    return [Option(option.layout, found / mean) for option, found in zip(options, executed, strict=True)]
+    return [Candidate(option.layout, found / mean) for option, found in zip(options, executed, strict=True)]
 
 
-def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
+def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
     """Return the residue layouts for a dilated pattern; none for other patterns or too many runs a shard."""
     try:
         shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
@@ -225,7 +212,7 @@ def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
     few = [one for one in shapes if tokens // ring_size <= MOST_RUNS * (one.window // one.moduli[-1])]
     if not few:
         _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MOST_RUNS)
-    return [Option(layout, 1.0) for layout in few]
+    return [Candidate(layout, 1.0) for layout in few]
 
 
 def in_words(mix: Mix) -> str:
@@ -252,7 +239,7 @@ def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> La
     return _best(bound, options)[0].layout
 
 
-def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Option]:
+def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
     """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
     sizes, found = (tokens, ring_size, multiple_of), []
     # at most one piece per token; 0 if there are fewer tokens than ranks
@@ -261,7 +248,7 @@ def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -
         return []
     cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0))
     if cuts is not None:
-        found.append(Option(cuts, imbalance(mix, cuts)))
+        found.append(Candidate(cuts, imbalance(mix, cuts)))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
@@ -271,7 +258,7 @@ def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -
         for deal in (_snake, _nearest):
             owners = deal(np.sum(works, axis=0), ring_size)
             loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
-            found.append(Option(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads)))
+            found.append(Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads)))
         # Refine the pieces only until there are enough even layouts to compare.
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
             break
@@ -339,14 +326,20 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
     shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
     if ring_size == 1:
         return shapes[0]
-    options = [Option(layout, imbalance(mix, layout)) for layout in shapes]
+    options = [Candidate(layout, imbalance(mix, layout)) for layout in shapes]
     return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
 
 
 def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[ResidueLayout]:
     """Return the residue layouts of contiguous and of zigzag windows; errors as of `make_residue`."""
-    dilations = next(filter(None, (_dilations_in(one) for one, _ in mix)), None)
-    if dilations is None:
+    for pattern, _ in mix:
+        sides = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
+        residues = ([one for one in side if isinstance(one, Residue)] for side in sides)
+        # shortest segment first; of two dilated patterns combined by `&`, the first one's
+        dilations = sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
+        if dilations:
+            break
+    else:
         raise RingLayoutError(
             f'layout "residue" orders tokens by the residues of a dilated pattern, got {in_words(mix)};'
             ' give a pattern with Dilated(...), or take "auto"'
@@ -362,19 +355,9 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
     return [ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), n) for n in (1, 2)]
 
 
-def _dilations_in(pattern: Pattern) -> list[Residue]:
-    """Return the dilations of a pattern, shortest segment first; of two dilated patterns, the first one's."""
-    primitives = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
-    residues = ([one for one in some if isinstance(one, Residue)] for some in primitives)
-    return sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
-
-
-# The layout of packed documents, each cut zigzag by itself: even work for documents of different lengths.
-
-
 @dataclass(frozen=True)
 class DocumentZigzag(PieceLayout):
-    """Give rank p chunks p and 2P - 1 - p of the 2P chunks of every document."""
+    """Give rank p chunks p and 2P - 1 - p of the 2P chunks of every document: even work for any lengths."""
 
     @property
     def name(self) -> str:
@@ -387,7 +370,9 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     Raises:
         RingLayoutError: no documents in the pattern, or documents of a sequence of another length.
     """
-    tables = list(dict.fromkeys(table for pattern, _ in mix for table in _tables_in(pattern)))
+    branches = (branch for pattern, _ in mix for branch in pattern.branches(QueryHead()))
+    primitives = (one for b in branches for side in (b.queries, b.keys) for one in side.primitives)
+    tables = list(dict.fromkeys(one for one in primitives if isinstance(one, Table)))
     if not tables:
         raise RingLayoutError(
             f'layout "document_zigzag" cuts the documents of a pattern, got {in_words(mix) or None};'
@@ -409,9 +394,3 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     kept = lengths > 0  # a document of fewer tokens has empty chunks
     boundaries = (0, *np.cumsum(lengths[kept]).tolist())
     return DocumentZigzag(tokens, ring_size, multiple_of, boundaries, tuple(owners[kept].tolist()))
-
-
-def _tables_in(pattern: Pattern) -> list[Table]:
-    """Return the tables of ids that tell what may attend to what, each once."""
-    sides = (side for branch in pattern.branches(QueryHead()) for side in (branch.queries, branch.keys))
-    return list(dict.fromkeys(one for side in sides for one in side.primitives if isinstance(one, Table)))

@@ -1,24 +1,32 @@
 """Number the ranks of a world as data x ring x Ulysses, and name the neighbours on the ring.
 
-Owns the numbering only; `runtime/process_groups.py` makes the process groups that follow from it. Without
-an order of its own, Ulysses ranks are neighbours in the world (their all-to-all is the heaviest traffic and
-should stay inside a node), then the ring, then data parallel replicas:
-global_rank = (data * R + ring) * U + ulysses.
+`runtime/process_groups.py` makes the process groups. Without an order of its own, Ulysses ranks are
+neighbours in the world (their all-to-all is the heaviest traffic and should stay inside a node), then the
+ring, then data parallel replicas: global_rank = (data * R + ring) * U + ulysses.
+
+[Note: rings for samples]
+Long samples need the memory and the time of many ranks; short ones lose both to messages there. So `divide`
+cuts the ring into smaller rings, blocks of consecutive ranks, whose groups are made once, at the start. This
+is the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523) and ByteScale (Ge et al. 2025, arXiv:2502.21231).
+FlexSP solves an integer program. Here the search splits and merges rings, beginning with equal ones, and
+gives samples, the longest first, to the ring that is done first (Graham 1969, LPT). The seconds come from
+rates that are measured at the start and are the same on all ranks to the bit, so all find the same division.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingConfigError, RingMeshError, shown
+from ds_ring.masks.tiles import UNBOUNDED
 
 
 class Coordinates(NamedTuple):
@@ -32,11 +40,6 @@ class Coordinates(NamedTuple):
 def divisors(number: int) -> list[int]:
     """Return all positive divisors of `number`, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _choices(numbers: list[int]) -> str:
-    texts = [str(number) for number in numbers]
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,12 @@ class Grid:
             value = getattr(self, name)
             object.__setattr__(self, name, whole_number(value, name, RingMeshError, MOST_RANKS))
         if self.world_size % self.sequence_size:
+            *others, last = map(str, divisors(self.world_size))
+            choices = f"{', '.join(others)} or {last}" if others else last
             raise RingMeshError(
                 f"sequence parallel size {self.sequence_size} (ring {self.ring_size} x ulysses"
                 f" {self.ulysses_size}) does not divide world size {self.world_size};"
-                f" use {_choices(divisors(self.world_size))}"
+                f" use {choices}"
             )
         if self.order and sorted(self.order) != list(range(self.world_size)):
             raise RingMeshError(
@@ -175,22 +180,6 @@ class Grid:
         return [list(ranks[place::size]) for place in range(size)]
 
 
-# Divide the ranks of a ring among the samples of a batch: who forms a smaller ring, for which samples.
-#
-# Owns the division and the search for it; what samples take on a ring of some size is told by the caller.
-# Pure: the same arguments give the same division on every rank.
-#
-# Long samples need the memory and the time of many ranks, short ones lose both to messages there. Rings whose
-# size goes by the sample are the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523) and ByteScale (Ge et al.
-# 2025, arXiv:2502.21231). FlexSP solves an integer program; here samples go, the longest first, where they
-# are done soonest (Graham 1969, LPT), for divisions that are reached from equal rings by splitting and
-# merging.
-#
-# [Note: rings for samples]
-# Blocks of consecutive ranks form the rings, and their groups are made once, at the start. The search splits
-# and merges rings, and gives samples, the longest first, to the ring that is done first. The seconds come
-# from rates that are measured at the start and are the same on all ranks to the bit.
-
 WORTH_IT = 0.99  # of the whole ring's seconds: a division that saves less is not taken
 _STEPS = 32  # splits and merges at most
 
@@ -220,7 +209,7 @@ class Division(NamedTuple):
         return next(one for one in self.rings if one.first <= ring_rank < one.first + one.ranks)
 
 
-class Times(Protocol):
+class SampleSeconds(Protocol):
     """Say what training on samples takes; rising with tokens."""
 
     def fixed(self, ranks: int) -> float:
@@ -244,7 +233,7 @@ class BatchLengths(NamedTuple):
     padded: bool
 
 
-def divide(batch: BatchLengths, ring_size: int, times: Times) -> Division:
+def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Division:
     """Return the division of a ring's ranks that should be done first; the whole ring, where none is faster.
 
     Raises:
@@ -255,59 +244,48 @@ def divide(batch: BatchLengths, ring_size: int, times: Times) -> Division:
             f"lengths: expected at least one sample, of at least one token each, got"
             f" {list(batch.lengths)[:8]}; leave empty samples out"
         )
-    costs = _Costs(batch, times)
-    whole = _filled(batch._replace(most_tokens=_UNBOUNDED), (ring_size,), costs)
+
+    @cache  # a length is asked for once
+    def sample_seconds(ranks: int) -> list[float]:
+        known = {tokens: times.sample(tokens, ranks) for tokens in set(batch.lengths)}
+        return [known[tokens] for tokens in batch.lengths]
+
+    def fill(sizes: tuple[int, ...], batch: BatchLengths = batch) -> Division | None:
+        return _filled(batch, sizes, times, sample_seconds)
+
+    whole = fill((ring_size,), batch._replace(most_tokens=UNBOUNDED))
     assert whole is not None
     equal = [(size,) * (ring_size // size) for size in divisors(ring_size)]
-    tried = {sizes: _filled(batch, sizes, costs) for sizes in equal}
-    best = min((found for found in tried.values() if found), key=_seconds, default=whole)
+    tried = {sizes: fill(sizes) for sizes in equal}
+    seconds = operator.attrgetter("seconds")
+    best = min((found for found in tried.values() if found), key=seconds, default=whole)
     for _ in range(_STEPS):
         sizes = tuple(sorted((one.ranks for one in best.rings), reverse=True))
         for other in _neighbours(sizes, ring_size):
             if other not in tried:
-                tried[other] = _filled(batch, other, costs)
-        better = min((found for found in tried.values() if found), key=_seconds, default=best)
+                tried[other] = fill(other)
+        better = min((found for found in tried.values() if found), key=seconds, default=best)
         if better.seconds >= best.seconds:
             break
         best = better
     return best if best.seconds < WORTH_IT * whole.seconds else whole
 
 
-_UNBOUNDED = 2**62
-
-
-def _seconds(division: Division) -> float:
-    return division.seconds
-
-
-class _Costs:
-    """Keep what `times` says, so that a length is asked for once."""
-
-    def __init__(self, batch: BatchLengths, times: Times) -> None:
-        self._batch, self._times = batch, times
-        self._samples: dict[int, list[float]] = {}
-
-    def of(self, ranks: int) -> list[float]:
-        """Return the seconds of each sample on so many ranks."""
-        if ranks not in self._samples:
-            known = {n: self._times.sample(n, ranks) for n in set(self._batch.lengths)}
-            self._samples[ranks] = [known[n] for n in self._batch.lengths]
-        return self._samples[ranks]
-
-    def fixed(self, ranks: int) -> float:
-        return self._times.fixed(ranks)
-
-
-def _filled(batch: BatchLengths, sizes: tuple[int, ...], costs: _Costs) -> Division | None:
+def _filled(
+    batch: BatchLengths,
+    sizes: tuple[int, ...],
+    times: SampleSeconds,
+    sample_seconds: Callable[[int], list[float]],
+) -> Division | None:
     """Give samples to rings of these sizes, the longest first; None where one fits none of them."""
     places = _places(sizes)
     if places is None:
         return None
     ranks = np.array(sizes)
-    seconds = np.array([costs.fixed(size) for size in sizes])
+    seconds = np.array([times.fixed(size) for size in sizes])
     tokens, kinds = np.zeros(len(sizes), dtype=np.int64), list(dict.fromkeys(sizes))
     of_kind = np.array([kinds.index(size) for size in sizes])
-    cost = np.array([costs.of(size) for size in kinds])  # [kinds, samples]
+    cost = np.array([sample_seconds(size) for size in kinds])  # [kinds, samples]
     row = np.full(len(sizes), -1)  # the sample whose length the rows of a ring have
     held: list[list[int]] = [[] for _ in sizes]
     for sample in sorted(range(len(batch.lengths)), key=lambda i: (-batch.lengths[i], i)):

@@ -1,7 +1,8 @@
 """Who reads which tokens of every shard, and who sends them, for one class of heads. Index arithmetic.
 
 A class is the K/V heads whose patterns are equal. Terms: the origin of a shard is the rank that owns it; at
-each hop a shard is at one reader; the held slots of a hop are those that the reader reads.
+each hop a shard is at one reader; the held slots of a hop are those that the reader reads, and the relayed
+slots those of them that the rank before the reader reads as well.
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
@@ -64,10 +65,6 @@ from ds_ring.schedule.rank_plan import (
     HopPlan,
 )
 
-# From tiles to payloads: which slots of a shard a rank reads, and tiles that index the packed slots.
-#
-# Owns the translation in both directions. `head_class.py` owns who sends them.
-
 
 class Reads(NamedTuple):
     """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader.
@@ -125,10 +122,6 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     return replace(tiles, k=replace(tiles.k, slot=first, slot_step=step))
 
 
-def _members(slot: int, step: int, length: int) -> IntArray:
-    return slot + step * np.arange(length)
-
-
 def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
     """Return the rows whose keys are not an arithmetic progression in the packed payload."""
     k = tiles.k
@@ -141,7 +134,8 @@ def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
     for row in np.flatnonzero(suspicious):
         key = (int(k.slot[row]), int(k.slot_step[row]), int(k.length[row]))
         if key not in verdicts:
-            stride = np.diff(locate_slots(_members(*key), held))
+            slot, step, length = key
+            stride = np.diff(locate_slots(slot + step * np.arange(length), held))
             verdicts[key] = bool((stride != stride[0]).any())
         broken[row] = verdicts[key]
     assert (last - first >= k.length - 1).all(), "a tile reads keys that are not in the payload"
@@ -151,7 +145,7 @@ def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
 def _cut_where_stride_changes(row: Tiles, held: SlotRanges) -> list[Tiles]:
     """Cut one tile into several, so that the keys of each are a progression of the payload."""
     length = int(row.k.length[0])
-    where = locate_slots(_members(int(row.k.slot[0]), int(row.k.slot_step[0]), length), held)
+    where = locate_slots(row.k.slot + row.k.slot_step * np.arange(length), held)
     pieces, first = [], 0
     while first < length:
         stride = np.diff(where[first:])

@@ -23,7 +23,7 @@ import numpy as np
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
 from ds_ring.errors import RingLayoutError, shown
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.tiles import IntArray, repeat_rows
 from ds_ring.registry import LAYOUTS, load
 
 Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty where nobody said
@@ -88,11 +88,8 @@ class Layout(ABC):
 
 def expand_runs(runs: IntArray) -> IntArray:
     """Return the members of runs (start, step, length), one after the other; int64 [sum of lengths]."""
-    start, step, length = runs[:, 0], runs[:, 1], runs[:, 2]
-    total = int(length.sum())
-    first = np.cumsum(length) - length
-    within = np.arange(total) - np.repeat(first, length)
-    return np.repeat(start, length) + np.repeat(step, length) * within
+    row, within = repeat_rows(runs[:, 2])
+    return runs[row, 0] + runs[row, 1] * within
 
 
 def _as_runs(rows: list[tuple[int, int, int]]) -> IntArray:
@@ -278,9 +275,6 @@ def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
     return StripedLayout(tokens, ring_size, multiple_of)
 
 
-# Build a layout by its name. The names and their builders are rows of `ds_ring/registry.py`.
-
-
 def check_layout_name(name: str) -> None:
     """Refuse what `make_layout` does not know.
 
@@ -351,14 +345,11 @@ def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, bl
     return made
 
 
-# Lay out a cache of keys and values: a prompt as a ring pass left it, and what was generated after it.
-#
-# Owns that arithmetic; `integrations/transformers/generation.py` holds the tensors.
-
-
 @dataclass(frozen=True)
 class CacheLayout(Layout):
-    """Put a prompt where `prompt` has it, and token i after it on rank i mod P, behind that rank's part.
+    """Lay out a cache of keys and values: a prompt as a ring pass left it, and what was generated after it.
+
+    Token i after the prompt lies on rank i mod P, behind that rank's part of the prompt.
 
     `tokens` counts all slots that are reserved, used or not: queries say by their positions how far they see.
 

@@ -18,6 +18,10 @@ arriving, in use and leaving). Heads are independent. So they go around the ring
 other, and the buffers shrink by the number of chunks. A chunk must be large enough that its messages use the
 network well.
 
+[Note: sizes of head chunks]
+A message keeps at least a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), or
+64 MiB on a GPU.
+
 [Note: one chunk after another]
 A chunk receives no keys during its last hop, and its gradients return after that hop. With two ranks, half of
 all traffic would not overlap with any computation. So the next chunk starts while the chunk before it
@@ -51,17 +55,6 @@ from ds_ring.schedule.steps import (
     Schedule,
     Send,
 )
-
-# Which heads go around the ring together. Index arithmetic, no tensors.
-#
-# Owns the size of a head chunk on each kind of device (see [Note: head chunks] in `lowering.py`) and the
-# shard length from which heads are kept in host memory until the backward pass.
-#
-# [Note: sizes of head chunks]
-# A backward pass without chunks needs up to ten shard-sized buffers beside the eight tensors that any
-# attention has (q, k, v, out and their gradients). Chunks make the buffers smaller as long as a message keeps
-# at least a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), or 64 MiB on a
-# GPU.
 
 MANY_CHUNKS = 16  # from this number on, one chunk is small compared with the shard
 CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
@@ -196,7 +189,8 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
         computed = [step for direction in computing for step in direction.compute(hop)]
         rounds.append(Round(tuple(arrived), tuple(posted), tuple(computed)))
         arrived = [step for direction in directions for step in direction.arrive(hop)]
-    arrived += [step for direction in directions for step in direction.let_go()]
+    for direction in directions:  # the keys that are left at the end of the pass
+        arrived += [Free(keys) for keys in sorted({direction.keys, direction.across} - {SHARD})]
     rounds.append(Round((*arrived, Free(RESULTS))))
     return ChunkSteps(tuple(buffers), tuple(rounds))
 
@@ -212,6 +206,9 @@ class _Direction:
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward
+        own = plan.at(0)
+        assert own is not None, "a rank always has its own shard"
+        self.own = own
         self.keys = SHARD  # buffer of the current keys
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
@@ -234,11 +231,10 @@ class _Direction:
         if here is not None and len(here.forward):
             steps.append(self._send(self.keys, here, here.goes_to, here.forward))
         steps += self._post_across(hop)
-        own = self.plan.at(0)
         for direct in self.plan.direct_sends:
             # sent in the batch before the hop that reads it
-            if direct.hop == hop + 1 and own is not None:
-                steps.append(self._send(SHARD, own, direct.receiver, direct.slots))
+            if direct.hop == hop + 1:
+                steps.append(self._send(SHARD, self.own, direct.receiver, direct.slots))
         if coming is not None:
             # At hop 1 the neighbour is the origin, so everything counts as relayed.
             if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
@@ -304,7 +300,7 @@ class _Direction:
             if 0 <= number < parts and len(part := part_of(back.slots, number, parts)):
                 buffer = self._new(payload, part)
                 self.returns.append((buffer, part))
-                steps.append(Recv(payload, buffer, back.sender, self._ring_rank, part))
+                steps.append(Recv(payload, buffer, back.sender, self.own.origin, part))
         return steps
 
     def compute(self, hop: int) -> list[Compute]:
@@ -370,10 +366,6 @@ class _Direction:
         """Return the step that frees the current keys, unless they are the shard or still go to a node."""
         return [] if self.keys in (SHARD, self.across) else [Free(self.keys)]
 
-    def let_go(self) -> list[Free]:
-        """Return the steps that free the keys that are left at the end of the pass."""
-        return [Free(keys) for keys in sorted({self.keys, self.across} - {SHARD})]
-
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
     ) -> Send:
@@ -387,9 +379,3 @@ class _Direction:
     def _new(self, payload: Payload, slots: SlotRanges) -> int:
         self.buffers.append(Buffer(payload, count_slots(slots)))
         return len(self.buffers) - 1
-
-    @property
-    def _ring_rank(self) -> int:
-        own = self.plan.at(0)
-        assert own is not None
-        return own.origin

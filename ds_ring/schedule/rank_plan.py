@@ -1,9 +1,25 @@
 """One rank's part of a plan: what it holds, computes, sends and receives, hop by hop. Pure data.
 
-Owns the data from which `lowering.py` makes steps; `head_class.py` computes them.
+`head_class.py` computes it, and `lowering.py` makes steps of it. Terms: the origin of a shard is the rank
+that owns it. The held slots of a hop are those of the origin's shard that this rank reads. The relayed slots
+are the held slots that the previous rank on the shard's way passes on.
 
-Terms: the origin of a shard is the rank that owns it. The held slots of a hop are those of the origin's shard
-that this rank reads. The relayed slots are those of them that the previous rank on the shard's way passes on.
+[Note: two levels]
+With nodes of R ranks each, the shard of rank l of node n is at hop s = t * R + i at rank l + i of node n + t
+(modulo R and modulo the number of nodes; or downwards). So it goes around inside a node over the node's fast
+links, and the first rank of a node that receives it sends it to the rank at the same place of the next node.
+That message has R batches of time, so it is split into R parts, one per batch. Every network adapter of a
+node then sends 1 / R of a shard in every batch. In one ring of all ranks, one adapter of the node sends a
+whole shard and the others send nothing. Sums of gradients follow the keys inside a node. They leave the node
+once, directly to the owner of the keys, also in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain,
+arXiv 2406.18485, section 4.2) and as BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section
+3); TASP (Wang et al. 2025, arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part
+per batch is ours.
+
+[Note: which order is taken]
+The ranks of a node are known from LOCAL_WORLD_SIZE, or from `ranks_per_node` of `RingMesh.from_world`. Then
+`build_plan` takes the order whose busiest network adapter sends less. Batches, buffers and the ring pass are
+the same in both.
 """
 
 from __future__ import annotations
@@ -24,31 +40,9 @@ from ds_ring.masks.tiles import (
     take_slots,
 )
 
-# The order in which shards reach the ranks of a ring: around all ranks, or inside nodes and between nodes.
-#
-# Owns the arithmetic between a shard, a hop and the rank that reads the shard at that hop.
-#
-# [Note: two levels]
-# With nodes of R ranks each, the shard of rank l of node n is at hop s = t * R + i at rank l + i of node n +
-# t (modulo R and modulo the number of nodes; or downwards). So it goes around inside a node over the node's
-# fast links, and the first rank of a node that receives it sends it to the rank at the same place of the next
-# node. That message has R batches of time, so it is split into R parts, one per batch. Every network adapter
-# of a node then sends 1 / R of a shard in every batch. In one ring of all ranks, one adapter of the node
-# sends a whole shard and the others send nothing. Sums of gradients follow the keys inside a node. They leave
-# the node once, directly to the owner of the keys, also in R parts. Published as DoubleRing (Gu et al. 2024,
-# LoongTrain, arXiv 2406.18485, section 4.2) and as BurstAttention's two rings (Sun et al. 2024, arXiv
-# 2403.09347, section 3); TASP (Wang et al. 2025, arXiv 2509.26541) uses all links by Hamiltonian cycles
-# instead. The split into one part per batch is ours: there the message between nodes is a single one, posted
-# apart from the others.
-#
-# [Note: which order is taken]
-# The ranks of a node are known from LOCAL_WORLD_SIZE, or from `ranks_per_node` of `RingMesh.from_world`. Then
-# `build_plan` takes the order whose busiest network adapter sends less. In one ring of all ranks one adapter
-# of eight sends; with two levels all of them do. Batches, buffers and the ring pass are the same in both.
-
 
 class Direction(NamedTuple):
-    """A direction in which shards travel, for at most `limit` hops; [Note: two levels].
+    """The order in which shards reach the ranks of a ring, for at most `limit` hops; [Note: two levels].
 
     Attributes:
         sign: +1 from rank o to o + 1, -1 for the other way.
@@ -226,22 +220,15 @@ class DirectionPlan:
         handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.across))
         return handed_on + sum(count_slots(direct_send.slots) for direct_send in self.direct_sends)
 
-    @property
-    def _returning(self) -> list[HopPlan]:
-        """Return the hops from which at least some gradients return to their owner."""
-        return [one for one in self.hops[1:] if one is not None and len(one.ends_here)]
-
     @cached_property
     def backward_batches(self) -> int:
         """Return the number of batches of the backward pass, with the gradient returns after the last hop."""
         # the gradients of hop s are sent from batch s + 1 on
-        returned = (back.hop + self.direction.batches(back.hop) for back in self.gradient_returns)
-        # last batch that returns gradients: those of the own shard to here, and those of a hop to their owner
-        last_home = max(returned, default=0)
-        sent = (one.hop + self.direction.batches(one.hop) for one in self._returning)
-        last_home = max(last_home, *sent, 0)
-        last_send = len(self.hops) if len(self.hops) > 1 else 0
-        return max(last_home, last_send, self.forward_batches - 1) + 1
+        received = [back.hop for back in self.gradient_returns]
+        sent = [one.hop for one in self.hops[1:] if one is not None and len(one.ends_here)]
+        last_return = max((hop + self.direction.batches(hop) for hop in received + sent), default=0)
+        last_sum = len(self.hops) if len(self.hops) > 1 else 0
+        return max(last_return, last_sum, self.forward_batches - 1) + 1
 
 
 @dataclass(frozen=True)

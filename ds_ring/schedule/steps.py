@@ -193,7 +193,7 @@ def _tokens(step: Send | Recv) -> str:
     return f"{'/'.join(step.payload.names)} of {step.origin} ({step.count})"
 
 
-Step: TypeAlias = Send | Recv | Compute | Accumulate | Free
+ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 
 
 class Round(NamedTuple):
@@ -210,7 +210,7 @@ class Round(NamedTuple):
     computed: tuple[Compute, ...] = ()
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ScheduleStep, ...]:
         """Return all steps in order."""
         return (*self.arrived, *self.posted, *self.computed)
 
@@ -295,10 +295,6 @@ class Schedule:
             yield Batch(number, number - starts[begun - 1] + 1, rounds)
 
 
-# Print a rank's schedule, batch by batch.
-#
-# Owns the words and columns; the steps are `py`'s. `ds_ring/DESIGN.md` shows and explains what comes out.
-
 COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")
 
 
@@ -306,7 +302,8 @@ def format_schedule(schedule: Schedule) -> str:
     """Return a schedule as a table for people: a few lines for each batch of each head chunk.
 
     K2[512] are 512 keys and values of rank 2's shard, G2[512] their gradients, b3 is a buffer of the head
-    chunk. Copies that a send makes where its tokens do not lie side by side are left out.
+    chunk. Copies that a send makes where its tokens do not lie side by side are left out. `ds_ring/DESIGN.md`
+    explains an example.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for batch in schedule.batches:
@@ -329,14 +326,24 @@ def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
         for step in part.posted
         if isinstance(step, Recv)
     ]
-    return [_arrivals(chunk, part), sends, receives, [_computing(step) for step in part.computed]]
+    computing = [
+        f"hop {step.hop}: {name_of(step.buffer)}"
+        + ("" if step.gradients is None else f" -> {name_of(step.gradients)}")
+        for step in part.computed
+    ]
+    return [_arrivals(chunk, part), sends, receives, computing]
 
 
 def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
     posted = (step for one in chunk.steps.rounds for step in one.posted)
     copies = {step.packed for step in posted if isinstance(step, Send)}
     freed = [step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies]
-    texts = [_put(chunk, step) for step in part.arrived if isinstance(step, Accumulate)]
+    signs = ["+=" if buffer.payload is Payload.GRADIENTS else "=" for buffer in chunk.steps.buffers]
+    texts = [
+        f"{name_of(step.buffer)} {signs[step.buffer]} {name_of(step.source)}"
+        for step in part.arrived
+        if isinstance(step, Accumulate)
+    ]
     if names := [name_of(buffer) for buffer in freed if buffer != RESULTS]:
         texts.append(f"free {' '.join(names)}")
     return [*texts, "results are done"] if RESULTS in freed else texts
@@ -344,13 +351,3 @@ def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
 
 def _message(step: Send | Recv) -> str:
     return f"{'K' if step.payload is Payload.KEYS else 'G'}{step.origin}[{count_slots(step.slots)}]"
-
-
-def _put(chunk: HeadChunk, step: Accumulate) -> str:
-    sign = "+=" if chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS else "="
-    return f"{name_of(step.buffer)} {sign} {name_of(step.source)}"
-
-
-def _computing(step: Compute) -> str:
-    into = "" if step.gradients is None else f" -> {name_of(step.gradients)}"
-    return f"hop {step.hop}: {name_of(step.buffer)}{into}"

@@ -74,23 +74,16 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count copies of low precision, one call and its merge, and biases that are kept."""
     tiles = triangulated(tiles)
     copies = _copies(shape, backward)
-    call = _cpu_backward(tiles, shape) if backward else _cpu_forward(tiles, shape)
+    if backward:  # dq twice (aten's accumulator and its result), dk, dv
+        queries, keys = _call_sides(tiles)
+        per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
+        call = per_slot * shape.wide * FLOAT + _aten_bytes(queries, ATEN_BACKWARD_BYTES)
+    else:  # a call's output, its lse, and the merge's five temporaries of that size
+        queries = min(BLOCK, int(tiles.q.length.max()))
+        call = queries * shape.rows * (shape.wide + 6) * FLOAT + _aten_bytes(queries, ATEN_FORWARD_BYTES)
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
     kept = 2 * weights // 3
     return copies + max(call + kept, weights) + _bias(tiles, backward)
-
-
-def _cpu_forward(tiles: Tiles, shape: HopShape) -> int:
-    """Count a call's output, its lse, and the merge's five temporaries of that size."""
-    queries = min(BLOCK, int(tiles.q.length.max()))
-    return queries * shape.rows * (shape.wide + 6) * FLOAT + _aten_bytes(queries, ATEN_FORWARD_BYTES)
-
-
-def _cpu_backward(tiles: Tiles, shape: HopShape) -> int:
-    """Count dq twice (aten's accumulator and its result), dk, dv."""
-    queries, keys = _call_sides(tiles)
-    per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
-    return per_slot * shape.wide * FLOAT + _aten_bytes(queries, ATEN_BACKWARD_BYTES)
 
 
 def _aten_bytes(queries: int, most: int) -> int:

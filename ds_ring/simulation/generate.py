@@ -17,7 +17,7 @@ from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import DTYPES, check_heads
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.simulation.rank import Geometry
+from ds_ring.simulation.rank import GlobalSizes
 
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step of splitmix64's counter
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -72,7 +72,7 @@ class GeneratedSource:
         if not isinstance(seed, int) or not 0 <= seed <= MASK:
             raise RingConfigError(f"GeneratedSource: seed: expected 0 to 2^64 - 1, got {seed!r}")
         check_heads(heads, kv_heads, 1)
-        self.geometry = Geometry(batch, heads, kv_heads, tokens, head_dim, dtype, v_head_dim)
+        self.geometry = GlobalSizes(batch, heads, kv_heads, tokens, head_dim, dtype, v_head_dim)
         self.seed = seed
         self._words = np.empty(SCRATCH_WORDS, dtype=np.uint64)
         self._shifted = np.empty(SCRATCH_WORDS, dtype=np.uint64)

@@ -1,13 +1,22 @@
 """Run the passes of one virtual rank over its shards, and measure them.
 
-Owns the order in which a real rank would allocate: q, k, v, the forward pass, then grad_out, then the
-backward pass, with one set of message buffers for both.
+A virtual rank allocates in the order of a real one: q, k, v, the forward pass, then grad_out, then the
+backward pass, with one set of message buffers for both. Legend: B batch, H query heads, G K/V heads, T global
+tokens, D head dim (E of values and outputs), n tokens at some positions.
+
+[Note: one rank at a time]
+Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
+tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
+and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks at
+the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or to the
+owner, or stays in the accumulators of its own shard, which are added at the end of a head chunk
+(`RingPass.on_gradients_final`). So each is counted once, and no two ranks have to be alive together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -35,15 +44,10 @@ from ds_ring.runtime.trace import MemoryPeak, Span, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
 
-# Read tokens of global tensors for virtual ranks, from memory or from mapped files.
-#
-# Owns the two directions between a global tensor and packed tokens at some positions. Legend: B batch, H
-# query heads, G K/V heads, T global tokens, D head dim (E of values and outputs), n tokens at some positions.
-
 FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
 
-class Geometry(NamedTuple):
+class GlobalSizes(NamedTuple):
     """Hold global sizes of q [B, H, T, D], k [B, G, T, D] and v [B, G, T, E]."""
 
     batch: int
@@ -68,7 +72,7 @@ class Source(Protocol):
     """Read global q, k, v and grad_out at any positions; all in one dtype, on the CPU."""
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> GlobalSizes:
         """Return the sizes."""
         ...
 
@@ -98,7 +102,7 @@ class TensorSource:
         if grad_out is not None:
             self._tensors["grad_out"] = grad_out.detach()
         batch, heads, tokens, head_dim = q.shape
-        self.geometry = Geometry(batch, heads, k.shape[1], tokens, head_dim, q.dtype, v.shape[3])
+        self.geometry = GlobalSizes(batch, heads, k.shape[1], tokens, head_dim, q.dtype, v.shape[3])
 
     def fill(self, name: str, heads: slice, runs: IntArray, out: Tensor) -> None:
         take_rows(self._tensors[name][:, heads], runs, out)
@@ -144,9 +148,7 @@ def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> N
         offset += length
 
 
-# Replace the sends of a virtual rank by looking up what would arrive.
-
-SOURCE_OF = {"K": "k", "V": "v"}
+SOURCE_OF = {"K": "k", "V": "v"}  # messages whose contents the source has
 
 
 class Sums(Protocol):
@@ -175,7 +177,7 @@ class GradientSums:
         dk, dv: [B, G, T, D] and [B, G, T, E], in the order of positions.
     """
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
+    def __init__(self, geometry: GlobalSizes, dtype: torch.dtype) -> None:
         shape = (geometry.batch, geometry.kv_heads, geometry.tokens)
         self.dk, self.dv = (torch.zeros(*shape, geometry.width(name), dtype=dtype) for name in ("k", "v"))
 
@@ -184,12 +186,8 @@ class GradientSums:
         put_rows((self.dk if what == "dK" else self.dv)[:, tokens.heads], runs, part, add=True)
 
 
-class Arrived:
-    """Look a batch up when it is waited for, so that this takes no time of anything else.
-
-    Args:
-        arrive: looks it up, once.
-    """
+class VirtualWork:
+    """Call `arrive` when a batch is waited for, once: so this takes no time of anything else."""
 
     def __init__(self, arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
@@ -209,13 +207,6 @@ class VirtualRoute(NamedTuple):
     sizes: BatchSizes
 
 
-# [Note: one rank at a time]
-# Keys and values that arrive are a copy of what the origin has, so they are filled in from the source of all
-# tokens. Gradients that arrive are sums of what other ranks have found, which this rank only adds its own to
-# and sends on: here they arrive as zeros, and every gradient that is sent is added to the sums of all ranks
-# at the tokens that it belongs to. A rank's own contribution leaves it exactly once, to the next reader or
-# home, or stays in the accumulators of its own shard, which are added at the end of a head chunk
-# (`RingPass.on_gradients_final`). So each is counted once, and no two ranks have to be alive together.
 class VirtualExchange:
     """Stand in for the exchange of a ring pass; [Note: one rank at a time].
 
@@ -242,14 +233,14 @@ class VirtualExchange:
 
     def start(
         self, route: VirtualRoute, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
-    ) -> Arrived:
+    ) -> VirtualWork:
         """Return a batch that is filled and collected when it is waited for."""
         self.counters.count(route.sizes)
         sends, receives = (
             [Message(tensor, *label) for tensor, label in zip(tensors, labels, strict=True)]
             for tensors, labels in ((sent, route.sends), (received, route.receives))
         )
-        return Arrived(partial(self._arrive, sends, receives))
+        return VirtualWork(partial(self._arrive, sends, receives))
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return none to order: nothing travels."""
@@ -259,38 +250,25 @@ class VirtualExchange:
         for message in sends:
             # K and V that are sent need no copy: the reader looks them up in the source itself.
             if message.what not in SOURCE_OF:
-                self._take(message)
+                assert self.sums is not None, "gradients in a forward pass"
+                self.sums.add(message.what, *self._tokens_of(message), message.tensor)
         for message in receives:
             if message.what in SOURCE_OF:
-                tokens = _tokens_of(message)
-                self.source.fill(SOURCE_OF[message.what], tokens.heads, self._runs(tokens), message.tensor)
+                tokens, runs = self._tokens_of(message)
+                self.source.fill(SOURCE_OF[message.what], tokens.heads, runs, message.tensor)
             else:
                 # Another rank's sum would arrive here; it is counted where that rank sends it.
                 message.tensor.zero_()
 
-    def _take(self, message: Message) -> None:
-        tokens = _tokens_of(message)
-        assert self.sums is not None, "gradients in a forward pass"
-        self.sums.add(message.what, tokens, self._runs(tokens), message.tensor)
+    def _tokens_of(self, message: Message) -> tuple[TokenRange, IntArray]:
+        tokens = message.tokens
+        assert tokens is not None, "a message of a pass says what it carries"
+        return tokens, progressions_at(self.layout.runs(tokens.origin), tokens.slots)
 
-    def _runs(self, tokens: TokenRange) -> IntArray:
-        return progressions_at(self.layout.runs(tokens.origin), tokens.slots)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> AbstractContextManager[None]:
         """Do nothing: there is no other rank to tell of an error."""
-        yield
+        return nullcontext()
 
-
-def _tokens_of(message: Message) -> TokenRange:
-    assert message.tokens is not None, "a message of a pass says what it carries"
-    return message.tokens
-
-
-# Split the memory of a rank into its parts, step by step.
-#
-# Owns the table and its arithmetic: known tensors by their sizes, messages and accumulators from the trace,
-# and what the profiler saw beyond them as workspace.
 
 COMPONENTS = (
     "q", "kv", "in_flight", "accumulators", "out", "lse", "grad_out", "gradients", "workspace",
@@ -444,30 +422,27 @@ class VirtualRanks:
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.
             trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
+        shard = partial(shard_of, self.source, self.plan.layout, ring_rank=ring_rank)
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         ring = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
             buffers=Buffers(), on_gradients_final=self._adder(ring_rank), trace=trace,
         )  # fmt: skip
         drop_kept()  # of the rank before: a real one has its own
-        with _measured(self.measure) as peak:
-            q, k, v = (self._shard(name, ring_rank) for name in ("q", "k", "v"))
+        with measure_cpu_memory() if self.measure else nullcontext(MemoryPeak()) as peak:
+            q, k, v = (shard(name) for name in ("q", "k", "v"))
             out, lse = ring.forward(q, k, v)
             forward = exchange.counters.bytes_sent if exchange is not None else 0
             dq = None
             if self.sums is not None:
-                dq, *_ = ring.backward(self._shard("grad_out", ring_rank), q, k, v, out, lse)
+                dq, *_ = ring.backward(shard("grad_out"), q, k, v, out, lse)
         total = exchange.counters.bytes_sent if exchange is not None else 0
         memory = None
         if trace is not None and self.measure:
-            memory = profile_of(
-                peak, trace, TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
-            )
+            sizes = TensorBytes(q.nbytes, k.nbytes + v.nbytes, out.nbytes, lse.nbytes)
+            memory = profile_of(peak, trace, sizes)
         kept = trace if self.keep_trace else None
         return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
-
-    def _shard(self, name: str, ring_rank: int) -> Tensor:
-        return shard_of(self.source, self.plan.layout, name, ring_rank)
 
     def _adder(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
         """Return what adds a rank's own dK and dV to the sums; see `RingPass.on_gradients_final`."""
@@ -483,12 +458,3 @@ class VirtualRanks:
                 sums.add("dV", tokens, runs, dv[:, :, :valid])
 
         return on_gradients_final
-
-
-@contextmanager
-def _measured(wanted: bool) -> Iterator[MemoryPeak]:
-    if not wanted:
-        yield MemoryPeak()
-        return
-    with measure_cpu_memory() as peak:
-        yield peak

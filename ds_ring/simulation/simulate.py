@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +134,10 @@ def simulate(
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
     for name, flag in flags.items():
         true_or_false(flag, name, RingConfigError)
-    threads = _thread_count(threads, measure_memory)
+    if threads is not None:
+        threads = whole_number(threads, "threads", RingConfigError, MOST_THREADS)
+    else:  # each thread of a kernel takes workspace, and a real rank on the CPU has one
+        threads = 1 if measure_memory else torch.get_num_threads()
     backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
         source,
@@ -155,23 +157,10 @@ def simulate(
         measure_memory,
         trace,
     )
-    with _threads(threads):
-        return _collected(job, wanted, progress)
-
-
-def _thread_count(threads: int | None, measure_memory: bool) -> int:
-    if threads is not None:
-        return whole_number(threads, "threads", RingConfigError, MOST_THREADS)
-    # Each thread of a kernel takes workspace, and a real rank on the CPU has one.
-    return 1 if measure_memory else torch.get_num_threads()
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(threads)
     try:
-        yield
+        return _collected(job, wanted, progress)
     finally:
         torch.set_num_threads(before)
 
@@ -283,11 +272,10 @@ def _options(
         raise RingConfigError(
             f"kernel_options: expected a dict of options by name, got {shown(kernel_options)}"
         )
-    pairs = tuple(sorted(given.items()))
     return Options(
         scale=scale,
         kernel=kernel,
-        kernel_options=pairs,
+        kernel_options=tuple(sorted(given.items())),
         chunk_bytes=chunk_bytes,
         gradient_payload=gradient_payload,
     )

@@ -34,7 +34,7 @@ from ds_ring.runtime.messages import Message
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
-from ds_ring.simulation.rank import Geometry, shard_of
+from ds_ring.simulation.rank import GlobalSizes, shard_of
 
 from ..profile.measure import ProfileJob, measure_rank
 
@@ -185,7 +185,7 @@ _FLOATS = ("float", "double", "half", "bfloat16")
 
 def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
     """Return the error of a causal pass against float64, its traffic, the planned one, and K's numbers."""
-    sizes = Geometry(
+    sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
     job, pattern = ProfileJob(sizes, Causal(), options=options), Causal()
@@ -276,8 +276,8 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
     return here, alone / MEMORY_TOKENS
 
 
-def _memory_sizes(tokens: int, dtype: torch.dtype) -> Geometry:
-    return Geometry(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+def _memory_sizes(tokens: int, dtype: torch.dtype) -> GlobalSizes:
+    return GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
 
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed
-from ds_ring.simulation.rank import COMPONENTS, SOURCE_OF, Arrived, VirtualExchange, VirtualRoute
+from ds_ring.simulation.rank import COMPONENTS, SOURCE_OF, VirtualExchange, VirtualRoute, VirtualWork
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import dense_attention, relative_error
 
@@ -108,7 +108,7 @@ def test_what_is_sent_is_what_the_origin_has(monkeypatch: pytest.MonkeyPatch) ->
     compared = []
 
     class Checking(VirtualExchange):
-        def start(self, route: VirtualRoute, sent: Sequence[Tensor], *rest: Any) -> Arrived:
+        def start(self, route: VirtualRoute, sent: Sequence[Tensor], *rest: Any) -> VirtualWork:
             for tensor, label in zip(sent, route.sends, strict=True):
                 if label.what not in SOURCE_OF:
                     continue

@@ -23,8 +23,8 @@ from ds_ring.schedule.steps import (
     Payload,
     Recv,
     Schedule,
+    ScheduleStep,
     Send,
-    Step,
     name_of,
 )
 
@@ -84,7 +84,7 @@ class SymbolicRank:
     contents: dict[tuple[int, int], Content] = field(default_factory=dict)
     homes: dict[int, Content] = field(default_factory=dict)
     freed: set[tuple[int, int]] = field(default_factory=set)
-    step: Step | None = None
+    step: ScheduleStep | None = None
 
     def __post_init__(self) -> None:
         self.starts = self.schedule.starts

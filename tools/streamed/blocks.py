@@ -64,7 +64,7 @@ class BlockPlanner:
         """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
-        shape = self.pattern.phase(start, length)
+        shape = self.pattern.shift_key(start, length)
         key = (first, end, length, shape)
         if shape is None or key not in self._blocks:
             self._blocks[key] = self._own_tiles(start, first, end, length)

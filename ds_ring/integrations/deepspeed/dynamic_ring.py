@@ -38,7 +38,7 @@ from ds_ring.runtime.mesh import RingMesh, make_sub_rings
 from ds_ring.runtime.messages import Message
 from ds_ring.runtime.trace import Span
 from ds_ring.schedule.grid import BatchLengths as Lengths
-from ds_ring.schedule.grid import SubRing, Times, divide
+from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
@@ -92,7 +92,7 @@ class MeasuredRates(NamedTuple):
 
 
 class SampleTimes:
-    """Estimate the seconds of samples: `Times` of schedule/grid.py.
+    """Estimate the seconds of samples: `SampleSeconds` of schedule/grid.py.
 
     Args:
         sizes: of the model.
@@ -298,7 +298,7 @@ class DynamicRing:
     """
 
     meshes: dict[int, RingMesh] = field(default_factory=dict)
-    times: Times | None = None
+    times: SampleSeconds | None = None
 
     def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
         """Make the smaller rings and measure the machine. Collective over the world."""

@@ -23,7 +23,7 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
-from ds_ring.masks.branches import LARGEST_LABEL, Branch, alike, product, subtract, union
+from ds_ring.masks.branches import LARGEST_LABEL, Branch, equal_labels, product, subtract, union
 from ds_ring.masks.catalog import applies_window
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.partitions import (
@@ -83,7 +83,7 @@ def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primit
     for start in range(200):
         labels = primitive.labels(np.arange(start, start + 9))
         common = (labels[:, None] == labels[None]) & (labels[:, None] >= 0)
-        assert np.array_equal(known.setdefault(primitive.phase(start, 9), common), common), start
+        assert np.array_equal(known.setdefault(primitive.shift_key(start, 9), common), common), start
     assert len(known) < 200
 
 
@@ -104,7 +104,7 @@ def test_stretches_of_one_phase_are_attended_alike(pattern: Pattern) -> None:
     for start in range(100):
         at = np.arange(start, start + 9)
         counts = bound.multiplicity(0, 1, 1, at[:, None], at[None])
-        assert np.array_equal(known.setdefault(bound.phase(start, 9), counts), counts), start
+        assert np.array_equal(known.setdefault(bound.shift_key(start, 9), counts), counts), start
     assert len(known) < 100
 
 
@@ -162,7 +162,7 @@ class Blocks(Pattern):
     length: int
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (alike(Segment(self.length)),)
+        return (equal_labels(Segment(self.length)),)
 
 
 @pytest.mark.parametrize("pattern", [Blocks(16), Blocks(16) & Causal(), Causal() & Blocks(16)], ids=str)

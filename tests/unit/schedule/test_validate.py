@@ -16,7 +16,18 @@ from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.rank_plan import Direction
-from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Compute, Free, Payload, Recv, Round, Send, Step
+from ds_ring.schedule.steps import (
+    RESULTS,
+    SHARD,
+    Accumulate,
+    Compute,
+    Free,
+    Payload,
+    Recv,
+    Round,
+    ScheduleStep,
+    Send,
+)
 from tests.cases import LAYOUTS, PATTERNS, layout_for
 
 ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of its own
@@ -119,10 +130,10 @@ class Seeded:
         found = self.find(kind, rank, batch)
         self.edit(rank, batch, lambda steps: [replace(s, **values) if s is found else s for s in steps])
 
-    def drop(self, step: Step, rank: int, batch: int) -> None:
+    def drop(self, step: ScheduleStep, rank: int, batch: int) -> None:
         self.edit(rank, batch, lambda steps: [s for s in steps if s is not step])
 
-    def insert(self, step: Step, rank: int, batch: int) -> None:
+    def insert(self, step: ScheduleStep, rank: int, batch: int) -> None:
         """As the first of its kind."""
         self.edit(rank, batch, lambda steps: [step, *steps])
 

@@ -15,13 +15,13 @@ import torch
 from ds_ring import Causal, RingConfigError, RingError, RingMesh, SlidingWindow
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Span, Trace
-from ds_ring.simulation.rank import COMPONENTS, Geometry
+from ds_ring.simulation.rank import COMPONENTS, GlobalSizes
 from ds_ring_launcher.profile import pictures
 from ds_ring_launcher.profile.measure import ProfileJob, RingRun, measure_rank, measure_virtual
 from ds_ring_launcher.profile.pictures import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
 from ds_ring_launcher.profile.timeline import LINKS, chrome_trace, replay, timeline_of
 
-SIZES = Geometry(1, 4, 2, 600, 16, torch.float32)
+SIZES = GlobalSizes(1, 4, 2, 600, 16, torch.float32)
 JOB = ProfileJob(SIZES, Causal(), "zigzag", Options(chunk_bytes=1))
 
 
