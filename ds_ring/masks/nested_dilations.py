@@ -1,29 +1,23 @@
-"""Dilations that nest: few large rectangles for what the plain join cuts into many small ones.
+"""Dilations that nest: few large rectangles, where the plain join would make many small ones.
 
-Owns two rewrites of a sum of `Residue` branches, and decides which one fits. Both give every pair its m.
+Two rewrites of a sum of `Residue` branches. Both give every pair its multiplicity m (how many branches have
+the pair). `tests/unit/masks/test_branches.py` compares both with the plain derivation.
 
 [Note: smallest segment]
-Where every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those
-of branch i; where segments nest as well, a pair is decided by the smallest segment that its two sides share.
-If that is one of branch i, the pair is attended if both are tokens of branch i, and m counts the branches
-from i on that have both. So there is one rectangle for each two neighbouring segments, as large as can be,
-in which nothing is masked and m is periodic (`Weights`): large tiles are what a kernel is fast on.
-A rate of at least the segment's length has one token at most in it, so it only adds to the pair of that token
-with itself: a tile of its own in the smallest segments, and nothing beyond. The period stays below the
-segment's length, and tiles of all segments are alike.
+If every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those of
+branch i. If the segments nest as well, the smallest segment that contains both tokens of a pair decides: if
+it belongs to branch i, both must be tokens of branch i, and m counts the branches from i on that have both.
+So there is one large rectangle for each two neighbouring segments, in which nothing is masked and m is
+periodic (`Weights`). The kernel adds log m as a bias, which costs 5 %; small tiles of constant m would cost
+25 %. A branch whose rate is at least the segment's length has at most one token in the segment. It only adds
+to the pair of that token with itself, which is a tile of its own; so the period stays below the length.
 
 [Note: levels]
-In general the common branches of a pair follow from the residues modulo the least common multiple of the
-rates: rectangles of progressions on which they are constant. Within them m is the number of common branches
-whose segment the two share, decided by the smallest one where segments nest. Where the multiple is too
-large, or a rate does not divide its segment, each branch is computed by itself: the merge of partial results
-adds duplicates up exactly as m does, and only some work is done twice.
-
-[Note: large tiles with a bias]
-The plain join cuts LongNet into very many small tiles. Where branches nest, one large rectangle for each
-smallest segment has a multiplicity that is periodic inside it, and the kernel adds log m as a bias. The bias
-costs 5 %; small tiles of constant m would cost 25 %. Branches that do not nest are split into runs on which m
-is constant. `tests/unit/masks/test_branches.py` compares both rewrites with the plain derivation.
+If branches do not nest, the branches that two tokens have in common follow from the residues of their
+positions modulo the least common multiple of the rates. There is a rectangle for each combination of residues
+with equal common branches. In it, m is the number of common branches whose segment contains both tokens. If
+the multiple is too large, or a rate does not divide its segment, each branch is computed by itself: merging
+the partial results counts a pair m times, and some work is done twice.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ class Progression(NamedTuple):
     modulus: int
 
 
-class Share(NamedTuple):
+class CommonBranches(NamedTuple):
     """Hold queries and keys whose common branches are exactly `branches`."""
 
     queries: tuple[Progression, ...]
@@ -78,7 +72,7 @@ def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> lis
     if _nested(lengths, rates, offsets) and (tiles.weight < 0).all():
         return _by_segment(tiles, residues, causal)
     parts = []
-    for share in shares(rates, offsets):
+    for share in common_branches(rates, offsets):
         for chain in _chains(share.branches, lengths):
             parts += _levels(_on(tiles, share), [lengths[i] for i in chain], causal)
     return parts
@@ -122,7 +116,7 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
     return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
 
 
-def _on(tiles: Tiles, share: Share) -> Tiles:
+def _on(tiles: Tiles, share: CommonBranches) -> Tiles:
     """Return the rectangles restricted to the queries and keys of a share."""
     parts = [
         tiles.sides(tiles.q.residue(*queries), tiles.k.residue(*keys))
@@ -182,16 +176,16 @@ def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int
 
 
 @lru_cache(maxsize=256)
-def shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[Share, ...]:
+def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[CommonBranches, ...]:
     """Return which positions have which branches in common; see [Note: levels]."""
     if math.lcm(*rates) <= MOST_RESIDUES:
-        return tuple(_residue_shares(rates, offsets))
+        return tuple(_common_by_residue(rates, offsets))
     # too many residues to enumerate: each branch by itself, and the merge adds up what is done twice
     classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
-    return tuple(Share((own,), (own,), (i,)) for i, own in enumerate(classes))
+    return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
 
 
-def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Share]:
+def _common_by_residue(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[CommonBranches]:
     period = math.lcm(*rates)
     # residues modulo the period, by the set of branches that have them
     by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
@@ -209,7 +203,7 @@ def _residue_shares(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[Sh
         for common, keys in keys_of.items():
             rectangles[common, tuple(sorted(keys))] += queries
     return [
-        Share(_progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common)))
+        CommonBranches(_progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common)))
         for (common, keys), queries in rectangles.items()
     ]
 

@@ -58,7 +58,7 @@ class Primitive(ABC):
         """
 
     def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return a key of the range start .. start + length - 1 that does not change if its labels do not.
+        """Return a key of a range of positions: where two are equal, a shift keeps equal labels equal.
 
         Two ranges of one length with equal keys have the same pairs of equally labelled tokens, relative to
         their starts. None: unknown.
@@ -97,9 +97,9 @@ class Segment(Primitive):
 
 @dataclass(frozen=True)
 class Residue(Primitive):
-    """Label every `rate`-th token of a segment, from `offset` on.
+    """Label every `rate`-th token of a segment, from `offset` on, by its segment: a dilation (LongNet).
 
-    P // length if p % length % rate == offset.
+    The label of position p is p // length if p % length % rate == offset; otherwise p takes no part.
     """
 
     length: int
@@ -120,13 +120,10 @@ class Residue(Primitive):
         return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
     def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return the start within its segment.
-
-        For a range inside one segment, the index of its first token.
-        """
         if start // self.length != (start + length - 1) // self.length:
             return (start % self.length,)
-        # -1 if no token takes part. The key has two entries, so it never equals a key of the case above.
+        # Inside one segment, the index of the first token that takes part matters; -1 if there is none. The key
+        # has two entries, so it never equals a key of the case above.
         first = (self.offset - start % self.length) % self.rate
         return -1, first if first < length else -1
 
@@ -171,10 +168,7 @@ class Table(Primitive):
 
     @cached_property
     def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
-        """Return start, end and label of every stretch of one id.
-
-        True if every label is its stretch's number.
-        """
+        """Return start, end and label of every stretch of one id, and whether its label is its number."""
         starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
         # The label is the number of the id's first stretch: labels ascend as long as no id occurs twice.
         _, first, number = np.unique(ids, return_index=True, return_inverse=True)

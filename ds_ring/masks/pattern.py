@@ -1,8 +1,7 @@
 """Patterns: which query position attends to which key position, in global positions, independent of ranks.
 
-Owns the base class of all patterns: composition by `&` and `|`, and everything that is computed from a
-pattern's branches. A pattern only lists its branches (`Pattern.branches`, see `branches.py`). It knows no
-layout, no rank and no tensor library. Each pattern has its own file beside this one.
+A pattern only lists its branches (`Pattern.branches`, see `branches.py`); composition by `&` and `|`, and all
+that is computed from branches, are in the base class. The patterns are in `catalog.py`.
 
 Terms: the multiplicity m of a (query, key) pair is the number of branches that contain it; log m is added to
 the pair's score. A run is an arithmetic progression of positions (start, step, length).
@@ -199,7 +198,7 @@ def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]
 
 @dataclass(frozen=True)
 class BoundPattern(Pattern):
-    """A pattern for the query heads of one K/V head. Plans and kernels work with this form.
+    """A pattern for the query heads that share one K/V head: what `bind` returns. Plans and kernels use this.
 
     Attributes:
         branches_by_head: the branches of every query head of the group, the same number for each; a single

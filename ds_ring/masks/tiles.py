@@ -248,7 +248,8 @@ class Tiles:
         mask: index into `masks` of the function that says which pairs are attended; -1 for none. It includes
             the band, so such a tile has none of its own.
         masks: functions of batch size, query positions and key positions.
-        rule: the pattern that the tiles were cut from, if known. It describes the same pairs with the same m.
+        rule: the pattern that the tiles were cut from, if known; it describes the same pairs with the same m,
+            so a kernel may read a window from it instead of the tiles.
     """
 
     q: Axis

@@ -340,13 +340,3 @@ def _neighbours(sizes: tuple[int, ...], ring_size: int) -> Iterator[tuple[int, .
 def _primes(number: int) -> list[int]:
     """Return the prime divisors of a number."""
     return [p for p in divisors(number) if p > 1 and all(p % n for n in range(2, math.isqrt(p) + 1))]
-
-
-def shares(lengths: Sequence[int], division: Division, padded: bool) -> list[int]:
-    """Return the tokens that a rank of each ring holds, padding of rows included."""
-    held = []
-    for one in division.rings:
-        mine = [lengths[sample] for sample in one.samples]
-        tokens = len(mine) * max(mine, default=0) if padded else sum(mine)
-        held.append(-(-tokens // one.ranks))
-    return held

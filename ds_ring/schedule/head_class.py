@@ -1,21 +1,21 @@
 """Who reads which tokens of every shard, and who sends them, for one class of heads. Index arithmetic.
 
-A class is the K/V heads whose patterns are equal. Terms: the origin of a shard is the rank that owns it; at
-each hop a shard is at one reader; the held slots of a hop are those that the reader reads, and the relayed
-slots those of them that the rank before the reader reads as well.
+A class is the K/V heads whose patterns are equal. Terms: the origin of a shard is the rank that owns it. At
+each hop, one rank, the reader, computes with the shard; the slots that it reads are the held slots of the
+hop. The relayed slots are those held slots that the rank before the reader reads as well.
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. That rank receives exactly the tokens that it reads, each once. If its neighbour before it on the
-shard's way reads a token as well, the neighbour has it from the hop before and passes it on (a relay).
-Otherwise the origin sends it (a direct send): the origin always has it. So the traffic is minimal: each token
+rank o. That rank receives exactly the tokens that it reads, each once. If the rank before it on the shard's
+way reads a token as well, that rank has it from the hop before and passes it on (a relay). Otherwise the
+origin sends it (a direct send), which never waits for another message. So the traffic is minimal: each token
 of each K/V head crosses once to every other rank that reads it. Passing everything from neighbour to
-neighbour instead would carry tokens through ranks that do not read them: up to 16 % more for LongNet on
-zigzag shards, 45 % for a window on small pieces. A direct send never waits for another message, since it
-leaves from the shard itself. There are no direct sends, only messages between neighbours, for contiguous
-shards with dense, windowed and dilated patterns, and for zigzag shards with a dense causal pattern.
-The number of bytes is the same in both directions. We choose the direction by the number of links that tokens
-cross (`links`).
+neighbour instead would send up to 16 % more for LongNet on zigzag shards, 45 % for a window on small pieces.
+Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns, nor for zigzag
+shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag shards, and up to
+30 % for a window on small pieces. On a network that is only a ring of links, those tokens cross as many links
+as if they were relayed (LongNet), or 9 to 37 % more (windows). The number of bytes is the same in both
+directions; we choose the direction by the number of links that tokens cross (`links`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
@@ -25,12 +25,6 @@ pass sums on between nodes, nor in a ring without nodes: each rank returns its o
 adds in float32. Every part is then rounded once and the number of bytes is the same: the error is 1.3 times
 that of one rank, whatever the ring size. Inside a node, where links are fast, sums are passed on in float32,
 and only what returns to the owner is rounded.
-
-[Note: what direct sends cost]
-The traffic of a plan is the least that must cross, in every layout. Where readers are not neighbours (LongNet
-on zigzag shards: 2 to 9 % of the tokens; a window on small pieces: up to 30 %), messages go to ranks that are
-further away. On a network that is nothing but a ring of links these tokens cross as many links as if they
-were relayed (LongNet), or 9 to 37 % more (windows).
 """
 
 from __future__ import annotations

@@ -16,11 +16,8 @@ which sums are passed on.)
 A chunk needs at most ten shard-sized buffers (in the backward pass: K/V in use and arriving, accumulators
 arriving, in use and leaving). Heads are independent. So they go around the ring in chunks, one after the
 other, and the buffers shrink by the number of chunks. A chunk must be large enough that its messages use the
-network well.
-
-[Note: sizes of head chunks]
-A message keeps at least a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), or
-64 MiB on a GPU.
+network well: a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), 64 MiB on a
+GPU.
 
 [Note: one chunk after another]
 A chunk receives no keys during its last hop, and its gradients return after that hop. With two ranks, half of

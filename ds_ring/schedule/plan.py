@@ -1,13 +1,9 @@
 """The plan: for every rank and hop which tiles are computed and which tokens are sent. Pure data.
 
-Owns the plan of a ring pass. It holds no process group, tensor or device, so that real ranks, the simulator,
-the cost model and the plots all use the same object.
-
-A plan has one entry for each class of K/V heads with equal patterns (a dilated pattern may give every head
-its own offset). A class has one or two directions of travel. A direction has, on each rank, one entry for
-each hop.
-
-`rank_plan.py` holds the data of one rank; `head_class.py` computes who reads which tokens and who sends them.
+Real ranks, the simulator, the estimator and the plots all use the same object. It has one entry for each
+class of K/V heads with equal patterns (a dilated pattern may give every head its own offset). A class has one
+or two directions of travel. A direction has, on each rank, one entry for each hop. `rank_plan.py` holds the
+data of one rank; `head_class.py` computes who reads which tokens and who sends them.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ arXiv 2406.18485, section 4.2) and as BurstAttention's two rings (Sun et al. 202
 3); TASP (Wang et al. 2025, arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part
 per batch is ours.
 
-[Note: which order is taken]
-The ranks of a node are known from LOCAL_WORLD_SIZE, or from `ranks_per_node` of `RingMesh.from_world`. Then
-`build_plan` takes the order whose busiest network adapter sends less. Batches, buffers and the ring pass are
-the same in both.
+If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
+`build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.rank import Geometry, RankMemory, TensorBytes, profile_of, shard_of
+from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, shard_of
 from ds_ring.simulation.simulate import simulate
 
 MIB = 2**20
@@ -31,7 +31,7 @@ MIB = 2**20
 class ProfileJob:
     """Describe one attention over generated numbers, for rings of any size."""
 
-    sizes: Geometry  # of the global tensors
+    sizes: GlobalSizes  # of the global tensors
     pattern: Pattern  # which position attends to which
     layout_name: str = "auto"  # "contiguous", "zigzag", ..., or "auto"
     # kernel, least size of messages, whether to prune, deadline of a hop

@@ -26,6 +26,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.masks.tiles import progressions_at
+from ds_ring.runtime.messages import Message
 from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation import rank as rank_module
@@ -112,10 +113,10 @@ def test_what_is_sent_is_what_the_origin_has(monkeypatch: pytest.MonkeyPatch) ->
             for tensor, label in zip(sent, route.sends, strict=True):
                 if label.what not in SOURCE_OF:
                     continue
-                assert label.tokens is not None
+                tokens, runs = self._tokens_of(Message(tensor, *label))
                 there = torch.empty_like(tensor)
-                self.source.fill(SOURCE_OF[label.what], label.tokens.heads, self._runs(label.tokens), there)
-                assert torch.equal(there, tensor), label.tokens
+                self.source.fill(SOURCE_OF[label.what], tokens.heads, runs, there)
+                assert torch.equal(there, tensor), tokens
                 compared.append(there.numel())
             return super().start(route, sent, *rest)
 
