@@ -292,14 +292,13 @@ class Slices(Pattern):
             )
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return tuple(_branch(*one) for one in self.slices)
-
-
-def _branch(queries: tuple[int, int], keys: tuple[int, int], kind: str) -> Branch:
-    # q - k on the diagonal through the lower right corner, and through the upper left one
-    least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
-    most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
-    return Branch(in_range(*queries), in_range(*keys), least, most)
+        found = []
+        for queries, keys, kind in self.slices:
+            # q - k on the diagonal through the lower right corner, and through the upper left one
+            least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
+            most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
+            found.append(Branch(in_range(*queries), in_range(*keys), least, most))
+        return tuple(found)
 
 
 def _checked(number: int, given: Any) -> Slice:

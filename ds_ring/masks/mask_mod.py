@@ -188,10 +188,6 @@ class MaskFacts(NamedTuple):
     tensors: tuple[tuple[Tensor, int | None], ...]
     elementwise: Callable[..., Tensor] | None
 
-    def tensors_changed(self) -> bool:
-        """Return whether a captured tensor was written to after the trace."""
-        return any(version_of(tensor) != version for tensor, version in self.tensors)
-
 
 def trace_mask(function: MaskFunction) -> MaskFacts:
     """Trace a mask function twice and compare the two graphs.
@@ -244,27 +240,16 @@ def evaluate(
         found = _call(function, facts.elementwise, nullcontext(), *every).expand(shape)
         return found if facts.by_batch or facts.by_head else found[0, 0]
     # The innermost vmap makes the last dimension, so the order is keys, queries, heads, samples.
-    asked: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
-    asked = torch.vmap(asked, in_dims=(None, None, 0, None))
+    mapped: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
+    mapped = torch.vmap(mapped, in_dims=(None, None, 0, None))
     if facts.by_head:
-        asked = torch.vmap(asked, in_dims=(None, 0, None, None))
+        mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
-        asked = torch.vmap(asked, in_dims=(0, None, None, None))
-    found = _call(function, asked, TransformGetItemToIndex(), batch, head, q, k)
+        mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
+    found = _call(function, mapped, TransformGetItemToIndex(), batch, head, q, k)
     if facts.by_batch and not facts.by_head:
         return found.unsqueeze(1)
     return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
-
-
-def evaluate_pairs(function: MaskFunction, head: int, q: Tensor, k: Tensor) -> Tensor:
-    """Evaluate the mask for pairs (q[i], k[i]) of one query head of the first sample; bool [n].
-
-    Raises:
-        RingPatternError: see `evaluate`.
-    """
-    asked = torch.vmap(function, in_dims=(None, None, 0, 0))
-    mode = TransformGetItemToIndex()
-    return _call(function, asked, mode, torch.zeros_like(q[0]), torch.full_like(q[0], head), q, k)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -320,11 +305,11 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _call(
-    function: MaskFunction, asked: Callable[..., Tensor], mode: AbstractContextManager[Any], *args: Tensor
+    function: MaskFunction, mapped: Callable[..., Tensor], mode: AbstractContextManager[Any], *args: Tensor
 ) -> Tensor:
     try:
         with torch.no_grad(), mode:
-            found = asked(*args)
+            found = mapped(*args)
     except Exception as error:
         where = f"positions up to {int(args[2].max())} and {int(args[3].max())}"
         raise refusal(function, f"a mask of {where}", first_line(error)) from error
@@ -338,8 +323,8 @@ class MaskMod(Pattern):
     """Attend by a FlexAttention `mask_mod` of global positions; torch's `and_masks`, `or_masks` compose it.
 
     It is evaluated as FlexAttention does: with 0-d tensors, by vmap over samples, heads, queries and keys.
-    One that depends on the head is asked head by head, with the head's number among all query heads of the
-    model; one that depends on the batch is asked sample by sample, numbered in this rank's batch.
+    One that depends on the head is evaluated for each head, with the head's number among all query heads of
+    the model; one that depends on the batch for each sample, numbered in this rank's batch.
 
     The function is a value: ranks compare its code and what it captured, numbers and tensors, before
     anything is sent. Whoever changes what it captured makes a new MaskMod.
@@ -380,7 +365,7 @@ class MaskMod(Pattern):
 
     @cached_property
     def facts(self) -> MaskFacts:
-        """Return what a trace says of the function; made when first asked for.
+        """Return what a trace says of the function; cached.
 
         Raises:
             RingPatternError: it is no mask.
@@ -432,7 +417,8 @@ class HeadMask:
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Try the function at some positions, once for each kind of call; see `Pattern.check`."""
         whole, facts, function = self.whole, self.whole.facts, self.whole.function
-        if facts.tensors_changed() or whole.__dict__["_captured"] != list(captured_values(function)):
+        written = any(version_of(tensor) != version for tensor, version in facts.tensors)
+        if written or whole.__dict__["_captured"] != list(captured_values(function)):
             raise RingPatternError(
                 f"MaskMod {name_of(function)}: expected what it captured to stay as it was at its first"
                 " use, got other values; make a new MaskMod for a new mask"
@@ -456,5 +442,8 @@ class HeadMask:
         if not q.size:
             return np.zeros(q.shape, dtype=bool)
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
-        found: IntArray = evaluate_pairs(function, self.heads[0], ours, theirs).numpy().reshape(q.shape)
-        return found
+        pairwise = torch.vmap(function, in_dims=(None, None, 0, 0))
+        batch, head = torch.tensor(0), torch.tensor(self.heads[0])
+        found = _call(function, pairwise, TransformGetItemToIndex(), batch, head, ours, theirs)
+        result: IntArray = found.numpy().reshape(q.shape)
+        return result

@@ -203,7 +203,9 @@ def _common_by_residue(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list
         for common, keys in keys_of.items():
             rectangles[common, tuple(sorted(keys))] += queries
     return [
-        CommonBranches(_progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common)))
+        CommonBranches(
+            _progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common))
+        )
         for (common, keys), queries in rectangles.items()
     ]
 

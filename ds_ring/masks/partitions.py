@@ -122,8 +122,8 @@ class Residue(Primitive):
     def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
         if start // self.length != (start + length - 1) // self.length:
             return (start % self.length,)
-        # Inside one segment, the index of the first token that takes part matters; -1 if there is none. The key
-        # has two entries, so it never equals a key of the case above.
+        # Inside one segment, only the index of the first token that takes part matters; -1 if there is none.
+        # The key has two entries, so it never equals a key of the case above.
         first = (self.offset - start % self.length) % self.rate
         return -1, first if first < length else -1
 

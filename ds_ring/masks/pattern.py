@@ -89,12 +89,12 @@ class Pattern(ABC):
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
         # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
         # equal need one entry only.
-        together = [_asked_together(each, branches) for branches in each]
+        together = [_evaluated_together(each, branches) for branches in each]
         if all(branches == together[0] for branches in together):
             return BoundPattern((together[0],))
         # The heads differ: each gets its own entry, with mask functions that are evaluated for this head
         # only.
-        return BoundPattern(tuple(_asked_together([branches], branches) for branches in each))
+        return BoundPattern(tuple(_evaluated_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Raise if the pattern cannot be evaluated for such a call; runs before anything is sent.
@@ -184,16 +184,16 @@ def _checked(other: object, operator: str) -> Pattern:
     return other
 
 
-def _asked_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
     """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
-    asked = list(branches)
+    found = list(branches)
     for index, branch in enumerate(branches):
         masks = (
             mask.for_heads(tuple(head for one in each for head in one[index].masks[number].heads))
             for number, mask in enumerate(branch.masks)
         )
-        asked[index] = replace(branch, masks=tuple(masks)) if branch.masks else branch
-    return tuple(asked)
+        found[index] = replace(branch, masks=tuple(masks)) if branch.masks else branch
+    return tuple(found)
 
 
 @dataclass(frozen=True)

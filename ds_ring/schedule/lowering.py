@@ -160,12 +160,9 @@ def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_byt
 
 def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     """Return the steps of any head chunk of a class, cached with the plan for each pass."""
-    if backward not in plan.lowered:
-        plan.lowered[backward] = _lowered(plan, backward)
-    return plan.lowered[backward]
-
-
-def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
+    if backward in plan.lowered:
+        kept: ChunkSteps = plan.lowered[backward]
+        return kept
     own = plan.directions[0].at(0)
     assert own is not None, "a rank always has its own shard"
     valid = count_slots(own.held)
@@ -189,7 +186,8 @@ def _lowered(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     for direction in directions:  # the keys that are left at the end of the pass
         arrived += [Free(keys) for keys in sorted({direction.keys, direction.across} - {SHARD})]
     rounds.append(Round((*arrived, Free(RESULTS))))
-    return ChunkSteps(tuple(buffers), tuple(rounds))
+    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
+    return steps
 
 
 class _Direction:
@@ -319,7 +317,9 @@ class _Direction:
         steps: list[Accumulate | Free] = []
         if self.plan.direction.crosses(hop + 1):
             # All parts were sent to the next node, and all parts of the next keys came from another node.
-            steps += self._leave_node()
+            self.parts, self.crossing = self.crossing + self.parts, []
+            gone, self.across = self.across, SHARD
+            steps += [] if gone in (SHARD, self.keys) else [Free(gone)]
         if self.parts:
             # The current keys were computed with and sent on in the batch that has ended.
             steps += [*self._drop_keys(), *self._join()]
@@ -339,12 +339,6 @@ class _Direction:
         steps += [Free(buffer) for buffer in self.leaving]
         self.partial, self.returns, self.leaving = None, [], []
         return steps
-
-    def _leave_node(self) -> list[Free]:
-        """Return the steps that free the keys sent to the next node; received ones become the next parts."""
-        self.parts, self.crossing = self.crossing + self.parts, []
-        gone, self.across = self.across, SHARD
-        return [] if gone in (SHARD, self.keys) else [Free(gone)]
 
     def _join(self) -> list[Accumulate | Free]:
         """Return the steps that combine the next keys from their parts: relayed ones and direct sends."""

@@ -20,7 +20,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.rank_plan import Direction, RankPlan
+from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
 GRADIENT_PAYLOADS = ("float32", "bfloat16")
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
@@ -60,21 +60,17 @@ class Plan:
             self._ranks[ring_rank] = RankPlan(ring_rank, classes, self.group, self.kv_heads)
         return self._ranks[ring_rank]
 
-    def _over_heads(self, per_class: list[int]) -> int:
-        heads = [len(range(self.kv_heads)[head_class.kv_heads]) for head_class in self.classes]
-        return sum(amount * count for amount, count in zip(per_class, heads, strict=True))
-
     @property
     def tokens_sent(self) -> int:
         """Return tokens sent in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
-        return self._over_heads([sum(map(head_class.tokens_sent, origins)) for head_class in self.classes])
+        return over_heads(self.classes, self.kv_heads, lambda one: sum(map(one.tokens_sent, origins)))
 
     @property
     def tokens_needed(self) -> int:
         """Return the minimum of `tokens_sent`: each token once to every other rank that reads it."""
         origins = range(self.ring_size)
-        return self._over_heads([sum(map(head_class.tokens_needed, origins)) for head_class in self.classes])
+        return over_heads(self.classes, self.kv_heads, lambda one: sum(map(one.tokens_needed, origins)))
 
     def summary(self) -> str:
         """Return a readable table: tiles, pairs, and tokens held and sent on, by rank, class and hop."""

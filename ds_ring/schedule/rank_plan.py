@@ -22,6 +22,7 @@ If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `Ring
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -299,21 +300,22 @@ class RankPlan:
     schedules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     compiled: set[Any] = field(default_factory=set, repr=False, compare=False)
 
-    def _total(self, amounts: list[int]) -> int:
-        heads = [len(range(self.kv_heads)[head_class.kv_heads]) for head_class in self.classes]
-        return sum(amount * count for amount, count in zip(amounts, heads, strict=True))
-
     @property
     def pairs(self) -> int:
         """Return the attended (query, key) pairs of this rank, over all query heads."""
-        return self._total([head_class.pairs(self.group) for head_class in self.classes])
+        return over_heads(self.classes, self.kv_heads, lambda one: one.pairs(self.group))
 
     @property
     def tokens_received(self) -> int:
         """Return the token-units (K and V of one token of one head) that arrive in a forward pass."""
-        return self._total([head_class.tokens_received for head_class in self.classes])
+        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_received)
 
     @property
     def tokens_sent(self) -> int:
         """Return the token-units that leave in a forward pass."""
-        return self._total([head_class.tokens_sent for head_class in self.classes])
+        return over_heads(self.classes, self.kv_heads, lambda one: one.tokens_sent)
+
+
+def over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
+    """Return the sum over K/V heads of an amount that each class of heads has per head."""
+    return sum(amount(one) * len(range(kv_heads)[one.kv_heads]) for one in classes)
