@@ -29,10 +29,19 @@ from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
-from ds_ring.runtime.autograd import attend, attend_replicated, constant, handle_of, refusing_handle
+from ds_ring.runtime.autograd import (
+    attend,
+    attend_compiled,
+    attend_replicated,
+    constant,
+    context_of_call,
+    handle_of,
+    refusing_handle,
+)
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.exchange import refuse
+from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
 
 
@@ -85,13 +94,23 @@ def ring_attention(
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
+    why, sharded = None, isinstance(queries, str) and queries == "sharded"
+    if not sharded or q_positions is not None:
+        why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload)
-    settings = (constant(scale), kernel, transport, *flags)
-    handle = handle_of(pattern, layout, mesh, settings, score_mod, why, torch.compiler.is_compiling())
-    if isinstance(queries, str) and queries == "replicated":
+    if torch.compiler.is_compiling():
+        settings = (constant(scale), kernel, transport, *flags)
+        handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
+        if sharded:
+            return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
         return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
-    return attend(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
+    if why is not None:
+        check_mesh(mesh)
+        refuse(mesh, RingConfigError(why))
+    context = context_of_call(pattern, layout, mesh, (scale, kernel, transport, *flags), score_mod)
+    if sharded:
+        return attend(q, k, v, context, sinks, return_lse)
+    return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -153,29 +172,35 @@ class RingAttention(nn.Module):
         Raises:
             RingConfigError: a positional or keyword argument that this module would have to ignore.
         """
-        handle = self._handle
         why = why_not_honoured(batch_dim_idx, args, kwargs)
-        if why is not None:
-            handle = refusing_handle(self._mesh, why, torch.compiler.is_compiling())
-        tensors = (query, key, value)
-        if why is not None or batch_dim_idx is None or any(_has_other_dims(x) for x in tensors):
-            return attend(query, key, value, handle, self._ulysses_size, sinks, return_lse)
+        if why is not None and not torch.compiler.is_compiling():
+            refuse(self._mesh, RingConfigError(why))
+        # What is not a 4-D tensor cannot be permuted and is refused by its own name.
+        if (
+            why is not None
+            or batch_dim_idx is None
+            or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (query, key, value))
+        ):
+            return self._attend(query, key, value, sinks, return_lse, why)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        results = attend(q, k, v, handle, self._ulysses_size, sinks, return_lse)
+        results = self._attend(q, k, v, sinks, return_lse, None)
         if isinstance(results, tuple):
             return results[0].permute(back), results[1]
         return results.permute(back)
 
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None
+    ) -> Any:
+        if not torch.compiler.is_compiling():
+            return attend(q, k, v, self.context, sinks, return_lse)
+        handle = self._handle if why is None else refusing_handle(self._mesh, why)
+        return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse)
+
     def extra_repr(self) -> str:
         context = self.context
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
-
-
-def _has_other_dims(x: object) -> bool:
-    """Return whether x is not a 4-D tensor, so it cannot be permuted and is refused by its own name."""
-    return not isinstance(x, Tensor) or x.dim() != 4
 
 
 def _pattern_of_all_batches(config: RingConfig) -> Pattern:

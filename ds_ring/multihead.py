@@ -21,8 +21,9 @@ from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
-from ds_ring.runtime.autograd import attend, refusing_handle
+from ds_ring.runtime.autograd import attend_compiled, refusing_handle
 from ds_ring.runtime.checks import why_not_an_operand
+from ds_ring.runtime.exchange import refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 
@@ -176,9 +177,11 @@ class MultiheadRingAttention(nn.Module):
             RingMismatchError, RingPeerError, RingFiniteError: as `ring_attention`.
         """
         refused = self._why_not(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
-        if refused is not None:  # by the operator, which tells the other ranks
-            handle = refusing_handle(self._mesh, refused[1], torch.compiler.is_compiling(), refused[0])
-            attend(query, key, value, handle, self._mesh.ulysses_size, None, False)
+        if refused is not None:  # the other ranks are told
+            if not torch.compiler.is_compiling():
+                refuse(self._mesh, refused[0](refused[1]))
+            handle = refusing_handle(self._mesh, refused[1], refused[0])
+            attend_compiled(query, key, value, handle, self._mesh.ulysses_size, None, False)
         q, k, v = (
             (x if self.batch_first else x.transpose(0, 1)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for x in self._projected(query, key, value)

@@ -19,16 +19,16 @@ grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
@@ -41,16 +41,18 @@ from ds_ring.runtime.context import (
     context_for,
     context_of,
     first_queries,
+    new_handle,
+    object_of,
+    operator,
     refusing_context,
 )
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, refuse
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host, stand_ins
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout
 
 # Trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
@@ -86,7 +88,7 @@ _SWAPS = {
 }
 
 
-@torch.library.custom_op("ds_ring::swap_heads_tokens", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::swap_heads_tokens")
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
@@ -191,11 +193,10 @@ def gradients_to_tokens(gradients_BHSD: Sequence[Tensor], handle: int) -> list[T
 
 
 def _pass_of(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, grad_out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False,
 ) -> RingPass | GatherPass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    context = context_of(handle)
     plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse)
     ring_rank, options = context.mesh.ring_rank, context.options
     # The all-gather reference sends all heads at once: no chunks, no overlap, no buffers kept between calls.
@@ -211,19 +212,60 @@ def _pass_of(
         chunk_bytes,
         context.mesh.buffers,
         context.check_finite if options.check_finite else None,
-        trace=context.mesh.trace,
+        trace=context.mesh.traces[-1] if context.mesh.traces else None,
         host=context.mesh.host_memory if options.offload_on(q.device.type, q.shape[2]) else None,
         agreed=agreed,
         prepared=PreparedPasses() if context.exchange is None else context.exchange.prepared,
     )
 
 
-def _guarded(made: RingPass | GatherPass | ReplicatedPass) -> AbstractContextManager[None]:
-    """Tell the other ranks if a pass raises; they would otherwise wait for this rank."""
-    return nullcontext() if made.exchange is None else made.exchange.guarded()
+def _run(made: RingPass | GatherPass | ReplicatedPass, work: Callable[..., Any], *tensors: Any) -> Any:
+    """Run a pass; tell the other ranks if it raises, since they would otherwise wait for this rank."""
+    try:
+        return work(*tensors)
+    except BaseException as error:
+        if made.exchange is not None:
+            made.exchange.failed(error)
+        raise
 
 
-@torch.library.custom_op("ds_ring::ring_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def _forward(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a pass, or those that a checkpointed region has kept."""
+    options, memory = context.options, context.mesh.host_memory
+
+    def run(context: RingContext = context) -> tuple[Tensor, Tensor]:
+        # A refused call sends nothing, so the mesh can still be used after it.
+        made = _pass_of(q, k, v, context, sinks=sinks)
+        here = sinks if sinks is None else sinks[context.heads_here(q)]
+        out, lse = _run(made, made.forward, q, k, v, here)
+        return out, lse
+
+    with context.mesh.in_call():
+        if options.recompute == 1 or isinstance(q, FakeTensor):
+            return run()
+        rows = None
+        if options.recompute:
+            first, slots = first_queries(context, q.shape[2], q.device)
+            rows = KeptRows(slots, lambda: run(first))
+        call = (context.handle, q.shape, k.shape, v.shape, q.dtype)
+        return kept_or_run(call, run, memory if memory.enabled else None, rows)
+
+
+def _gradients(
+    context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of a pass; see `RingPass.backward`."""
+    with context.mesh.in_call():
+        here = (q, k, v) if q.device == grad_out.device else stand_ins((q, k, v), grad_out.device)
+        made = _pass_of(*here, context, grad_out, has_grad_lse=grad_lse is not None)
+        dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
+        return dq, dk, dv
+
+
+@operator("ds_ring::ring_attention")
 def ring_attention_op(
     q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -231,23 +273,7 @@ def ring_attention_op(
 
     See `RingPass.forward`. The sinks are those of the heads of all Ulysses ranks.
     """
-    context = context_of(handle)
-
-    def run(handle: int = handle) -> tuple[Tensor, Tensor]:
-        # Outside the guard: a refused call sends nothing, so the mesh can still be used after it.
-        made = _pass_of(q, k, v, handle, sinks=sinks)
-        with _guarded(made):
-            return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
-
-    with context.mesh.in_call():
-        if context.options.recompute == 1 or is_fake(q):
-            return run()
-        memory, rows = context.mesh.host_memory, None
-        if context.options.recompute:
-            first, slots = first_queries(context, q.shape[2], q.device)
-            rows = KeptRows(slots, lambda: run(first.handle))
-        call = (handle, q.shape, k.shape, v.shape, q.dtype)
-        return kept_or_run(call, run, memory if memory.enabled else None, rows)
+    return _forward(context_of(handle), q, k, v, sinks)
 
 
 # Contiguous, whatever the strides of q: a fake result must have the strides of the real one.
@@ -263,18 +289,13 @@ def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # The backward pass is an operator, too, so that the backward graph also has one opaque node for the pass.
-@torch.library.custom_op("ds_ring::ring_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::ring_attention_backward")
 def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
-    with context_of(handle).mesh.in_call():
-        here = (q, k, v) if q.device == grad_out.device else stand_ins((q, k, v), grad_out.device)
-        q_here, k_here, v_here = here
-        made = _pass_of(q_here, k_here, v_here, handle, grad_out, has_grad_lse=grad_lse is not None)
-        with _guarded(made):
-            return made.backward(grad_out, q, k, v, out, lse, grad_lse)
+    return _gradients(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
 
 
 @ring_attention_backward_op.register_fake
@@ -285,28 +306,72 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None], output: tuple[Tensor, Tensor]
+def _save(
+    ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool
 ) -> None:
-    q, k, v, handle, sinks = inputs
-    out, lse = output
+    q, k, v, _, sinks = inputs
+    ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
-    ctx.handle = handle
-    ctx.context = context = context_of(handle)  # keep it alive until the backward pass
-    saved = (q, k, v, out, lse)
+    saved = (q, k, v, *output)
+    ctx.context = context  # keeps it alive until the backward pass
     if context.options.offload_on(q.device.type, q.shape[2]):
         saved = saved_on_host(saved, context.mesh.host_memory)
     ctx.save_for_backward(*saved, sinks)
     ctx.set_materialize_grads(False)
 
 
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _save(ctx, context_of(inputs[3]), inputs, output, eager=False)
+
+
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
+    context: RingContext = ctx.context
     if grad_out is None:  # run the pass nevertheless: another rank may need this rank's part of a gradient
         device = out.device if grad_lse is None else grad_lse.device
         grad_out = torch.zeros_like(out, device=device)
-    grads = ring_attention_backward_op(grad_out, q, k, v, out, lse, ctx.handle, grad_lse)
-    return (*grads, None, _sinks_gradient(sinks, ctx.context.heads_here(q), grad_out, out, lse, grad_lse))
+    given = (q, k, v, out, lse)
+    if ctx.eager and not torch.is_grad_enabled() and _sees_plain((*given, grad_out)):
+        grads = _gradients(context, grad_out, *given, grad_lse)
+    else:
+        grads = ring_attention_backward_op(grad_out, *given, context.handle, grad_lse)
+    if sinks is None:
+        return (*grads, None, None)
+    return (*grads, None, _sinks_gradient(sinks, context.heads_here(q), grad_out, out, lse, grad_lse))
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The pass of an eager call: as `ring_attention_op`, with the context in place of its handle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        results = _forward(context, q, k, v, sinks)
+        _save(ctx, context, (q, k, v, context, sinks), results, eager=True)
+        return results
+
+    backward = staticmethod(_backward)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def _sees_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether nothing but autograd looks at these tensors: no transform, mode or subclass."""
+    if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    return set(map(type, tensors)) <= _PLAIN
+
+
+def _ring_attention(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Call attention eagerly: by the operator if a transform, a mode or a subclass must see one node."""
+    if _sees_plain((q, k, v, sinks)):
+        results: tuple[Tensor, Tensor] = _EagerAttention.apply(q, k, v, context, sinks)
+        return results
+    return ring_attention_op(q, k, v, context.handle, sinks)
 
 
 def _sinks_gradient(
@@ -356,16 +421,15 @@ ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_co
 
 
 def _replicated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, grad_out: Tensor | None = None,
-    sinks: Tensor | None = None, has_grad_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, context: RingContext,
+    grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
 ) -> ReplicatedPass:  # fmt: skip
     """Return the pass of a context for replicated queries, after all ranks have agreed to it."""
-    context = context_of(handle)
     tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks, has_grad_lse)
     return ReplicatedPass(tiles, kernel, context.exchange, scale)
 
 
-@torch.library.custom_op("ds_ring::replicated_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::replicated_attention")
 def replicated_attention_op(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -373,10 +437,11 @@ def replicated_attention_op(
 
     The positions are a tensor, so that a compiled graph of a decoding loop takes the step as an input.
     """
-    with context_of(handle).mesh.in_call():
-        made = _replicated(q, k, v, positions, handle, sinks=sinks)
-        with _guarded(made):
-            return made.forward(q, k, v, sinks)
+    context = context_of(handle)
+    with context.mesh.in_call():
+        made = _replicated(q, k, v, positions, context, sinks=sinks)
+        out, lse = _run(made, made.forward, q, k, v, sinks)
+        return out, lse
 
 
 @replicated_attention_op.register_fake
@@ -386,9 +451,7 @@ def _(
     return fake_results(q, v)
 
 
-@torch.library.custom_op(
-    "ds_ring::replicated_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
-)
+@operator("ds_ring::replicated_attention_backward")
 def replicated_attention_backward_op(
     grad_out: Tensor,
     q: Tensor,
@@ -401,10 +464,11 @@ def replicated_attention_backward_op(
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
-    with context_of(handle).mesh.in_call():
-        made = _replicated(q, k, v, positions, handle, grad_out, has_grad_lse=grad_lse is not None)
-        with _guarded(made):
-            return made.backward(grad_out, q, k, v, out, lse, grad_lse)
+    context = context_of(handle)
+    with context.mesh.in_call():
+        made = _replicated(q, k, v, positions, context, grad_out, has_grad_lse=grad_lse is not None)
+        dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
+        return dq, dk, dv
 
 
 @replicated_attention_backward_op.register_fake
@@ -467,10 +531,10 @@ class Placed:
     """
 
     parts: tuple[tuple[RingContext, Rows], ...]
-    handle: int = field(default_factory=itertools.count().__next__)
+    handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        _placed[self.handle] = self
+        self.handle = new_handle(self)
 
     def parts_of(self, q: Tensor) -> Sequence[tuple[RingContext, Rows]]:
         """Return the parts; a batch of another size is refused, on all ranks."""
@@ -480,17 +544,8 @@ class Placed:
                 f"attention: expected the {rows} samples of the batch, whose documents differ, got"
                 f" {q.shape[0]}; hand the model the whole batch that shard_batch returned"
             )
-            self.parts[0][0].refuse(RingShapeError(why))
+            refuse(self.parts[0][0].mesh, RingShapeError(why))
         return self.parts
-
-
-_placed: weakref.WeakValueDictionary[int, Placed] = weakref.WeakValueDictionary()
-
-
-def _of(which: Tensor) -> Placed:
-    found = _placed.get(int(which))
-    assert found is not None, f"placement {int(which)} is gone: too many batches since its forward pass"
-    return found
 
 
 # [Note: placements in compiled code]
@@ -499,10 +554,10 @@ def _of(which: Tensor) -> Placed:
 # with the layout of the batch that was traced. So the graph computes the handle in every run
 # (`place_attention` in graph_sharding.py), as an int64 [1] on the CPU, and attention takes it as a tensor;
 # the backward pass gets the one that its forward pass had.
-@torch.library.custom_op("ds_ring::placed_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::placed_attention")
 def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
-    parts = _of(which).parts_of(q)
+    parts = object_of(int(which), Placed).parts_of(q)
     if not parts[0][1]:
         return _attend(q, k, v, parts[0][0])
     # Uninitialised: the parts' rows are all rows of the batch (`parts_of` compares their number).
@@ -516,8 +571,8 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
 def _attend(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of all heads, which Ulysses ranks share out meanwhile."""
     if context.mesh.ulysses_size == 1:
-        return ring_attention_op(q, k, v, context.handle)
-    out, lse = ring_attention_op(*tokens_to_heads(q, k, v, context.handle), context.handle)
+        return _forward(context, q, k, v)
+    out, lse = _forward(context, *tokens_to_heads(q, k, v, context.handle))
     out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], context.handle)
     return out, lse.squeeze(-1)
 
@@ -527,36 +582,34 @@ def _(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     return fake_results(q, v)
 
 
-@torch.library.custom_op(
-    "ds_ring::placed_attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe
-)
+@operator("ds_ring::placed_attention_backward")
 def placed_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv)."""
-    parts = _of(which).parts_of(q)
+    parts = object_of(int(which), Placed).parts_of(q)
     if not parts[0][1]:
-        return _gradients(parts[0][0], grad_out, q, k, v, out, lse)
+        return _all_gradients(parts[0][0], grad_out, q, k, v, out, lse)
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     for context, rows in parts:
         index = list(rows)
         taken = [x[index] for x in (grad_out, q, k, v, out, lse)]
-        for grad, part in zip(grads, _gradients(context, *taken), strict=True):
+        for grad, part in zip(grads, _all_gradients(context, *taken), strict=True):
             grad[index] = part
     return grads
 
 
-def _gradients(
+def _all_gradients(
     context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of all heads."""
     handle = context.handle
     if context.mesh.ulysses_size == 1:
-        return ring_attention_backward_op(grad_out, q, k, v, out, lse, handle)
+        return _gradients(context, grad_out, q, k, v, out, lse)
     # Saved are the tensors of this rank's tokens, as large as without Ulysses: they are swapped again.
     q, k, v = tokens_to_heads(q, k, v, handle)
     grad_out, out, lse = gradients_to_heads([grad_out, out, lse.unsqueeze(-1)], handle)
-    grads = ring_attention_backward_op(grad_out, q, k, v, out, lse.squeeze(-1), handle)
+    grads = _gradients(context, grad_out, q, k, v, out, lse.squeeze(-1))
     dq, dk, dv = gradients_to_tokens(grads, handle)
     return dq, dk, dv
 
@@ -586,11 +639,12 @@ def _backward_placed(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None)
 placed_attention_op.register_autograd(_backward_placed, setup_context=_setup_placed)
 
 
-# Run one call of attention: find its context, also in compiled code, check its tensors, call the operator.
-#
-# Owns what stands between the public calls in module.py and the operators.
+# The calls behind `ring_attention` and `RingAttention`. An eager call carries its context, and a refused one
+# raises at once, after the other ranks were told. A compiled call carries a handle ([Note: handles in
+# compiled code]), and a refused one the handle of a context whose calls raise.
 
 _HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
+Settings = tuple[Any, ...]  # the first options of `Options`, in order
 
 
 def constant(scale: Any) -> Any:
@@ -601,6 +655,31 @@ def constant(scale: Any) -> Any:
     return scale
 
 
+def context_of_call(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    score_mod: ScoreFunction | None,
+) -> RingContext:
+    """Return the context of an eager call; refused arguments raise on all ranks."""
+    if not isinstance(mesh, RingMesh):
+        check_mesh(mesh)
+    # The text tells 1 from True. A score_mod is wrapped anew: the values that it captures may change.
+    key = (pattern, layout, score_mod, repr(settings))
+    try:
+        found: RingContext | None = mesh.recent.get(key) if score_mod is None else None
+    except TypeError:  # what cannot be hashed is no pattern or layout
+        found = None
+    if found is None:
+        try:
+            mod = None if score_mod is None else ScoreMod(score_mod)
+            found = context_for(pattern, layout, mesh, Options(*settings, score_mod=mod))
+        except RingError as error:
+            mesh.use.check()
+            refuse(mesh, error)
+        if score_mod is None:
+            mesh.recent[key] = found
+    return found
+
+
 # [Note: handles in compiled code]
 # torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
 # integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
@@ -609,15 +688,13 @@ def constant(scale: Any) -> Any:
 # would arrive with its defaults.
 @torch.compiler.assume_constant_result
 def handle_of(
-    pattern: Pattern,
-    layout: Layout | str,
-    mesh: RingMesh,
-    settings: tuple[Any, ...],  # the first options, in order; the scale as `constant` makes it
-    score_mod: ScoreFunction | None,
-    why_not: str | None,  # why the call cannot be honoured, if it is known already
-    in_a_graph: bool,
-) -> int:
-    """Return the number by which the operator finds its arguments: [Note: handles in compiled code]."""
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    score_mod: ScoreFunction | None, why_not: str | None,
+) -> int:  # fmt: skip
+    """Return the handle of a compiled call; the scale of `settings` is as `constant` makes it.
+
+    `why_not` says why the call cannot be honoured, if it is known already.
+    """
     check_mesh(mesh)
     scale, *others = settings
     is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
@@ -626,49 +703,31 @@ def handle_of(
         if why_not is not None:
             raise RingConfigError(why_not)
         mod = None if score_mod is None else ScoreMod(score_mod)
-        options = replace(Options(number, *others), score_mod=mod)
-        context = context_for(pattern, layout, mesh, options)
+        context = context_for(pattern, layout, mesh, Options(number, *others, score_mod=mod))
     except RingError as error:
         context = refusing_context(mesh, error)
-    context.in_a_graph |= in_a_graph
+    context.in_a_graph = True
     return context.handle
-
-
-def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
-    if q_positions is None or isinstance(q_positions, Tensor):
-        return q_positions
-    try:
-        return torch.as_tensor(q_positions)
-    except Exception:
-        got = shown(q_positions).removeprefix("list ")
-        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
-        raise
 
 
 @torch.compiler.assume_constant_result
-def refusing_handle(
-    mesh: RingMesh, why: str, in_a_graph: bool, error: type[RingError] = RingConfigError
-) -> int:
-    """Return the number of a context whose calls are refused, on all ranks."""
+def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
+    """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
     context = refusing_context(mesh, error(why))
-    context.in_a_graph |= in_a_graph
+    context.in_a_graph = True
     return context.handle
+
+
+@torch.compiler.assume_constant_result
+def _differentiable(handle: int) -> int:
+    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
+    why = why_not_this_derivative()
+    return handle if why is None else refusing_handle(context_of(handle).mesh, why)
 
 
 @torch.compiler.assume_constant_result
 def _refuse(handle: int, why: str) -> None:
-    context_of(handle).refuse(RingShapeError(why))
-
-
-@torch.compiler.assume_constant_result
-def _differentiable(handle: int, in_a_graph: bool) -> int:
-    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
-    why = why_not_this_derivative()
-    if why is None:
-        return handle
-    if not in_a_graph:  # functorch would raise before the operator's body
-        context_of(handle).refuse(RingConfigError(why))
-    return refusing_handle(context_of(handle).mesh, why, in_a_graph)
+    refuse(context_of(handle).mesh, RingShapeError(why))
 
 
 def _check_operands(
@@ -683,17 +742,52 @@ def _check_operands(
         _refuse(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
 
 
+def _check_eager(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object
+) -> None:
+    """Do the checks of a compiled call; ordinary dense tensors pass at once."""
+    usual = return_lse is True or return_lse is False
+    for x in (q, k, v) if sinks is None else (q, k, v, sinks):
+        usual = usual and type(x) is Tensor and x.layout is torch.strided
+        usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
+    if not usual:
+        _check_operands(q, k, v, context.handle, sinks, return_lse)
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        why = why_not_this_derivative()
+        if why is not None:  # functorch would raise before the operator's body
+            refuse(context.mesh, RingConfigError(why))
+
+
 def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse). Eager."""
+    _check_eager(context, q, k, v, sinks, return_lse)
+    if context.mesh.ulysses_size == 1:
+        out, lse = _ring_attention(context, q, k, v, sinks)
+        return (out, lse) if return_lse else out
+    q, k, v = tokens_to_heads(q, k, v, context.handle)
+    out, lse = _ring_attention(context, q, k, v, sinks)
+    return _to_tokens(out, lse, context.handle, return_lse)
+
+
+def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse)."""
-    handle = _differentiable(handle, torch.compiler.is_compiling())
+    """Do what `attend` does, in a function that torch.compile traces."""
+    handle = _differentiable(handle)
     _check_operands(q, k, v, handle, sinks, return_lse)
     if ulysses_size == 1:
         out, lse = ring_attention_op(q, k, v, handle, sinks)
         return (out, lse) if return_lse else out
     q, k, v = tokens_to_heads(q, k, v, handle)
     out, lse = ring_attention_op(q, k, v, handle, sinks)
+    return _to_tokens(out, lse, handle, return_lse)
+
+
+def _to_tokens(
+    out: Tensor, lse: Tensor, handle: int, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     if not return_lse:
         return heads_to_tokens([out], handle)[0]
     out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)
@@ -701,16 +795,25 @@ def attend(
 
 
 def attend_replicated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: int,
-    q_positions: Sequence[int] | Tensor | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, q_positions: Sequence[int] | Tensor | None,
+    sinks: Tensor | None, return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [B, H, Q, E] of queries that every rank has; with `return_lse` (out, lse)."""
-    handle = _differentiable(handle, torch.compiler.is_compiling())
-    _check_operands(q, k, v, handle, sinks, return_lse)
+    if torch.compiler.is_compiling():
+        handle = _differentiable(handle)
+        _check_operands(q, k, v, handle, sinks, return_lse)
+    else:
+        _check_eager(context_of(handle), q, k, v, sinks, return_lse)
     results = replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle, sinks)
     return results if return_lse else results[0]
+
+
+def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
+    if q_positions is None or isinstance(q_positions, Tensor):
+        return q_positions
+    try:
+        return torch.as_tensor(q_positions)
+    except Exception:
+        got = shown(q_positions).removeprefix("list ")
+        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
+        raise

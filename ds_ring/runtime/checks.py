@@ -129,12 +129,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         RingShapeError: with the shapes, dtypes or devices expected and got.
         RingConfigError: a CUDA graph is captured on the present stream.
     """
-    if is_captured(q):
-        raise RingConfigError(
-            "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
-            " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
-            " of the graph (torch.compile does so by itself)"
-        )
+    check_not_captured(q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise RingShapeError(
@@ -164,6 +159,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise RingShapeError(
             f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
             f" {tuple(k.shape)}; slice or expand one of them"
+        )
+
+
+def check_not_captured(q: Tensor) -> None:
+    """Raise RingConfigError if a CUDA graph is captured on the present stream of q's device."""
+    if is_captured(q):
+        raise RingConfigError(
+            "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
+            " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
+            " of the graph (torch.compile does so by itself)"
         )
 
 

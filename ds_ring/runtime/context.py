@@ -13,12 +13,13 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import Any, Literal, NoReturn
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.checked_numbers import true_or_false
 from ds_ring.errors import (
@@ -32,20 +33,27 @@ from ds_ring.errors import (
 from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreMod, Scores
-from ds_ring.runtime.checks import as_array, check_heads, check_keys, check_sinks, check_tensors, check_tokens
+from ds_ring.runtime.checks import (
+    as_array,
+    check_heads,
+    check_keys,
+    check_not_captured,
+    check_sinks,
+    check_tensors,
+    check_tokens,
+)
 from ds_ring.runtime.device import active_fake_mode, to_device
-from ds_ring.runtime.exchange import Exchange, agree, begin_to_agree
+from ds_ring.runtime.exchange import Agreement, Exchange, compare_headers
 from ds_ring.runtime.kernels import Kernel, KernelNeeds, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
+from ds_ring.runtime.waiting import Task
 from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_bytes, head_chunks, heads_on_host
 from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
-
-# Check the options of a call: how a pass is carried out. Owns them, and nothing that carries them out.
 
 TRANSPORTS = ("ring", "all_gather")
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
@@ -58,7 +66,7 @@ class Options:
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
         kernel: "auto", or a kernel of `registry.py`.
-        transport: "ring", or the yardstick "all_gather".
+        transport: "ring", or the reference "all_gather".
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
@@ -155,10 +163,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-# Decide how long a pass may wait for other ranks: longer where one of them compiles or connects.
-#
-# Owns which pass that is. What waits, and what happens at a deadline, is the exchange's.
-#
 # [Note: compile skew]
 # On a GPU each rank compiles its kernels at its own pace: one finds them in its cache, another one compiles
 # for minutes, and peers that no call has met yet connect. Whoever is done first waits meanwhile, for headers
@@ -191,8 +195,6 @@ def patience_s(
     return 0.0 if known and not compiles else options.first_pass_timeout_s
 
 
-# Say where the first NaN or infinity is: `check_finite`. Owns the look at a tensor and the message.
-
 def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
     """Look at every value of some tensors (one read of memory, and on a GPU one wait for the device).
 
@@ -222,6 +224,15 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
             )
 
 
+class Prepared(NamedTuple):
+    """What a pass over tensors of one description needs besides them."""
+
+    plan: Plan
+    kernel: Kernel
+    scale: float
+    agreement: Agreement
+
+
 @dataclass(eq=False)
 class RingContext:
     """Everything that a call needs besides its tensors.
@@ -235,7 +246,7 @@ class RingContext:
         refused: an error in the arguments. Every call raises it, after telling the other ranks.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
         exchange: sends and receives tensors; None if the sequence has one rank.
-        first_queries: cache of `contexts.first_queries`, by its arguments.
+        first_queries: cache of the function `first_queries`, by its arguments.
     """
 
     pattern: Pattern
@@ -244,14 +255,15 @@ class RingContext:
     options: Options
     refused: RingError | None = None
     in_a_graph: bool = False
-    handle: int = field(default_factory=itertools.count().__next__)
+    handle: int = field(init=False)
     exchange: Exchange | None = None
     first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
             self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
-        CONTEXTS[self.handle] = self
+        self.handle = new_handle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
@@ -339,19 +351,21 @@ class RingContext:
             RingError: `refused`, on this rank.
             RingMismatchError: another rank refused its input, or calls with other arguments.
         """
-        patience = 0.0
-        if self.exchange is not None and refused is None:
-            patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
         if self.exchange is None or is_fake(q):
             if refused is not None:
                 raise refused
             return None
         # Tensors that were refused may not have the four dimensions that are described here.
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
+        agreement = Agreement.on(operation, fields, refused)
+        patience = 0.0
+        if refused is None:
+            patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
+        compare = compare_headers(self.exchange, agreement, patience, refused)
         # On the CPU nothing computes meanwhile, so end the agreement at once.
         if later and refused is None and q.is_cuda:
-            return begin_to_agree(self.exchange, operation, fields, patience).result
-        agree(self.exchange, operation, fields, refused, patience)
+            return Task(compare).start().result
+        compare()
         return None
 
     @cached_property
@@ -375,41 +389,80 @@ class RingContext:
             "head_dim": head_dim,
         }
 
-    def refuse(self, error: RingError) -> NoReturn:
-        """Tell the other ranks, then raise `error` here."""
-        if self.exchange is not None:
-            agree(self.exchange, "attention", {}, error)
-        raise error
-
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
         has_grad_lse: bool = False,
     ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
-        The function ends the agreement while the first hop computes; see `agree`.
+        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again. The
+        function ends the agreement while the first hop computes; see `agree`.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
             RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
         """
-        refused: RingError | None = None
-        options, scale, compiling = self.options, 1.0, False
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.is_inference(), grad_out is None, has_grad_lse,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+        )  # fmt: skip
+        found = self._prepared.get(key)
+        operation = "attention forward" if grad_out is None else "attention backward"
+        global _forward_passes_so_far
+        if found is None:
+            found = self._checked(operation, q, k, v, grad_out, sinks)
+            if len(self._prepared) >= KEPT_DESCRIPTIONS:
+                self._prepared.clear()
+            self._prepared[key] = found
+        elif q.is_cuda or self.options.check_finite:
+            self._refused_here(q, k, v, grad_out, sinks)
+        exchange, agreed = self.exchange, None
+        if exchange is not None and not isinstance(q, FakeTensor):
+            patience = 0.0
+            if q.device.type not in COMPILES_NOTHING:
+                operands = Operands(q, k, v, grad_out, has_grad_lse)
+                compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
+                patience = patience_s(self.mesh, self.options, operation, q, k, compiling)
+            compare = compare_headers(exchange, found.agreement, patience)
+            # On the CPU nothing computes meanwhile, so end the agreement at once.
+            if q.is_cuda and self.options.overlap and self.options.transport == "ring":
+                agreed = Task(compare).start().result
+            else:
+                compare()
+        _forward_passes_so_far += grad_out is None
+        return found.plan, found.kernel, found.scale, agreed
+
+    def _refused_here(
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        """Check again what may differ between tensors of one description."""
+        try:
+            check_not_captured(q)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+        except RingError as error:
+            self.refuse("attention", q, error)
+
+    def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
+        """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
+        self.agree(operation, q, q, error)
+        raise error
+
+    def _checked(
+        self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
+    ) -> Prepared:
+        """Check the tensors; return what a pass over tensors of this description needs."""
         try:
             layout, kernel = self.check(q, k, v)
             check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
             plan, scale = self.plan(layout, q.shape[1], k.shape[1]), self._scale(q)
-            if self.exchange is not None:
-                compiling = self._compiles(plan, kernel, Operands(q, k, v, grad_out, has_grad_lse), scale)
         except RingError as error:
-            refused = error  # raised later: the other ranks wait for this header ([Note: refusals])
-        operation = "attention forward" if grad_out is None else "attention backward"
-        more = {} if refused is not None else {**_more_fields(v, sinks), **self._chosen(layout, kernel)}
-        later = options.overlap and options.transport == "ring"
-        agreed = self.agree(operation, q, k, refused, more, later, compiling)
-        _note_forward_pass(grad_out)
-        return plan, kernel, scale, agreed
+            self.refuse(operation, q, error)  # the other ranks wait for this header ([Note: refusals])
+        fields = {**self._fields(q, k), **_more_fields(v, sinks)}
+        if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
+            fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
+        return Prepared(plan, kernel, scale, Agreement.on(operation, fields))
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
         """Return the plan of a pass with these numbers of heads on this Ulysses rank."""
@@ -438,11 +491,6 @@ class RingContext:
         if not found:
             own.compiled.add(seen)
         return found
-
-    def _chosen(self, layout: Layout, kernel: Kernel) -> dict[str, object]:
-        """Return what "auto" chose for the layout and the kernel, so that ranks can compare it."""
-        names = {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
-        return {} if isinstance(self.layout, Layout) else {**names}
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
         """Check for NaN and Inf (`runtime/context.py`), if the options ask for it."""
@@ -488,7 +536,8 @@ class RingContext:
             refused = error
         way = "forward" if grad_out is None else "backward"
         self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
-        _note_forward_pass(grad_out)
+        global _forward_passes_so_far
+        _forward_passes_so_far += grad_out is None
         return tiles, kernel, scale
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
@@ -519,28 +568,39 @@ def forward_passes() -> int:
     return _forward_passes_so_far
 
 
-def _note_forward_pass(grad_out: Tensor | None) -> None:
-    global _forward_passes_so_far
-    _forward_passes_so_far += grad_out is None
+# A compiled graph carries integers. One table finds the Python objects behind them; it holds weak references,
+# so somebody else keeps an object alive: a context is kept by its mesh.
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+T = TypeVar("T")
+
+# Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
+operator = partial(torch.library.custom_op, mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 
 
-CONTEXTS: weakref.WeakValueDictionary[int, RingContext] = weakref.WeakValueDictionary()
+def new_handle(owner: object) -> int:
+    """Return the integer by which an operator finds this object."""
+    handle = next(_handles)
+    _objects[handle] = owner
+    return handle
 
 
-# Find the context of a call: by its integer handle, or by pattern, layout, mesh and options.
-#
-# Owns the table of each mesh. A context is kept alive by that table and by other references.
+def object_of(handle: int, kind: type[T]) -> T:
+    """Return the object behind a handle."""
+    found = _objects.get(handle)
+    assert isinstance(found, kind), (
+        f"{kind.__name__} {handle} is gone: its mesh, model or batch was dropped before this call"
+    )
+    return found
 
-KEPT_CONTEXTS = 128  # per mesh; an older context lives as long as something else refers to it
+
+KEPT_DESCRIPTIONS = 8  # of tensors, per context
+KEPT_CONTEXTS = 64  # per mesh; an older context lives as long as something else refers to it
 
 
 def context_of(handle: int) -> RingContext:
     """Return the context of a handle."""
-    context = CONTEXTS.get(handle)
-    assert context is not None, (
-        f"ring attention context {handle} is gone: its mesh was dropped before this call"
-    )
-    return context
+    return object_of(handle, RingContext)
 
 
 def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
@@ -592,10 +652,9 @@ def first_queries(
 
 
 def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
-    """Return a context whose every call raises `error`, for arguments that are wrong before any call.
+    """Return a context whose every call raises `error`: for compiled graphs.
 
-    The error is not raised at once, because the other ranks are about to call and would wait ([Note:
-    refusals] in exchange.py). Also, in a compiled graph only an operator can raise an error unchanged.
+    There only an operator can raise an error unchanged. Eager calls raise at once (`exchange.refuse`).
     """
     key = (type(error), str(error))
     return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
@@ -606,9 +665,10 @@ def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext])
     table: OrderedDict[Any, RingContext] = mesh.contexts
     if key not in table:
         table[key] = make()
+        if len(table) > KEPT_CONTEXTS:
+            # A compiled graph may use its handle at any time, so never drop its context.
+            passing = [old for old, context in table.items() if not context.in_a_graph]
+            if len(passing) > KEPT_CONTEXTS:
+                del table[passing[0]]
     table.move_to_end(key)
-    # A compiled graph may use its handle at any time, so never drop its context.
-    passing = [old for old, context in table.items() if not context.in_a_graph]
-    if len(passing) > KEPT_CONTEXTS:
-        del table[passing[0]]
     return table[key]

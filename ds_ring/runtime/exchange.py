@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.device import Streams, streams_of
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messages, sizes_of
-from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, Task, blame, check_alive
+from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -77,6 +76,7 @@ class Exchange:
         self.prepared = PreparedPasses()
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
+        self._header_routes: list[Route] | None = None
         self._device_watch = DeviceWatch.of(mesh)
 
     @property
@@ -124,33 +124,29 @@ class Exchange:
         self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> Pending:
         """Start all messages of a batch."""
-        self.counters.count(route.sizes)
+        mesh, counters, sizes = self.mesh, self.counters, route.sizes
+        counters.batches += sizes.is_one
+        counters.messages_sent += sizes.sends
+        counters.bytes_sent += sizes.sent_bytes
         place = Place(self.call, hop)
-        check_alive(self.mesh, hop)
+        if mesh.use.broken is not None or (mesh.watch is not None and mesh.watch.fault is not None):
+            check_alive(mesh, hop)
         try:
             works = start_batch(route, sent, received)
         except RuntimeError as error:
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
             peers, cause = route.peers, f"could not start {place}: {str(error).splitlines()[0]}"
-            if self.mesh.watch is not None:
-                self.mesh.watch.accuse(peers[0], cause)
-            raise blame(self.mesh, hop, peers[0], cause) from error
+            if mesh.watch is not None:
+                mesh.watch.accuse(peers[0], cause)
+            raise blame(mesh, hop, peers[0], cause) from error
         peers = route.peers if len(works) == len(route.peers) else route.all_peers
-        pending = self._pending(works, peers, place, route.group, route.streams, sent, received)
-        self._latest = pending
-        return pending
-
-    def _pending(
-        self, works: list[dist.Work], peers: list[tuple[int, ...]], place: Place, group: ProcessGroup | None,
-        streams: Streams | None, sent: Sequence[Tensor], received: Sequence[Tensor],
-    ) -> Pending:  # fmt: skip
-        if streams is None:
-            return Pending(works, peers, self.mesh, place, self.deadline_s, sent, received, group)
-        return Pending(
-            works, peers, self.mesh, place, self.deadline_s, sent, received, group,
-            self._device_watch, streams,
-        )  # fmt: skip
+        deadline_s = max(self.hop_timeout_s, mesh.use.patience_s)
+        watch = None if route.streams is None else self._device_watch
+        self._latest = Pending(
+            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, route.streams
+        )
+        return self._latest
 
     def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
         """Return the streams that wait for works; None with gloo, whose works the host waits for."""
@@ -162,16 +158,20 @@ class Exchange:
         """Run a pass; if it raises, tell the other ranks, which would otherwise wait for this one."""
         try:
             yield
-        except RingPeerError:
-            raise
         except BaseException as error:
-            keep_for_ever(self._latest)  # the last batch may still be in flight
-            if self.mesh.watch is not None:
-                text = str(error).splitlines()[0][:300] if str(error) else ""
-                self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
-            if self._latest is not None:
-                self._latest.hand_over()
+            self.failed(error)
             raise
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that a pass raised here, unless the error is about another rank."""
+        if isinstance(error, RingPeerError):
+            return
+        keep_for_ever(self._latest)  # the last batch may still be in flight
+        if self.mesh.watch is not None:
+            text = str(error).splitlines()[0][:300] if str(error) else ""
+            self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
+        if self._latest is not None:
+            self._latest.hand_over()
 
     def spread(self, header: Tensor) -> Tensor:
         """Return the least and the greatest header of all ranks of the sequence (ring x Ulysses).
@@ -186,27 +186,29 @@ class Exchange:
         Returns:
             int64 [2, n]: least and greatest.
         """
-        mesh = self.mesh
-        known = torch.stack([header, header])
-        reach = 1
-        while reach < mesh.sequence_size:
+        if self._header_routes is None:
+            self._header_routes = self._routes_of_headers(header)
+        least = greatest = tuple(header.tolist())
+        for route in self._header_routes:
+            known = torch.tensor([least, greatest], dtype=torch.int64)
             heard = torch.empty_like(known)
-            self._swap_headers(known, heard, reach).wait()
+            self.start(route, [known], [heard]).wait()
             # Python compares tuples lexicographically, so each result is the whole header of one rank.
-            rows = [tuple(row) for row in (*known.tolist(), *heard.tolist())]
-            known = torch.tensor([min(rows), max(rows)], dtype=torch.int64)
-            reach *= 2
-        return known
+            low, high = heard.tolist()
+            least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
+        return torch.tensor([least, greatest], dtype=torch.int64)
 
-    def _swap_headers(self, known: Tensor, heard: Tensor, reach: int) -> Pending:
-        """Send to the rank `reach` ahead in the sequence and receive from the rank `reach` behind."""
-        # Headers are CPU tensors: NCCL could not send them.
-        mesh, group = self.mesh, self.mesh.cpu_group
-        ahead, behind = (
-            mesh.global_rank_in_sequence((mesh.sequence_rank + step) % mesh.sequence_size)
-            for step in (reach, -reach)
-        )
-        return self.start(self._route([behind], [ahead], known, group), [known], [heard])
+    def _routes_of_headers(self, header: Tensor) -> list[Route]:
+        """Return the routes of the rounds of `spread`: to the rank 2^i ahead, from the rank 2^i behind."""
+        mesh, routes = self.mesh, []
+        for step in range((mesh.sequence_size - 1).bit_length()):
+            ahead, behind = (
+                mesh.global_rank_in_sequence((mesh.sequence_rank + way) % mesh.sequence_size)
+                for way in (1 << step, -(1 << step))
+            )
+            # Headers are CPU tensors: NCCL could not send them.
+            routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
+        return routes
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -255,7 +257,10 @@ class Exchange:
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
-        self._pending([work], peers, place, group, streams, sent, got).wait()
+        watch = None if streams is None else self._device_watch
+        Pending(
+            [work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams
+        ).wait()
 
 
 def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
@@ -276,11 +281,8 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     )
 
 
-# Compare what ranks must agree on before the first payload of a call: the header, and its errors.
-#
-# Owns the header and the messages about it; how it travels is the exchange's, what stands in it the caller's.
-# The header is a digest, so that agreeing costs next to nothing; only ranks that turn out to disagree send
-# each other what they meant, and all of them can say who differs in what.
+# What ranks agree on before the first payload of a call. The header has a digest; only ranks that disagree
+# send each other their reports, so that the error says which rank differs in what.
 #
 # [Note: a header on every call]
 # The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
@@ -295,10 +297,31 @@ _NAMED_RANKS = 4
 Report = dict[str, str]
 
 
+class Agreement(NamedTuple):
+    """What all ranks of a sequence must agree on, and a digest of it, which is computed once.
+
+    Attributes:
+        report: the operation and what must be equal, as texts by the name for messages; or why this rank
+            refuses.
+        digest: of the report, 64 bits.
+    """
+
+    report: Report
+    digest: int
+
+    @classmethod
+    def on(cls, operation: str, fields: Mapping[str, object], refused: RingError | None = None) -> Agreement:
+        """Return the agreement on an operation, "attention forward" say, with these fields."""
+        more = {name: str(value) for name, value in fields.items()}
+        report = {_OPERATION: operation, **(more if refused is None else {_REFUSAL: str(refused)})}
+        digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
+        return cls(report, int.from_bytes(digest[:8], "big", signed=True))
+
+
 # [Note: refusals]
 # A rank that must refuse its own input still takes part, so that the others raise too instead of waiting for
 # it. Headers go over the whole sequence group, ring and Ulysses ranks alike: whoever would wait for the
-# refusing rank, directly or through somebody else, hears of it.
+# refusing rank, directly or through another rank, learns of it.
 def agree(
     exchange: Exchange,
     operation: str,
@@ -308,14 +331,14 @@ def agree(
 ) -> None:
     """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
 
-    From then on the mesh has the most patience that a rank asked for.
+    From then on the mesh has the longest patience that a rank asked for.
 
     Args:
         exchange: of the mesh concerned.
         operation: what is about to happen, "attention forward" say.
         fields: what must be equal on all ranks, by the name for messages; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
-        patience_s: seconds that waits may take at the least (`context.py`), if this rank has to say.
+        patience_s: the minimum duration of waits in seconds, if this rank asks for one (`context.py`).
 
     Raises:
         RingError: `refused`, on this rank.
@@ -323,63 +346,55 @@ def agree(
         RingPeerError: another rank did not take part before the deadline.
     """
     with exchange.mesh.in_call():
-        _compare(exchange, *_numbered(exchange, operation, fields, refused, patience_s), refused)
+        compare_headers(exchange, Agreement.on(operation, fields, refused), patience_s, refused)()
 
 
-def begin_to_agree(
-    exchange: Exchange, operation: str, fields: Mapping[str, object], patience_s: float = 0.0
-) -> Task:
-    """Begin what `agree` does, in a thread, for a call that is not refused here.
+def refuse(mesh: RingMesh, error: RingError) -> NoReturn:
+    """Tell the other ranks of the sequence, then raise `error`; see [Note: refusals]."""
+    if mesh.sequence_size > 1:
+        agree(Exchange(mesh), "attention", {}, error)
+    raise error
 
-    The caller stays in its call on the mesh, sends nothing of a payload before `result` of what is returned
-    has come back (or raised as `agree` does), and asks for it in any case.
+
+def compare_headers(
+    exchange: Exchange, agreement: Agreement, patience_s: float = 0.0, refused: RingError | None = None
+) -> Callable[[], None]:
+    """Count the call and return the function that compares headers and raises what `agree` documents.
+
+    The caller is in a call on the mesh. It sends no payload before the function has returned. The function
+    may run in a thread (`Task`), so that the device computes meanwhile.
     """
-    mine, header = _numbered(exchange, operation, fields, None, patience_s)
-    return Task(partial(_compare, exchange, mine, header, None)).start()
-
-
-def _numbered(
-    exchange: Exchange, operation: str, fields: Mapping[str, object], refused: RingError | None,
-    patience_s: float,
-) -> tuple[Report, torch.Tensor]:  # fmt: skip
-    """Count the call; return its report and its header."""
     # Refused calls count as well: ranks that go on after one must still have equal numbers.
-    exchange.call = next(exchange.mesh.calls)
-    mine = {_OPERATION: operation, "number of the call": str(exchange.call)}
-    mine |= {_REFUSAL: str(refused)} if refused is not None else {n: str(v) for n, v in fields.items()}
+    exchange.call = number = next(exchange.mesh.calls)
+    use = exchange.mesh.use
     # The headers of the call before may still be on their way, or a rank may still compile: no less patience.
-    exchange.mesh.use.patience_s = max(exchange.mesh.use.patience_s, patience_s)
+    use.patience_s = max(use.patience_s, patience_s)
     # Headers are compared lexicographically: least[0] is 1 only if all refuse, and where refusal and digest
     # are equal the greatest has the most patience.
-    header = [int(refused is not None), _digest(mine), math.ceil(patience_s)]
-    return mine, torch.tensor(header, dtype=torch.int64)
+    header = torch.tensor([int(refused is not None), agreement.digest ^ number, math.ceil(patience_s)])
+
+    def compare() -> None:
+        try:
+            least, greatest = exchange.spread(header).tolist()
+            all_refuse, all_equal = least[0] == 1, least[:2] == greatest[:2]
+            # Every rank sees the same least and greatest, so all of them send their reports, or none.
+            reports = [] if all_refuse or all_equal else _all_reports(exchange, agreement.report, number)
+        except RingPeerError as unheard:
+            if refused is not None:  # nobody to tell: the own fault is still the better message
+                raise refused from unheard
+            raise
+        if refused is not None:
+            raise refused
+        if not all_equal:
+            raise RingMismatchError(_describe(exchange.mesh, reports))
+        use.patience_s = float(greatest[2])
+
+    return compare
 
 
-def _compare(exchange: Exchange, mine: Report, header: torch.Tensor, refused: RingError | None) -> None:
-    """Exchange headers, and raise what `agree` says."""
-    try:
-        least, greatest = exchange.spread(header).tolist()
-        all_refuse, all_equal = least[0] == 1, least[:2] == greatest[:2]
-        # Collective as well: every rank sees the same least and greatest, and decides alike.
-        reports = [] if all_refuse or all_equal else _all_reports(exchange, mine)
-    except RingPeerError as unheard:
-        if refused is not None:  # nobody to tell: the own fault is still the better message
-            raise refused from unheard
-        raise
-    if refused is not None:
-        raise refused
-    if not all_equal:
-        raise RingMismatchError(_describe(exchange.mesh, reports))
-    exchange.mesh.use.patience_s = float(greatest[2])
-
-
-def _digest(report: Report) -> int:
-    text = json.dumps(report, sort_keys=True)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-
-
-def _all_reports(exchange: Exchange, mine: Report) -> list[Report]:
+def _all_reports(exchange: Exchange, report: Report, number: int) -> list[Report]:
     """Return every rank's report, by sequence rank."""
+    mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
     text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
     # An all-gather takes equal sizes only: padded with spaces, which JSON ignores.
     data = text.encode().ljust(_REPORT_BYTES)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -31,11 +31,8 @@ from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
-# Guard who may use a mesh: the process that made it, until it is closed, one thread at a time.
-#
-# Owns that state and the errors about it. A mesh's calls are counted and its messages matched by order, so
-# two threads that call at once would mix their tensors up; a forked child would speak through its parent's
-# sockets.
+# A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
+# their tensors. A forked child would use its parent's sockets.
 #
 # [Note: several meshes]
 # Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
@@ -100,7 +97,8 @@ class MeshUse:
         Raises:
             RingMeshError: as `check`, or another thread is in a call.
         """
-        self.check()
+        if self.closed or os.getpid() != self._process:
+            self.check()
         me = threading.get_ident()
         if self._thread == me:  # only this thread can have written that
             yield
@@ -158,6 +156,7 @@ class RingMesh:
         buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
         host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
         contexts: the contexts of `runtime/context.py`, which live as long as this mesh.
+        recent: the contexts of eager calls, by their arguments.
         traces: active traces of `runtime/trace.py`, innermost last; also seen by autograd's thread.
         use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
         ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
@@ -176,6 +175,9 @@ class RingMesh:
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
     contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
+    recent: weakref.WeakValueDictionary[Any, Any] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False
+    )
     traces: list[Trace] = field(default_factory=list, repr=False)
     use: MeshUse = field(default_factory=MeshUse, repr=False)
     ranks_per_node: int | None = None
@@ -316,16 +318,14 @@ class RingMesh:
             self.watch.leave()
         self.buffers.release()
 
-    @contextmanager
-    def in_call(self) -> Iterator[None]:
+    def in_call(self) -> AbstractContextManager[None]:
         """Surround whatever ranks do together on this mesh.
 
         Raises:
             RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
                 case messages may be mixed up already, so the other ranks are told and the mesh is broken.
         """
-        with self.use.one_call(self.watch.failed if self.watch is not None else None):
-            yield
+        return self.use.one_call(self.watch.failed if self.watch is not None else None)
 
     def settle(self) -> None:
         """Wait until all messages of past calls have arrived, and raise if one has not.
@@ -345,35 +345,35 @@ class RingMesh:
         """Return what passes on this mesh are noted in; None for nothing."""
         return self.traces[-1] if self.traces else None
 
-    @property
+    @functools.cached_property
     def ring_size(self) -> int:
         return self.grid.ring_size
 
-    @property
+    @functools.cached_property
     def ulysses_size(self) -> int:
         return self.grid.ulysses_size
 
-    @property
+    @functools.cached_property
     def sequence_size(self) -> int:
         return self.grid.sequence_size
 
-    @property
+    @functools.cached_property
     def data_size(self) -> int:
         return self.grid.data_size
 
-    @property
+    @functools.cached_property
     def ring_rank(self) -> int:
         return self.grid.coordinates(self.global_rank).ring
 
-    @property
+    @functools.cached_property
     def ulysses_rank(self) -> int:
         return self.grid.coordinates(self.global_rank).ulysses
 
-    @property
+    @functools.cached_property
     def data_rank(self) -> int:
         return self.grid.coordinates(self.global_rank).data
 
-    @property
+    @functools.cached_property
     def sequence_rank(self) -> int:
         """Return the place in the sequence group: ring_rank * U + ulysses_rank."""
         return self.ring_rank * self.ulysses_size + self.ulysses_rank
@@ -414,9 +414,7 @@ def check_mesh(mesh: object) -> None:
     mesh.use.check()
 
 
-# Make smaller rings from the ranks of a ring, for samples that do not need all of its ranks.
-#
-# Owns their process groups. `schedule/grid.py` decides which ranks form which ring for a batch.
+# Smaller rings, for samples that do not need all ranks. `schedule/grid.py` decides which ranks form one.
 
 _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
 

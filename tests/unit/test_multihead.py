@@ -181,8 +181,8 @@ X = random(2, T, E)[0]
         ({"value": X[..., :8]}, RingShapeError, "value: expected .*embed_dim 16"),
         ({"query": X[:, :5]}, RingShapeError, 'key: expected the query.s shape.*queries="replicated"'),
         ({"query": X.float()}, RingShapeError, "query: expected the parameters' dtype torch.float64"),
-        ({"key": X.to("meta")}, RingShapeError, "k: .*meta"),
-        ({"key": None}, RingShapeError, "k: expected a tensor, got NoneType"),
+        ({"key": X.to("meta")}, RingShapeError, "key: .*meta"),
+        ({"key": None}, RingShapeError, "key: expected a tensor, got NoneType"),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
 )

@@ -31,7 +31,7 @@ from ds_ring.integrations.compile.graph_sharding import (
 )
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.module import options_from_config
-from ds_ring.runtime.context import Options, context_for, refusing_context
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.mesh import RingMesh
 
 NAME = "ds_ring"

@@ -6,8 +6,6 @@ The backend puts the operator `ds_ring::place_attention` into a graph, once per 
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +25,15 @@ from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.runtime.autograd import Placed
-from ds_ring.runtime.context import Options, RingContext, context_for, refusing_context
+from ds_ring.runtime.context import (
+    Options,
+    RingContext,
+    context_for,
+    new_handle,
+    object_of,
+    operator,
+    refusing_context,
+)
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
@@ -124,11 +130,11 @@ class RegisteredSource:
     """Keep a source under a number that a graph can carry, with its latest shardings."""
 
     source: ShardingSource
-    handle: int = field(default_factory=itertools.count().__next__)
+    handle: int = field(init=False)
     _recent: OrderedDict[Parts, Placed] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        _sources[self.handle] = self
+        self.handle = new_handle(self)
 
     def placed(self, parts: Parts) -> Placed:
         """Return the one compiled attention of these parts."""
@@ -140,17 +146,7 @@ class RegisteredSource:
         return self._recent[parts]
 
 
-_sources: weakref.WeakValueDictionary[int, RegisteredSource] = weakref.WeakValueDictionary()
-
-
-def source_of(source: int) -> RegisteredSource:
-    """Return the `RegisteredSource` of a number in a graph."""
-    registered = _sources.get(source)
-    assert registered is not None, f"source {source} of placements is gone: its compiled model was dropped"
-    return registered
-
-
-@torch.library.custom_op("ds_ring::place_attention", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::place_attention")
 def place_op(
     positions: Tensor,
     checked: bool,
@@ -174,7 +170,7 @@ def place_op(
     """
     # A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
     # of it, too.
-    registered = source_of(source)
+    registered = object_of(source, RegisteredSource)
     mesh = registered.source.mesh
     try:
         tokens = int(positions.shape[-1]) if checked else None
@@ -238,7 +234,7 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
         )
 
 
-@torch.library.custom_op("ds_ring::needs_backend", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::needs_backend")
 def needs_backend_op(position_ids: Tensor) -> Tensor:
     """Mark the position ids of a model whose own attention would see local tokens only."""
     # The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
@@ -260,7 +256,7 @@ def _(position_ids: Tensor) -> Tensor:
 # `ds_ring.initialize`, integrations/transformers does the same.
 
 
-@torch.library.custom_op("ds_ring::greatest_position", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::greatest_position")
 def greatest_position_op(local: Tensor, source: int) -> Tensor:
     """Return the greatest of all ranks' `local` [], an integer tensor. Collective over the sequence group.
 
@@ -268,7 +264,7 @@ def greatest_position_op(local: Tensor, source: int) -> Tensor:
         local: the greatest of this rank's tokens. Under a session it is the batch's already (positions.py).
         source: number of the `RegisteredSource`.
     """
-    registered = source_of(source)
+    registered = object_of(source, RegisteredSource)
     if not isinstance(registered.source, StaticSource):
         return local.clone()
     mesh = registered.source.mesh

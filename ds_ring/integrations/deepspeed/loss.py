@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.runtime.context import new_handle, object_of, operator
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.tiled import DeferredLogits
@@ -80,16 +80,13 @@ def world_sum(total: Tensor, mesh: RingMesh) -> Tensor:
 # Sum over the ranks that share a sequence, with its gradient: for values of the whole sequence from which
 # every rank computes the same term of the loss (the token counts of a router). Attention does not use it.
 
-_handles = itertools.count()
 _numbers: weakref.WeakKeyDictionary[RingMesh, int] = weakref.WeakKeyDictionary()
-_meshes: weakref.WeakValueDictionary[int, RingMesh] = weakref.WeakValueDictionary()
 
 
 def number_of(mesh: RingMesh) -> int:
     """Return the number by which a compiled graph refers to `mesh`."""
     if mesh not in _numbers:
-        _numbers[mesh] = next(_handles)
-        _meshes[_numbers[mesh]] = mesh
+        _numbers[mesh] = new_handle(mesh)
     return _numbers[mesh]
 
 
@@ -108,12 +105,12 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
 
 def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
-    found = _meshes[mesh]
+    found = object_of(mesh, RingMesh)
     exchange = Exchange(found, BATCH_TIMEOUT_S)
     return torch.stack(exchange.all_gather(local, found.sequence_group, found.sequence_size))
 
 
-@torch.library.custom_op("ds_ring::sequence_sum", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::sequence_sum")
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
     """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
@@ -130,7 +127,7 @@ def _(local: Tensor, mesh: int) -> Tensor:
 
 
 def _keep_mesh(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.sequence_size = _meshes[inputs[1]].sequence_size
+    ctx.sequence_size = object_of(inputs[1], RingMesh).sequence_size
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -140,7 +137,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 sequence_sum_op.register_autograd(_backward, setup_context=_keep_mesh)
 
 
-@torch.library.custom_op("ds_ring::sequence_max", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@operator("ds_ring::sequence_max")
 def sequence_max_op(local: Tensor, mesh: int) -> Tensor:
     """Return the elementwise maximum of all ranks' `local`; no gradient. Collective in the sequence."""
     return _of_all_ranks(local, mesh).amax(dim=0)

@@ -28,7 +28,7 @@ from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingSha
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import ring_attention
-from ds_ring.runtime.context import refusing_context
+from ds_ring.runtime.exchange import refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 
@@ -123,7 +123,7 @@ class RingCoreAttention(nn.Module):
                 packing = self._packing(packed_seq_params)
                 pattern, layout = pattern & packing.documents, packing.layout
         except RingError as error:
-            refusing_context(self.mesh, error).refuse(error)
+            refuse(self.mesh, error)
         packed = query.dim() == 3
         q, k, v = (x.unsqueeze(1) if packed else x for x in (query, key, value))
         out_BHSD = ring_attention(

@@ -26,7 +26,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentB
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.runtime.context import refusing_context
+from ds_ring.runtime.exchange import refuse
 from ds_ring.runtime.mesh import RingMesh
 
 _FROM_IDS = "create_position_ids_from_input_ids"
@@ -106,7 +106,7 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
                 " not by the position_ids that the model was given, so their positions in the sequence would"
                 " be lost; use a model that hands its position_ids down"
             )
-            refusing_context(mesh, error).refuse(error)
+            refuse(mesh, error)
 
     return NumberingCheck(
         SimpleNamespace(before_forward=before_model, after_forward=after_model),
