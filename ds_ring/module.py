@@ -39,8 +39,7 @@ from ds_ring.runtime.autograd import (
     refusing_handle,
 )
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
-from ds_ring.runtime.context import Options, RingContext, context_for, context_of
-from ds_ring.runtime.exchange import refuse
+from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refuse
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
 

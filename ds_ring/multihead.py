@@ -23,7 +23,7 @@ from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.autograd import attend_compiled, refusing_handle
 from ds_ring.runtime.checks import why_not_an_operand
-from ds_ring.runtime.exchange import refuse
+from ds_ring.runtime.context import refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 

@@ -44,9 +44,10 @@ from ds_ring.runtime.context import (
     new_handle,
     object_of,
     operator,
+    refuse,
     refusing_context,
 )
-from ds_ring.runtime.exchange import Exchange, refuse
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host, stand_ins
 from ds_ring.runtime.merge import accumulator_dtype

@@ -22,11 +22,20 @@ from torch import Tensor
 from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.trace import PostedBatch, is_fake
-from ds_ring.runtime.views import Pair, Two, Views
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 MOST = 32  # pairs that a block keeps
+
+
+Two = tuple[Tensor, Tensor]
+
+
+class Pair(NamedTuple):
+    """K and V, or dK and dV, [B, G, slots, D] each, which travel together; or two accumulators."""
+
+    first: Tensor
+    second: Tensor
 
 
 class BufferKind(NamedTuple):
@@ -126,7 +135,8 @@ class Buffers:
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
-            self._drop_what_is_too_much()
+            while self._free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
         return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
@@ -138,22 +148,16 @@ class Buffers:
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
             self._free_bytes += block.nbytes
-            self._drop_what_is_too_much()
+            while self._free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))  # the size given back longest ago
 
     def release(self) -> None:
         """Free everything that is not in use."""
         with self._lock:
-            while self._free:
-                self._drop_oldest()
+            self._free.clear()
+            self._free_bytes = 0
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
-
-    def _drop_what_is_too_much(self) -> None:
-        while self._free_bytes > self._most_bytes - self._used_bytes:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        self._pop(next(iter(self._free)))
 
     def _pop(self, size: Size) -> Block:
         free = self._free[size]
@@ -164,13 +168,22 @@ class Buffers:
         return block
 
 
-# Send, receive, accumulate and free the buffers of a head chunk, as its steps say.
-#
-# Owns the tensors behind the buffer numbers of `schedule/steps.py`. The ring pass decides when a step runs.
-
 FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
 
 Kinds = dict[int, BufferKind]  # by buffer number
+
+
+def _slots(pair: Pair, start: int, end: int) -> Two:
+    """Return some slots of a pair; the tensors themselves if these are all slots."""
+    if end - start == pair.first.shape[2]:
+        return pair
+    return pair.first[:, :, start:end], pair.second[:, :, start:end]
+
+
+def some_heads(x: Tensor, heads: slice) -> Tensor:
+    """Return some heads of x [B, H, ...], a slice with both ends; x itself if these are all heads."""
+    everything = heads.stop - heads.start == x.shape[1] and (heads.step is None or heads.step == 1)
+    return x if everything else x[:, heads]
 
 
 class RingBuffers:
@@ -181,23 +194,19 @@ class RingBuffers:
         pool: reuses the memory of buffers from hop to hop and from pass to pass.
         kinds: sizes and dtypes of the buffers. They are the same in each pass of a shape; missing ones are
             added here.
-        views: the view cache of the pass, to which the buffers are added while they are in use.
         shard: K and V of the own tokens.
         home: accumulators of their gradients; None in a forward pass.
     """
 
     def __init__(
-        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, views: Views, shard: Pair,
-        home: Pair | None = None,
-    ) -> None:  # fmt: skip
-        self.chunk, self.views = chunk, views
+        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, shard: Pair, home: Pair | None = None
+    ) -> None:
+        self.chunk = chunk
         self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
         self._blocks: dict[int, Block] = {}
-        for pair in self._pairs.values():
-            views.add(pair)
 
     def pair(self, buffer: int) -> Pair:
         """Return the tensors of a buffer; those of a new buffer are uninitialised."""
@@ -236,11 +245,10 @@ class RingBuffers:
 
     def _free(self, buffer: int) -> None:
         """Give a buffer back to the pool; the copy of a send that needed none was never allocated."""
-        taken = self._pairs.pop(buffer, None)
-        if taken is not None:
-            self.views.drop(taken)
-            if (block := self._blocks.pop(buffer, None)) is not None:  # fake tensors have no block
-                self._pool.give(block)
+        self._pairs.pop(buffer, None)
+        block = self._blocks.pop(buffer, None)
+        if block is not None:  # fake tensors have none
+            self._pool.give(block)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # All pairs have the batch size, heads and head dimensions of the own shard.
@@ -256,7 +264,6 @@ class RingBuffers:
             block = self._blocks[buffer] = self._pool.take(kind.nbytes, kind.device)
             taken = block.pair(kind)
         self._pairs[buffer] = taken
-        self.views.add(taken)
         return taken
 
     def _dtype(self, payload: Payload) -> torch.dtype:
@@ -270,7 +277,7 @@ class RingBuffers:
         pair, ranges = self._pairs[step.buffer], step.ranges
         # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
         if len(ranges) == 1 and step.payload is not Payload.ROUNDED:
-            first, second = self._slots(pair, *ranges[0])
+            first, second = _slots(pair, *ranges[0])
             if first.is_contiguous() and second.is_contiguous():
                 return first, second
         packed = self.pair(step.packed)
@@ -284,8 +291,8 @@ class RingBuffers:
             return packed.first, packed.second
         offset = 0
         for start, end in ranges:
-            parts = self._slots(packed, offset, offset + end - start)
-            for part, whole in zip(parts, self._slots(pair, start, end), strict=True):
+            parts = _slots(packed, offset, offset + end - start)
+            for part, whole in zip(parts, _slots(pair, start, end), strict=True):
                 part.copy_(whole)
             offset += end - start
         return packed.first, packed.second
@@ -302,27 +309,13 @@ class RingBuffers:
             return
         offset = 0
         for start, end in step.ranges:
-            parts = self._slots(source, offset, offset + end - start)
-            for there, part in zip(self._slots(target, start, end), parts, strict=True):
+            parts = _slots(source, offset, offset + end - start)
+            for there, part in zip(_slots(target, start, end), parts, strict=True):
                 (there.add_ if add else there.copy_)(part)
             offset += end - start
 
-    def _slots(self, pair: Pair, start: int, end: int) -> Two:
-        """Return some slots of a pair; the tensors themselves if these are all slots."""
-        first, second = pair.first, pair.second
-        if end - start == first.shape[2]:
-            return first, second
-        return self.views.of(_slots, first, second, start, end)
 
 
-def _slots(first: Tensor, second: Tensor, start: int, end: int) -> Two:
-    return first[:, :, start:end], second[:, :, start:end]
-
-
-# Cache what a ring pass computes once for all passes of a shape: buffer sizes and message routes.
-#
-# Owns this bookkeeping; holds no tensor.
-#
 # [Note: what a pass finds out once]
 # The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
 # pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of the
@@ -362,4 +355,8 @@ class PreparedPasses:
     def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
         """Return what is cached for this schedule and K and V of this shape, dtype and device."""
         key = (k.shape, v.shape, k.dtype, k.device, is_fake(k))
-        return self._passes.setdefault(schedule, {}).setdefault(key, PreparedPass())
+        passes = self._passes.setdefault(schedule, {})
+        found = passes.get(key)
+        if found is None:
+            found = passes[key] = PreparedPass()
+        return found

@@ -43,7 +43,7 @@ from ds_ring.runtime.checks import (
     check_tokens,
 )
 from ds_ring.runtime.device import active_fake_mode, to_device
-from ds_ring.runtime.exchange import Agreement, Exchange, compare_headers
+from ds_ring.runtime.exchange import Agreement, Exchange, agree, compare_headers
 from ds_ring.runtime.kernels import Kernel, KernelNeeds, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
@@ -651,10 +651,17 @@ def first_queries(
     return context.first_queries[key]
 
 
+def refuse(mesh: RingMesh, error: RingError) -> NoReturn:
+    """Tell the other ranks of the sequence, then raise `error`; see [Note: refusals] in exchange.py."""
+    if mesh.sequence_size > 1:
+        agree(Exchange(mesh), "attention", {}, error)
+    raise error
+
+
 def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
     """Return a context whose every call raises `error`: for compiled graphs.
 
-    There only an operator can raise an error unchanged. Eager calls raise at once (`exchange.refuse`).
+    There only an operator can raise an error unchanged. Eager calls raise at once (`refuse`).
     """
     key = (type(error), str(error))
     return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -347,13 +347,6 @@ def agree(
     """
     with exchange.mesh.in_call():
         compare_headers(exchange, Agreement.on(operation, fields, refused), patience_s, refused)()
-
-
-def refuse(mesh: RingMesh, error: RingError) -> NoReturn:
-    """Tell the other ranks of the sequence, then raise `error`; see [Note: refusals]."""
-    if mesh.sequence_size > 1:
-        agree(Exchange(mesh), "attention", {}, error)
-    raise error
 
 
 def compare_headers(

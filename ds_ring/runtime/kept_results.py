@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ring.runtime.buffers import some_heads
 from ds_ring.runtime.trace import is_fake
-from ds_ring.runtime.views import some_heads
 from ds_ring.schedule.steps import HeadChunk
 
 # Keep tensors in the host's memory, and bring them back before they are asked for.

@@ -160,6 +160,9 @@ class RingMesh:
         traces: active traces of `runtime/trace.py`, innermost last; also seen by autograd's thread.
         use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
         ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
+        ring_size, ulysses_size, sequence_size, data_size: of the grid.
+        ring_rank, ulysses_rank, data_rank: this rank's coordinates.
+        sequence_rank: place in the sequence group: ring_rank * ulysses_size + ulysses_rank.
     """
 
     grid: Grid
@@ -181,6 +184,24 @@ class RingMesh:
     traces: list[Trace] = field(default_factory=list, repr=False)
     use: MeshUse = field(default_factory=MeshUse, repr=False)
     ranks_per_node: int | None = None
+
+    ring_size: int = field(init=False, repr=False)
+    ulysses_size: int = field(init=False, repr=False)
+    sequence_size: int = field(init=False, repr=False)
+    data_size: int = field(init=False, repr=False)
+    ring_rank: int = field(init=False, repr=False)
+    ulysses_rank: int = field(init=False, repr=False)
+    data_rank: int = field(init=False, repr=False)
+    sequence_rank: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Attributes, not properties: every call reads them, and torch.compile traces them.
+        grid, (data, ring, ulysses) = self.grid, self.grid.coordinates(self.global_rank)
+        vars(self).update(
+            ring_size=grid.ring_size, ulysses_size=grid.ulysses_size, sequence_size=grid.sequence_size,
+            data_size=grid.data_size, ring_rank=ring, ulysses_rank=ulysses, data_rank=data,
+            sequence_rank=ring * grid.ulysses_size + ulysses,
+        )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
         """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
@@ -344,39 +365,6 @@ class RingMesh:
     def trace(self) -> Trace | None:
         """Return what passes on this mesh are noted in; None for nothing."""
         return self.traces[-1] if self.traces else None
-
-    @functools.cached_property
-    def ring_size(self) -> int:
-        return self.grid.ring_size
-
-    @functools.cached_property
-    def ulysses_size(self) -> int:
-        return self.grid.ulysses_size
-
-    @functools.cached_property
-    def sequence_size(self) -> int:
-        return self.grid.sequence_size
-
-    @functools.cached_property
-    def data_size(self) -> int:
-        return self.grid.data_size
-
-    @functools.cached_property
-    def ring_rank(self) -> int:
-        return self.grid.coordinates(self.global_rank).ring
-
-    @functools.cached_property
-    def ulysses_rank(self) -> int:
-        return self.grid.coordinates(self.global_rank).ulysses
-
-    @functools.cached_property
-    def data_rank(self) -> int:
-        return self.grid.coordinates(self.global_rank).data
-
-    @functools.cached_property
-    def sequence_rank(self) -> int:
-        """Return the place in the sequence group: ring_rank * U + ulysses_rank."""
-        return self.ring_rank * self.ulysses_size + self.ulysses_rank
 
     def global_rank_of(self, ring_rank: int) -> int:
         """Return the world rank of another member of this rank's ring; the index wraps around."""

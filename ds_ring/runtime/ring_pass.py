@@ -14,13 +14,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.buffers import Buffers, PreparedBatch, PreparedPass, PreparedPasses, RingBuffers
+from ds_ring.runtime.buffers import (
+    Buffers,
+    Pair,
+    PreparedBatch,
+    PreparedPass,
+    PreparedPasses,
+    RingBuffers,
+    some_heads,
+)
 from ds_ring.runtime.kept_results import HeadStream, HostMemory
-from ds_ring.runtime.kernels.interface import Kernel, Rows, heads_of, tokens_swapped, views_of
+from ds_ring.runtime.kernels.interface import Kernel, Rows, heads_of
 from ds_ring.runtime.merge import accumulator_dtype, assign_, merge_
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
-from ds_ring.runtime.views import Pair, Two, some_heads
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import Compute, HeadChunk, Round, Schedule, Send
@@ -117,41 +124,26 @@ class Chunk(Protocol):
         ...
 
 
-class Totals:
+class Accumulators:
     """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
-        self.results, self._trace = results, trace
-        self.accumulators = tuple(
-            x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results
-        )
-        self._count(1)
+        self.tensors = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results]
+        self._results, self._trace = results, trace
+        if trace is not None:
+            trace.accumulators_bytes += self._own_bytes()
 
     def round(self) -> None:
         """Round the accumulators into the results, except where they are the same tensors."""
-        self._count(-1)
-        for result, accumulator in self._own():
-            result.copy_(accumulator)
-
-    def _own(self) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self.results, self.accumulators, strict=True)
-        return [(result, accumulator) for result, accumulator in pairs if result is not accumulator]
-
-    def _count(self, sign: int) -> None:
         if self._trace is not None:
-            self._trace.accumulators_bytes += sign * sum(x.nbytes for _, x in self._own())
+            self._trace.accumulators_bytes -= self._own_bytes()
+        for result, accumulator in zip(self._results, self.tensors, strict=True):
+            if result is not accumulator:
+                result.copy_(accumulator)
 
-
-def _rows(first: Tensor, second: Tensor, rows: Rows, *heads: int | None) -> Two:
-    """Return views of some rows, and of some heads if a slice is given, of two accumulators."""
-    of = slice(*heads)
-    return rows.of(heads_of(first, of)), rows.of(heads_of(second, of))
-
-
-def _swapped(first: Tensor, second: Tensor, tokens_first: bool, rows: Rows, *heads: int | None) -> Two:
-    """Return views in the dimension order of a kernel's results (maybe tokens before heads)."""
-    first, second = _rows(first, second, rows, *heads)
-    return tokens_swapped(first, tokens_first), tokens_swapped(second, tokens_first)
+    def _own_bytes(self) -> int:
+        both = zip(self._results, self.tensors, strict=True)
+        return sum(accumulator.nbytes for result, accumulator in both if accumulator is not result)
 
 
 class ForwardChunk:
@@ -171,24 +163,22 @@ class ForwardChunk:
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
-        self.totals = Totals(lse.dtype, (out,), ring.trace)
-        self._results = Pair(self.totals.accumulators[0], lse)
-        buffers.views.add(self._results)
+        self.totals = Accumulators(lse.dtype, (out,), ring.trace)
+        self._results = (self.totals.tensors[0], lse)
         # Pass these two tensors, not self: a reference cycle would keep their memory until garbage
         # collection.
-        self.parts = FirstParts(lse.shape[2], _see_no_key, self.totals.accumulators[0], lse)
+        self.parts = FirstParts(lse.shape[2], _see_no_key, *self._results)
         if sinks is not None:
             self.parts.finish()
             lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step and merge the partial results."""
-        total, lse, keys = self._results.first, self._results.second, self.buffers.pair(step.buffer)
-        view = self.buffers.views.of
+        (total, lse), keys = self._results, self.buffers.pair(step.buffer)
         for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
             heads, rows, out_part, lse_part = part
             # views, so that the accumulators are changed in place
-            where = view(_rows, total, lse, rows, heads.start, heads.stop, heads.step)
+            where = rows.of(heads_of(total, heads)), rows.of(heads_of(lse, heads))
             (assign_ if self.parts.is_first(rows, heads) else merge_)(*where, out_part, lse_part)
             del part, out_part, lse_part  # else they stay alive while the kernel computes the next part
         if self.ring.check is not None:
@@ -215,13 +205,11 @@ class BackwardChunk:
     """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
 
     def __init__(
-        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Totals
+        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Accumulators
     ) -> None:
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
         self.queries, self.totals = queries, totals
-        dq = totals.accumulators[0]
-        self._dq = Pair(dq, dq)
-        buffers.views.add(self._dq)
+        self._dq = dq = totals.tensors[0]
         self.parts = FirstParts(dq.shape[2], _zero, dq, dq)
 
     def compute(self, step: Compute) -> None:
@@ -231,16 +219,18 @@ class BackwardChunk:
         # At hop 0 these are the accumulators of the own shard. Only one step computes into each accumulator,
         # and nothing is added to it before that step.
         keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
-        dk, dv, dq, view = grads.first, grads.second, self._dq.first, self.buffers.views.of
+        dk, dv, dq = grads.first, grads.second, self._dq
         of_keys = FirstParts(dk.shape[2], _zero, dk, dv)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
-            where, _ = view(_swapped, dq, dq, tokens_first, rows, heads.start, heads.stop, heads.step)
+            where = rows.of(heads_of(dq, heads))
+            if tokens_first:  # the dimension order of the kernel's results
+                dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
             first = of_keys.is_first(key_rows)
-            dk_there, dv_there = view(_swapped, dk, dv, tokens_first, key_rows, None)
+            dk_there, dv_there = key_rows.of(dk), key_rows.of(dv)
             (dk_there.copy_ if first else dk_there.add_)(dk_part)
             (dv_there.copy_ if first else dv_there.add_)(dv_part)
             del part, dq_part, dk_part, dv_part
@@ -253,7 +243,7 @@ class BackwardChunk:
         """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
         self.parts.finish()
         if self.ring.on_gradients_final is not None:
-            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.accumulators[1:])
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.tensors[1:])
         self.totals.round()
 
 
@@ -325,7 +315,7 @@ class RingPass:
             heads, kv = chunk.query_heads, chunk.kv_heads
             own = Pair(some_heads(k, kv), some_heads(v, kv))
             kernel = self.kernel.of_heads(heads)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), views_of(kernel), own)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), own)
             here = some_heads(q, heads), some_heads(out, heads), some_heads(lse, heads)
             of_sinks = None if sinks is None else sinks[heads]
             return ForwardChunk(self, kernel, buffers, *here, of_sinks)
@@ -361,11 +351,11 @@ class RingPass:
             of_lse = None if grad_lse is None else some_heads(grad_lse, heads)
             queries = Queries(some_heads(grad_out, heads), q_here, out_here, lse_here, of_lse)
             results = some_heads(dq, heads), some_heads(dk, kv), some_heads(dv, kv)
-            totals = Totals(lse.dtype, results, self.trace)
+            totals = Accumulators(lse.dtype, results, self.trace)
             # Gradients of the own keys that other ranks return are added to these accumulators.
-            home = Pair(*totals.accumulators[1:])
+            home = Pair(*totals.tensors[1:])
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), views_of(kernel), own, home)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), own, home)
             return BackwardChunk(self, kernel, buffers, queries, totals)
 
         self._run(schedule, prepared, begin)
@@ -393,8 +383,16 @@ class RingPass:
                 # Allocate a chunk's buffers at its first batch, not before: this bounds peak memory.
                 if index not in under_way:
                     under_way[index] = begin(schedule.chunks[index])
-                if _arrive_and_collect(under_way[index], steps, sent, received):
+                chunk = under_way[index]
+                # Two ranks match their messages by order alone, so keep the schedule's order.
+                done = bool(steps.arrived) and chunk.buffers.arrive(steps.arrived)
+                if done:
+                    chunk.finish()
+                if steps.posted:
+                    chunk.buffers.post(steps.posted, sent, received)
+                if done:
                     del under_way[index]
+                del chunk
             known = batches.get(number)
             if known is None:
                 known = batches[number] = self._prepare(rounds, under_way, sent, received)
@@ -403,7 +401,8 @@ class RingPass:
             posting = known.route, sent, received, hop
             pending, mark = None, None
             if agreed is None:
-                pending = self._post(*posting)
+                if sent or received:
+                    pending = self._post(*posting)
             else:
                 mark = self._mark(sent, received)
             # The messages just posted carry the keys of `hop`; the computation is that of the hop before.
@@ -443,9 +442,7 @@ class RingPass:
         with self.exchange.streams(everything[0]).behind(mark):
             return self._post(route, sent, received, hop)
 
-    def _post(self, route: Any, sent: list[Tensor], received: list[Tensor], hop: int) -> InFlight | None:
-        if not (sent or received):
-            return None
+    def _post(self, route: Any, sent: list[Tensor], received: list[Tensor], hop: int) -> InFlight:
         assert self.exchange is not None, "a plan with messages on a ring of one"
         pending = self.exchange.start(route, sent, received, hop)
         if not self.overlap:
@@ -468,13 +465,3 @@ class RingPass:
         sizes = (tuple(MessageSize(m.peer, m.tensor.nbytes) for m in side) for side in (sends, receives))
         route = self.exchange.route(sends, receives) if self.exchange is not None else None
         return PreparedBatch(route, PostedBatch(*sizes))
-
-
-def _arrive_and_collect(chunk: Chunk, steps: Round, sent: list[Tensor], received: list[Tensor]) -> bool:
-    """Do a chunk's steps up to its messages and append their tensors; return whether the chunk is done."""
-    done = chunk.buffers.arrive(steps.arrived)
-    if done:
-        chunk.finish()
-    # Two ranks match their messages by order alone, so keep the schedule's order.
-    chunk.buffers.post(steps.posted, sent, received)
-    return done

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
+import operator
 import threading
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from ds_ring.health.watch import PATIENCE_S, Watch, keep_for_ever, peer_error, v
 from ds_ring.runtime.device import Streams
 from ds_ring.runtime.mesh import RingMesh
 
-FOR_EVER_S = 365 * 86400.0
+FOR_EVER = datetime.timedelta(days=365)
 LOOK_S, SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
 # What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
@@ -50,61 +51,20 @@ class Place(NamedTuple):
         return self.call, -1 if self.hop is None else self.hop
 
 
-@dataclass
-class _Job:
-    """Works that a thread waits for, one after the other.
-
-    Attributes:
-        works: works of torch.
-        arrived: for a device's works, returns whether the device has passed them; None if the host waits.
-        hurried: set while a caller waits for the result, so that the thread queries more often.
-    """
-
-    works: Sequence[dist.Work]
-    arrived: Callable[[], bool] | None = None
-    hurried: threading.Event = field(default_factory=threading.Event)
-    wake: threading.Event = field(default_factory=threading.Event)
-    done: int = 0
-    error: RuntimeError | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.error is not None or self.done == len(self.works)
-
-    def run(self) -> None:
-        """Wait for all works, or until the first error."""
-        try:
-            for work in self.works:
-                # The caller has the deadline; torch's own timeout must not fire first.
-                work.wait(datetime.timedelta(seconds=FOR_EVER_S))
-                self.done += 1
-        except RuntimeError as error:
-            self.error = error
-        self.wake.set()
-
-    def ask(self) -> bool:
-        """Query a device once, without blocking; return whether there is nothing more to wait for."""
-        assert self.arrived is not None
-        try:
-            # Query `is_completed` only after the event: [Note: queries from another thread] in device.py.
-            while not self.finished and self.arrived() and self.works[self.done].is_completed():
-                self.works[self.done].wait()  # raises the error that NCCL found; does not block
-                self.done += 1
-        except RuntimeError as error:
-            self.error = error
-        return self.finished
-
-
 class Task:
     """A function that runs in one of the waiting threads.
 
     Args:
         act: the function.
+
+    Attributes:
+        wake: set at the end.
+        error: what the function raised.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self._act, self._wake = act, threading.Event()
-        self._error: BaseException | None = None
+        self._act, self.wake = act, threading.Event()
+        self.error: BaseException | None = None
 
     def start(self) -> Task:
         """Start the function and return at once."""
@@ -116,29 +76,78 @@ class Task:
         try:
             self._act()
         except BaseException as error:
-            self._error = error
-        self._wake.set()
+            self.error = error
+        self.wake.set()
 
     def result(self) -> None:
         """Wait for the end and raise what the function raised. The function needs a deadline of its own."""
-        self._wake.wait()
-        if self._error is not None:
-            raise self._error
+        self.wake.wait()
+        if self.error is not None:
+            raise self.error
 
-    def ends_by(self, deadline: float) -> bool:
-        """Wait for the end until a deadline on the monotonic clock; return whether it has ended."""
-        return self._wake.wait(max(0.0, deadline - time.monotonic()))
+
+class _Job(Task):
+    """Works that a thread waits for, one after the other.
+
+    Attributes:
+        works: works of torch.
+        arrived: for a device's works, returns whether the device has passed them; None if the host waits.
+        hurried: set while a caller waits for the result, so that the thread queries more often.
+        done: number of the works that are complete.
+        over: all works are complete, or one has failed. (`wake` is set by the monitor, too.)
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        arrived: Callable[[], bool] | None = None,
+        hurried: threading.Event | None = None,
+    ) -> None:
+        self.works, self.arrived, self.hurried = works, arrived, hurried or threading.Event()
+        self.wake, self.done, self.over, self.error = threading.Event(), 0, not works, None
+
+    def run(self) -> None:
+        """Wait for all works, or until the first error."""
+        try:
+            for work in self.works:
+                # The caller has the deadline; torch's own timeout must not fire first.
+                work.wait(FOR_EVER)
+                self.done += 1
+        except RuntimeError as error:
+            self.error = error
+        self.over = True
+        self.wake.set()
+
+    def ask(self) -> bool:
+        """Query a device once, without blocking; return whether there is nothing more to wait for."""
+        assert self.arrived is not None
+        try:
+            # Query `is_completed` only after the event: [Note: queries from another thread] in device.py.
+            while not self.over and self.arrived() and self.works[self.done].is_completed():
+                self.works[self.done].wait()  # raises the error that NCCL found; does not block
+                self.done += 1
+                self.over = self.done == len(self.works)
+        except RuntimeError as error:
+            self.error, self.over = error, True
+        return self.over
+
+    def pause(self, seconds: float) -> None:
+        """Wait until the job is over, its event is set, or the time is over."""
+        if self.arrived is None:
+            self.wake.wait(max(0.0, seconds))
+        else:
+            look(lambda: self.wake.is_set() or self.ask(), seconds, self.hurried)
 
 
 class _Waiters:
     """A pool of threads that wait: a free thread is reused, a blocked one is replaced."""
 
     def __init__(self) -> None:
-        self._free: list[SimpleQueue[_Job | Task | None]] = []
+        self._free: list[SimpleQueue[Task | None]] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def start(self, job: _Job | Task) -> None:
+    def start(self, job: Task) -> None:
         with self._lock:
             queue = self._free.pop() if self._free else None
             if queue is None:
@@ -150,7 +159,7 @@ class _Waiters:
                 thread.start()
         queue.put(job)
 
-    def _serve(self, queue: SimpleQueue[_Job | Task | None]) -> None:
+    def _serve(self, queue: SimpleQueue[Task | None]) -> None:
         while (job := queue.get()) is not None:
             job.run()
             del job  # else its works and buffers stay alive until the next job
@@ -210,23 +219,25 @@ def wait_for(
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
-    job, watch = _Job(works, arrived, hurried or threading.Event()), mesh.watch
+    job, watch = _Job(works, arrived, hurried), mesh.watch
+    # Tell the monitor only about waits longer than PATIENCE_S.
     if arrived is None:
         _waiters.start(job)
-    # Tell the monitor only about waits longer than PATIENCE_S.
-    _pause(job, min(PATIENCE_S, deadline - time.monotonic()) if arrived else PATIENCE_S)
-    if not job.finished and watch is None:
-        _pause(job, deadline - time.monotonic())
-    elif (not job.finished or job.error is not None) and watch is not None:
+        job.wake.wait(PATIENCE_S)
+    else:
+        job.pause(min(PATIENCE_S, deadline - time.monotonic()))
+    if not job.over and watch is None:
+        job.pause(deadline - time.monotonic())
+    elif (not job.over or job.error is not None) and watch is not None:
         # The monitor's verdict sets the same event as the end of the works, so it ends the wait, too.
         watch.expect(job.wake)
         try:
             _wait_watched(job, watch, peers, place, deadline)
         finally:
             watch.expect_no_more(job.wake)
-    if job.finished and job.error is None:
+    if job.over and job.error is None:
         return
-    if not job.finished:
+    if not job.over:
         # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
@@ -260,30 +271,22 @@ def _wait_watched(
 ) -> None:
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
-    while not job.finished and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
+    while not job.over and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
         if told is not _of(peers, job):
             told = _of(peers, job)
             watch.waits(told, place.key, str(place))
         # Wait at most one second at a time: no event is set when one of several works is done.
-        _pause(job, min(left_s, 1.0))
+        job.pause(min(left_s, 1.0))
     if watch.fault is not None:
         # Use data that arrive within this time; a later wait raises the fault.
-        _until(lambda: job.finished, PATIENCE_S if job.arrived is None else 0.0)
+        look(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.hurried)
     # If the device failed, the fault is this rank's own, so do not blame the others.
-    elif (not job.finished or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
+    elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
         watch.waits(_of(peers, job), place.key, str(place))
         watch.accuse(_of(peers, job), _cause(job.error, place))
-    if told is not None and job.finished and job.error is None:
+    if told is not None and job.over and job.error is None:
         watch.goes_on()
-
-
-def _pause(job: _Job, seconds: float) -> None:
-    """Wait until a job is finished, its event is set, or the time is over."""
-    if job.arrived is None:
-        job.wake.wait(max(0.0, seconds))
-    else:
-        look(lambda: job.wake.is_set() or job.ask(), seconds, job.hurried)
 
 
 def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> bool:
@@ -307,13 +310,6 @@ def _cause(error: BaseException | None, place: Place) -> str:
         return f"the connection to it failed at {place}: {text}"
     deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
     return f"it did not come to {place} before the deadline ({deadline})"
-
-
-def _until(true: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.005)
-    return true()
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
@@ -359,10 +355,6 @@ def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)
 
 
-# Abort the process groups of a mesh that are stuck after a fault.
-#
-# Owns which groups, and in which order. Who failed, and when a batch is stuck, is `waiting.py`'s.
-#
 # [Note: which groups are aborted]
 # Of what was posted and does not end, the groups that the mesh has made: never the world's group, which is
 # DeepSpeed's, nor a group of somebody else. A healthy group of the mesh stays. Each is aborted once. An abort
@@ -384,7 +376,7 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
             mesh.use.aborted.add(id(group))
             tasks.append(Task(partial(_abort, group)).start())
     deadline = time.monotonic() + ABORT_S
-    late = [task for task in tasks if not task.ends_by(deadline)]
+    late = [task for task in tasks if not task.wake.wait(max(0.0, deadline - time.monotonic()))]
     if late:
         keep_for_ever(late)
         _log.error(
@@ -399,11 +391,6 @@ def _abort(group: ProcessGroup) -> None:
         _log.error("ds_ring: a process group could not be aborted: %s", error)
 
 
-# A batch of messages in flight, and the wait for it: by the host, or on a GPU by the stream.
-#
-# Owns both kinds of wait, and the thread that monitors the works of a GPU. `waiting.py` owns how long the
-# host waits and which rank it blames; the exchange owns what is posted.
-#
 # [Note: no host in the loop]
 # Waiting for a Work of NCCL makes the current stream wait and returns at once, so the host runs ahead of the
 # GPU. A thread then has the deadline and decides who failed. Two events (marks) surround the wait in the
@@ -479,12 +466,16 @@ class Pending:
         if self._over:  # without overlap a batch is waited for twice
             return
         sent, versions, watch = self.sent, self._versions, self.watch
-        if watch is None:
-            if self.works:
-                self._wait_here()
-            self.works = []
-        else:
+        if watch is not None:
             self._wait_on_device(watch)
+        elif self.works:
+            try:
+                wait_for(self.works, self.peers, self.mesh, self.place, self.deadline)
+            except RingPeerError:
+                # torch may still read and write them: their memory must not be used again.
+                keep_for_ever(sent, self.received)
+                raise
+            self.works = []
         # No tensor is held any longer: the thread that watches needs none.
         self._over, self.sent, self.received = True, (), ()
         if watch is not None:
@@ -520,19 +511,14 @@ class Pending:
             raise self.mesh.use.broken from error
         self.arrived = partial(streams.reached, streams.mark())
 
-    def _wait_here(self) -> None:
-        try:
-            wait_for(self.works, self.peers, self.mesh, self.place, self.deadline)
-        except RingPeerError:
-            # torch may still read and write them: their memory must not be used again.
-            keep_for_ever(self.sent, self.received)
-            raise
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each was written to; 0 for inference tensors, which keep no count."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_VERSION, tensors))
     except RuntimeError:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 

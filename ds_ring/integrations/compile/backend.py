@@ -31,7 +31,7 @@ from ds_ring.integrations.compile.graph_sharding import (
 )
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.module import options_from_config
-from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.context import Options, context_for, refuse
 from ds_ring.runtime.mesh import RingMesh
 
 NAME = "ds_ring"
@@ -160,12 +160,12 @@ def _compile(
     except RingError as error:
         refusal = error
 
-        def refuse(*_: Any) -> Any:  # [Note: refusals of a backend]
+        def refused(*_: Any) -> Any:  # [Note: refusals of a backend]
             if isinstance(mesh, RingMesh):
-                refusing_context(mesh, refusal).refuse(refusal)
+                refuse(mesh, refusal)
             raise refusal
 
-        return refuse
+        return refused
     own = {"options": dict(read.inner_options)} if read.inner_options else {}
     compiled = lookup_backend(read.inner)(module, list(inputs), **more, **own)
 

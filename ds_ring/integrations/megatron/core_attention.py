@@ -28,7 +28,7 @@ from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingSha
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import ring_attention
-from ds_ring.runtime.exchange import refuse
+from ds_ring.runtime.context import refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 

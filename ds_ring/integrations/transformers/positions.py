@@ -26,7 +26,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentB
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.runtime.exchange import refuse
+from ds_ring.runtime.context import refuse
 from ds_ring.runtime.mesh import RingMesh
 
 _FROM_IDS = "create_position_ids_from_input_ids"

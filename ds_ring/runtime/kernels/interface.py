@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, Weights
-from ds_ring.runtime.views import Views
 
 ALL_HEADS = slice(None)
 
@@ -347,9 +346,3 @@ def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], s
     """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
     says = getattr(kernel, "compiles", None)
     return says is not None and any(says(operands, part, scale) for part in parts)
-
-
-def views_of(kernel: Kernel) -> Views:
-    """Return the view cache that a kernel keeps during a pass (`views`); a new one if it has none."""
-    found = getattr(kernel, "views", None)
-    return found if isinstance(found, Views) else Views()

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from ds_ring.runtime import device
-from ds_ring.runtime.buffers import ALIGNMENT, Block, BufferKind, Buffers, kind_of
-from ds_ring.runtime.views import Pair
+from ds_ring.runtime.buffers import ALIGNMENT, Block, BufferKind, Buffers, Pair, kind_of, some_heads
 
 LIKE = Pair(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 6))
 BYTES = 8 * 2 * (4 + 6) * 4  # of two buffers of 8 slots
@@ -92,3 +91,9 @@ def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:
         found.append((device.numbers_on((1, 2), CPU), device.slot_index(np.array([[0, 2]]), CPU)))
     assert all(a is b for a, b in zip(found[0], found[2], strict=True))
     assert not any(a is b for a, b in zip(found[0], found[1], strict=True))
+
+
+def test_every_second_head_is_not_all_heads() -> None:
+    x = torch.zeros(1, 4, 2)
+    assert some_heads(x, slice(0, 4)) is x and some_heads(x, slice(0, 4, 1)) is x
+    assert some_heads(x, slice(0, 4, 2)).shape[1] == 2 and some_heads(x, slice(0, 3)).shape[1] == 3
