@@ -21,7 +21,7 @@ from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingMeshError
 from ds_ring.masks.catalog import Dilated
 from ds_ring.runtime.autograd import _pass_of
-from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.context import Options, context_for, context_of
 
 HEADS = 4
 # few and large calls: each fake operator costs milliseconds; the workspace is the larger for it
@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-        out, lse = _pass_of(q, k, v, handle).forward(q, k, v)
+        out, lse = _pass_of(q, k, v, context_of(handle)).forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.handle = handle
         return out
@@ -42,7 +42,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        made = _pass_of(q, k, v, ctx.handle, grads[0])
+        made = _pass_of(q, k, v, context_of(ctx.handle), grads[0])
         return (*made.backward(grads[0], q, k, v, out, lse), None)
 
 

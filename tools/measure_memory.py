@@ -65,9 +65,9 @@ def fake_pass(layout: Layout, mesh: RingMesh, options: argparse.Namespace) -> li
     context = context_for(Causal(), layout, mesh, Options(kernel="cpu", kernel_options=WHOLE_TILES))
     shape = (1, options.heads, layout.local_tokens, options.head_dim)
     q, k, v = (torch.empty(shape) for _ in range(3))
-    out, lse = _pass_of(q, k, v, context.handle).forward(q, k, v)
+    out, lse = _pass_of(q, k, v, context).forward(q, k, v)
     grad = torch.empty(shape)
-    return [out, lse, grad, *_pass_of(q, k, v, context.handle, grad).backward(grad, q, k, v, out, lse)]
+    return [out, lse, grad, *_pass_of(q, k, v, context, grad).backward(grad, q, k, v, out, lse)]
 
 
 def measure_fake(size: int, options: argparse.Namespace) -> int:

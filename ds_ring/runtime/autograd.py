@@ -225,7 +225,7 @@ def _run(made: RingPass | GatherPass | ReplicatedPass, work: Callable[..., Any],
     try:
         return work(*tensors)
     except BaseException as error:
-        if made.exchange is not None:
+        if isinstance(made.exchange, Exchange):
             made.exchange.failed(error)
         raise
 
@@ -260,8 +260,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of a pass; see `RingPass.backward`."""
     with context.mesh.in_call():
-        here = (q, k, v) if q.device == grad_out.device else stand_ins((q, k, v), grad_out.device)
-        made = _pass_of(*here, context, grad_out, has_grad_lse=grad_lse is not None)
+        at_home = q.device == grad_out.device
+        q_here, k_here, v_here = (q, k, v) if at_home else stand_ins((q, k, v), grad_out.device)
+        made = _pass_of(q_here, k_here, v_here, context, grad_out, has_grad_lse=grad_lse is not None)
         dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
         return dq, dk, dv
 
@@ -661,8 +662,7 @@ def context_of_call(
     score_mod: ScoreFunction | None,
 ) -> RingContext:
     """Return the context of an eager call; refused arguments raise on all ranks."""
-    if not isinstance(mesh, RingMesh):
-        check_mesh(mesh)
+    check_mesh(mesh)
     # The text tells 1 from True. A score_mod is wrapped anew: the values that it captures may change.
     key = (pattern, layout, score_mod, repr(settings))
     try:
@@ -672,7 +672,8 @@ def context_of_call(
     if found is None:
         try:
             mod = None if score_mod is None else ScoreMod(score_mod)
-            found = context_for(pattern, layout, mesh, Options(*settings, score_mod=mod))
+            options = Options(*settings, score_mod=mod)  # type: ignore[misc]
+            found = context_for(pattern, layout, mesh, options)
         except RingError as error:
             mesh.use.check()
             refuse(mesh, error)
@@ -704,7 +705,8 @@ def handle_of(
         if why_not is not None:
             raise RingConfigError(why_not)
         mod = None if score_mod is None else ScoreMod(score_mod)
-        context = context_for(pattern, layout, mesh, Options(number, *others, score_mod=mod))
+        options = Options(number, *others, score_mod=mod)  # type: ignore[misc]
+        context = context_for(pattern, layout, mesh, options)
     except RingError as error:
         context = refusing_context(mesh, error)
     context.in_a_graph = True

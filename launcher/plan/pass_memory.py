@@ -23,8 +23,8 @@ from ds_ring.schedule.steps import (
     HeadChunk,
     Payload,
     Schedule,
+    ScheduleStep,
     Send,
-    Step,
 )
 from ds_ring.schedule.workspace import FLOAT, ROUNDED, HopShape, workspace_bytes
 
@@ -170,7 +170,7 @@ class _Meter:
                 for compute in steps.computed:
                     self._do(index, schedule.chunks[index], compute)
 
-    def _do(self, index: int, chunk: HeadChunk, step: Step) -> None:
+    def _do(self, index: int, chunk: HeadChunk, step: ScheduleStep) -> None:
         if isinstance(step, Free):
             size = self.sizes.pop((index, step.buffer), 0)  # 0: a copy that was not needed
             if step.buffer == RESULTS:
