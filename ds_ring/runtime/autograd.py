@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -663,12 +664,12 @@ def context_of_call(
 ) -> RingContext:
     """Return the context of an eager call; refused arguments raise on all ranks."""
     check_mesh(mesh)
-    # The text tells 1 from True. A score_mod is wrapped anew: the values that it captures may change.
-    key = (pattern, layout, score_mod, repr(settings))
-    try:
-        found: RingContext | None = mesh.recent.get(key) if score_mod is None else None
-    except TypeError:  # what cannot be hashed is no pattern or layout
-        found = None
+    # The types tell 1 from True. A score_mod is wrapped anew: the values that it captures may change.
+    key = (pattern, layout, settings, tuple(type(setting) for setting in settings))
+    found: RingContext | None = None
+    if score_mod is None:
+        with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
+            found = mesh.recent.get(key)
     if found is None:
         try:
             mod = None if score_mod is None else ScoreMod(score_mod)

@@ -395,8 +395,8 @@ class RingContext:
     ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
-        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again. The
-        function ends the agreement while the first hop computes; see `agree`.
+        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again,
+        unless the pattern has mask functions. The function ends the agreement while the first hop computes; see `agree`.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
@@ -414,7 +414,8 @@ class RingContext:
             found = self._checked(operation, q, k, v, grad_out, sinks)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
                 self._prepared.clear()
-            self._prepared[key] = found
+            if not self.pattern.masks:  # the values that a mask function captured may change between calls
+                self._prepared[key] = found
         elif q.is_cuda or self.options.check_finite:
             self._refused_here(q, k, v, grad_out, sinks)
         exchange, agreed = self.exchange, None

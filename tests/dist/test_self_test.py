@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_ring import RingMesh
 from ds_ring.runtime import autograd
-from ds_ring.runtime.context import Options, context_of
+from ds_ring.runtime.context import Options, RingContext
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring_launcher.doctor import self_test
@@ -87,10 +87,9 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
     """Put the all-gather, done in some way, in the place of the ring pass; the options still say "ring"."""
     real = autograd._pass_of
 
-    def pass_of(q: Tensor, k: Tensor, v: Tensor, handle: int, *more: Any, **named: Any) -> Any:
-        made = real(q, k, v, handle, *more, **named)
+    def pass_of(q: Tensor, k: Tensor, v: Tensor, context: RingContext, *more: Any, **named: Any) -> Any:
+        made = real(q, k, v, context, *more, **named)
         assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
-        context = context_of(handle)
         plan = context.plan(context.layout_for(q.shape[2], "cpu"), q.shape[1], k.shape[1])
         exchange = SimpleNamespace(
             all_gather=gathered, reduce_scatter=reduced, guarded=made.exchange.guarded, mesh=context.mesh
