@@ -396,7 +396,8 @@ class RingContext:
         """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
         Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again,
-        unless the pattern has mask functions. The function ends the agreement while the first hop computes; see `agree`.
+        unless the pattern has mask functions. The function ends the agreement while the first hop computes;
+        see `agree`.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
