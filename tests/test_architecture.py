@@ -437,7 +437,8 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert command in (ROOT / "README.md").read_text()
     assert "pip install" in command and '".[test]"' in command and "pytest" in command
     for wrong in (["--nihgt"], ["--night", "--print"]):
-        done = subprocess.run([ROOT / ".ci/run", *wrong], capture_output=True, text=True, check=False, timeout=30)
+        script = [ROOT / ".ci/run", *wrong]
+        done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=30)
         assert done.returncode == 2 and "expected nothing, --print or --night" in done.stderr
 
 
