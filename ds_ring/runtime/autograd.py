@@ -659,7 +659,10 @@ def constant(scale: Any) -> Any:
 
 
 def context_of_call(
-    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    pattern: Pattern,
+    layout: Layout | str,
+    mesh: RingMesh,
+    settings: Settings,
     score_mod: ScoreFunction | None,
 ) -> RingContext:
     """Return the context of an eager call; refused arguments raise on all ranks."""
@@ -672,15 +675,21 @@ def context_of_call(
             found = mesh.recent.get(key)
     if found is None:
         try:
-            mod = None if score_mod is None else ScoreMod(score_mod)
-            options = Options(*settings, score_mod=mod)  # type: ignore[misc]
-            found = context_for(pattern, layout, mesh, options)
+            found = _made_context(pattern, layout, mesh, settings, score_mod)
         except RingError as error:
-            mesh.use.check()
             refuse(mesh, error)
         if score_mod is None:
             mesh.recent[key] = found
     return found
+
+
+def _made_context(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    score_mod: ScoreFunction | None,
+) -> RingContext:  # fmt: skip
+    """Return the context of these arguments, or raise the RingError that refuses one of them."""
+    mod = None if score_mod is None else ScoreMod(score_mod)
+    return context_for(pattern, layout, mesh, Options(*settings, score_mod=mod))  # type: ignore[misc]
 
 
 # [Note: handles in compiled code]
@@ -705,9 +714,7 @@ def handle_of(
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
-        mod = None if score_mod is None else ScoreMod(score_mod)
-        options = Options(number, *others, score_mod=mod)  # type: ignore[misc]
-        context = context_for(pattern, layout, mesh, options)
+        context = _made_context(pattern, layout, mesh, (number, *others), score_mod)
     except RingError as error:
         context = refusing_context(mesh, error)
     context.in_a_graph = True
@@ -789,9 +796,7 @@ def attend_compiled(
     return _to_tokens(out, lse, handle, return_lse)
 
 
-def _to_tokens(
-    out: Tensor, lse: Tensor, handle: int, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+def _to_tokens(out: Tensor, lse: Tensor, handle: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     if not return_lse:
         return heads_to_tokens([out], handle)[0]
     out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)

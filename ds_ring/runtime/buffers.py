@@ -135,8 +135,7 @@ class Buffers:
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
-            while self._free_bytes > self._most_bytes - self._used_bytes:
-                self._pop(next(iter(self._free)))
+            self._drop_excess()
         return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
@@ -148,8 +147,7 @@ class Buffers:
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
             self._free_bytes += block.nbytes
-            while self._free_bytes > self._most_bytes - self._used_bytes:
-                self._pop(next(iter(self._free)))  # the size given back longest ago
+            self._drop_excess()
 
     def release(self) -> None:
         """Free everything that is not in use."""
@@ -158,6 +156,11 @@ class Buffers:
             self._free_bytes = 0
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
+
+    def _drop_excess(self) -> None:
+        """Free unused blocks above the bound, the size given back longest ago first."""
+        while self._free_bytes > self._most_bytes - self._used_bytes:
+            self._pop(next(iter(self._free)))
 
     def _pop(self, size: Size) -> Block:
         free = self._free[size]
@@ -315,13 +318,13 @@ class RingBuffers:
             offset += end - start
 
 
-
 # [Note: what a pass finds out once]
 # The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
 # pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of the
 # buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their route
 # is made. `python -m tools.bench_host` measures the host time of a hop; tests/unit/runtime/test_host_calls.py
 # bounds the number of Python calls.
+
 
 class PreparedBatch(NamedTuple):
     """The route of a batch, as the exchange computed it, and the sizes of its messages, for traces."""

@@ -331,9 +331,8 @@ class RingContext:
         k: Tensor,
         refused: RingError | None,
         more: Mapping[str, object] | None = None,
-        later: bool = False,
         compiles: bool = False,
-    ) -> Callable[[], None] | None:
+    ) -> None:
         """Agree with the other ranks of the sequence on an operation, its tensors' shapes, and `more`.
 
         Args:
@@ -341,11 +340,7 @@ class RingContext:
             q, k: tensors whose shapes and dtypes are compared.
             refused: this rank's error, which is raised after the other ranks know of it; None for no error.
             more: further values to compare, by name.
-            later: on a device, only begin to agree, so that it can compute meanwhile.
             compiles: whether this rank is going to compile something.
-
-        Returns:
-            a function that ends the agreement, to be called before the first payload; None if it has ended.
 
         Raises:
             RingError: `refused`, on this rank.
@@ -354,19 +349,14 @@ class RingContext:
         if self.exchange is None or is_fake(q):
             if refused is not None:
                 raise refused
-            return None
+            return
         # Tensors that were refused may not have the four dimensions that are described here.
         fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
         agreement = Agreement.on(operation, fields, refused)
         patience = 0.0
         if refused is None:
             patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
-        compare = compare_headers(self.exchange, agreement, patience, refused)
-        # On the CPU nothing computes meanwhile, so end the agreement at once.
-        if later and refused is None and q.is_cuda:
-            return Task(compare).start().result
-        compare()
-        return None
+        compare_headers(self.exchange, agreement, patience, refused)()
 
     @cached_property
     def _settings(self) -> dict[str, str]:
@@ -396,8 +386,8 @@ class RingContext:
         """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
         Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again,
-        unless the pattern has mask functions. The function ends the agreement while the first hop computes;
-        see `agree`.
+        unless the pattern has mask functions. The function ends the agreement, and is to be called before the
+        first payload: on a device the first hop computes meanwhile. It is None if the agreement has ended.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
@@ -424,7 +414,10 @@ class RingContext:
             patience = 0.0
             if q.device.type not in COMPILES_NOTHING:
                 operands = Operands(q, k, v, grad_out, has_grad_lse)
-                compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
+                try:
+                    compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
+                except RingError as error:
+                    self.refuse(operation, q, error)
                 patience = patience_s(self.mesh, self.options, operation, q, k, compiling)
             compare = compare_headers(exchange, found.agreement, patience)
             # On the CPU nothing computes meanwhile, so end the agreement at once.

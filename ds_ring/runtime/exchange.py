@@ -258,9 +258,7 @@ class Exchange:
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
         watch = None if streams is None else self._device_watch
-        Pending(
-            [work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams
-        ).wait()
+        Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
 
 
 def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:

@@ -38,6 +38,7 @@ from ds_ring.schedule.grid import Grid, divisors
 # Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
 # values by whoever comes first, and needs no lock.
 
+
 class Settles(Protocol):
     """See messages through; `waiting.py`'s DeviceWatch does."""
 

@@ -45,6 +45,7 @@ from ds_ring.schedule.workspace import FLOAT
 # The first part of a row is assigned to the accumulator, and later ones are merged into it, so nothing is set
 # to zero before. Rows that no part covers are filled at the end.
 
+
 class FirstParts:
     """The slots of an accumulator that no partial result has been written to yet.
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-Two = tuple[Tensor, Tensor]
-
 
 class Views:
-    """Results of functions of the queries, kept for one pass."""
+    """Results of functions of the queries, kept for one pass; what depends on keys is never kept."""
 
     def __init__(self) -> None:
         self._made: dict[int, dict[Any, Any]] = {}
-
-    def of(self, make: Callable[..., Two], first: Tensor, second: Tensor, *how: Any) -> Two:
-        """Return `make(first, second, *how)`; what depends on keys is never kept."""
-        return make(first, second, *how)
 
     def once(self, make: Callable[..., Any], given: tuple[Any, ...], *how: Any) -> Any:
         """Return `make(*given, *how)`, computed once in a pass; `given` must not change during the pass.

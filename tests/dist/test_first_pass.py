@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ds_ring import Causal, RingMesh, RingPeerError
+from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
 from ds_ring.runtime import context as context_module
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
@@ -53,3 +53,34 @@ def test_a_slow_first_pass_is_waited_for_and_a_slow_second_one_is_not(
     (first, error), (_, _) = rank_pool(2).run(passes)
     assert first > SKEW_S
     assert error.startswith("1: ") and "before the deadline (hop_timeout_seconds;" in error
+
+
+def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
+    """Seconds, type and text of the error of a pass for which rank 0 cannot say what it compiles."""
+
+    def compiles(kernel: CpuKernel, *arguments: Any) -> bool:
+        if rank == 0:
+            raise RingShapeError("expected another shape, got this one")
+        return False
+
+    mesh = RingMesh.from_world(world_size)
+    context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_s=60.0))
+    q = k = v = torch.randn(1, 2, 96, 16)  # a shape of its own: nobody has asked for it before
+    with (
+        mock.patch.object(context_module, "COMPILES_NOTHING", set()),
+        mock.patch.object(CpuKernel, "compiles", compiles, create=True),
+    ):
+        before = time.monotonic()
+        try:
+            ring_attention_op(q, k, v, context.handle)
+        except (RingShapeError, RingMismatchError) as error:
+            return time.monotonic() - before, type(error).__name__, str(error)
+    return time.monotonic() - before, "", ""
+
+
+def test_a_refusal_while_asking_what_compiles_reaches_the_others(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    first, second = rank_pool(2).run(refused_by_compiling)
+    assert (first[1], second[1]) == ("RingShapeError", "RingMismatchError")
+    assert "expected another shape" in second[2] and max(first[0], second[0]) < 30.0

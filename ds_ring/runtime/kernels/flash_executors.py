@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ring.runtime.device import numbers_on
 from ds_ring.runtime.kernels.flash_calls import OPEN, FlashCall
 from ds_ring.runtime.kernels.interface import Rows
-from ds_ring.runtime.views import Two, Views
+from ds_ring.runtime.views import Views
 
 INFINITY = float("inf")
 WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
@@ -112,7 +112,7 @@ class Flash(CallsOperators):
         view = _packed if call.q_ends else _tokens_first
         left, right = _window(call)
         out, lse, *_ = self._operators.flash_forward(
-            views.once(view, (q,), call.q_rows), *views.of(_both, k, v, view, call.k_rows),
+            views.once(view, (q,), call.q_rows), *_both(k, v, view, call.k_rows),
             *_lengths(call, q), 0.0, call.is_causal, False,
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
@@ -129,7 +129,7 @@ class Flash(CallsOperators):
         grad_out, q, out, lse = views.once(_rows_of, queries, view, rows, call.bias, bool(call.q_ends))
         left, right = _window(call)
         dq, dk, dv = self._operators.flash_backward(
-            grad_out, q, *views.of(_both, k, v, view, keys), out, lse,
+            grad_out, q, *_both(k, v, view, keys), out, lse,
             *_lengths(call, q), 0.0, call.is_causal,
             lse, lse,  # in the place of Philox, which nobody reads
             scale=scale, window_size_left=left, window_size_right=right,
@@ -154,7 +154,7 @@ class Cudnn(CallsOperators):
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._operators.cudnn_forward(
-            views.once(_heads_first, (q,), call.q_rows), *views.of(_both, k, v, _heads_first, call.k_rows),
+            views.once(_heads_first, (q,), call.q_rows), *_both(k, v, _heads_first, call.k_rows),
             None, True, 0.0, call.is_causal, False, scale=scale,
         )  # fmt: skip
         # [B, H, S, 1] in torch 2.13
@@ -169,7 +169,7 @@ class Cudnn(CallsOperators):
         rows, keys = call.q_rows, call.k_rows
         grad_out, q, out, lse = views.once(_rows_of, queries, _heads_first, rows, call.bias, False)
         found = self._operators.cudnn_backward(
-            grad_out, q, *views.of(_both, k, v, _heads_first, keys), out,
+            grad_out, q, *_both(k, v, _heads_first, keys), out,
             lse.unsqueeze(-1), lse, lse, None, None, None,
             rows.length, keys.length, 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
@@ -205,7 +205,7 @@ def _rows_of(
     return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
 
 
-def _both(k: Tensor, v: Tensor, view: Callable[..., Tensor], rows: Rows) -> Two:
+def _both(k: Tensor, v: Tensor, view: Callable[..., Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
     return view(k, rows), view(v, rows)
 
 
