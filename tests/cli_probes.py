@@ -1,7 +1,7 @@
 """Command lines that a user, or somebody who means harm, may type: wrong options, files of every wrong kind.
 
 Owns the generator: deterministic, and made from the commands' own parsers, so that a new option of a new
-command is probed by itself. What must hold of each is tests/unit/test_cli_probes.py's.
+command is probed by itself. What must hold of each is tests/integration/test_cli_probes.py's.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.machine import skip_without  # noqa: E402
-from tests.selection import left_out  # noqa: E402
+from tests.selection import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401
 
 # Two workers with a thread for every core each would spin against each other: tests took ten times as long.
 torch.set_num_threads(1)
@@ -32,27 +32,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         skip_without(*marker.args)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "run every test and every case, not only those of the day"
-    parser.addoption("--night", action="store_true", help=help)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the same random cases in each run of the day, others in each run of the night."""
     settings.register_profile("day", derandomize=True)
     settings.load_profile("default" if config.option.night else "day")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what waits for the night (tests/selection.py), unless a file, a test or `-k` was named."""
-    named = any("::" in argument or argument.endswith(".py") for argument in config.args)
-    if named or config.option.night or config.option.keyword:
-        return
-    skipped = left_out(items)
-    if skipped:
-        config.hook.pytest_deselected(items=skipped)
-        gone = set(skipped)
-        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,23 @@ import pytest
 Row = Sequence[Any]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "run every test and every case, not only those of the day"
+    parser.addoption("--night", action="store_true", help=help)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what waits for the night, unless a file, a test or `-k` was named."""
+    named = any("::" in argument or argument.endswith(".py") for argument in config.args)
+    if named or config.option.night or config.option.keyword:
+        return
+    skipped = left_out(items)
+    if skipped:
+        config.hook.pytest_deselected(items=skipped)
+        gone = set(skipped)
+        items[:] = [item for item in items if item not in gone]
+
+
 def levels(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     """Number the values of each column in the order in which they occur; equal values get one number."""
     seen: list[list[Any]] = [[] for _ in rows[0]]

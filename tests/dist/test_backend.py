@@ -161,7 +161,7 @@ def on_a_ring(
 
 
 @pytest.mark.parametrize(("family", "layout", "inner", "ulysses_size"), CASES)
-@pytest.mark.day("Qwen3-contiguous-aot_eager-2", "Mistral-zigzag-aot_eager-1")
+@pytest.mark.day("Qwen3-contiguous-aot_eager-2")
 def test_an_unmodified_family_equals_one_process(
     rank_pool: Pool, family: str, layout: str, inner: str, ulysses_size: int
 ) -> None:
@@ -219,6 +219,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
+@pytest.mark.day("padding", "window", "alone", "no options")
 def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, case: str) -> None:
     import re
 

@@ -119,6 +119,7 @@ def count(rank: int, world_size: int, pattern: Pattern) -> Counted:
 
 @pytest.mark.parametrize("ring_size", [2, 4])
 @pytest.mark.parametrize("name", LONG_PATTERNS)
+@pytest.mark.covering(1)
 def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(
     rank_pool: Pool, name: str, ring_size: int
 ) -> None:

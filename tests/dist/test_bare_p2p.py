@@ -59,6 +59,7 @@ def send_then_receive(rank: int, world_size: int) -> None:
     dist.recv(torch.ones(1), 1 - rank)
 
 
+@pytest.mark.night
 def test_bare_blocking_sends_deadlock_at_one_element() -> None:
     assert [one.status for one in outcomes(send_then_receive, timeout_s=HANGS_S)] == ["hung", "hung"]
 
@@ -94,11 +95,13 @@ def test_bare_another_order_swaps_silently(rank_pool: Pool) -> None:
     assert found[0].tolist() == v.tolist() and found[1].tolist() == k.tolist()
 
 
+@pytest.mark.night
 def test_bare_a_larger_message_ends_the_process() -> None:
     _, receiver = outcomes(send_and_receive, [torch.ones(8)], [torch.zeros(4)])
     assert receiver.status == "exited", receiver
 
 
+@pytest.mark.night
 def test_bare_a_tensor_with_gaps_raises_on_one_side_only() -> None:
     found = run_ranks_collect(
         send_and_receive, 2, [torch.ones(4, 4).mT[1:]], [torch.zeros(3, 4)], timeout_s=HANGS_S
@@ -131,6 +134,7 @@ def killed_in_the_middle(rank: int, world_size: int) -> None:
     dist.recv(x, 0)
 
 
+@pytest.mark.night
 def test_bare_a_peer_that_stops_is_waited_for_without_end() -> None:
     assert outcomes(killed_in_the_middle, timeout_s=HANGS_S)[1].status == "hung"
 

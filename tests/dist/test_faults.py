@@ -45,7 +45,7 @@ def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zyg
 
 
 @pytest.mark.parametrize("kind", IN_TRAINING)
-@pytest.mark.day("exception")
+@pytest.mark.night
 def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("deepspeed"), kind, "deepspeed", 0)
     assert not verdict.wrong, verdict.wrong

@@ -109,6 +109,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.day("1", "4")
 def test_results_come_back_by_rank(rank_pool: Pools, world_size: int) -> None:
     results = rank_pool(world_size).run(sum_of_ranks, 2.0, shift=1.0)
     expected = 2.0 * sum(range(world_size)) + world_size
@@ -243,6 +244,7 @@ def test_no_child_is_left_behind() -> None:
     assert pool.pids == []
 
 
+@pytest.mark.night
 def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     code = (
         "from tests.dist.harness import RankPool\n"
@@ -313,6 +315,7 @@ def test_lacks_something(rank_pool):
 """
 
 
+@pytest.mark.night
 def test_ranks_of_a_failed_test_are_not_used_again(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(THREE_TESTS)
     root = str(Path(__file__).resolve().parents[2])

@@ -22,27 +22,22 @@ Pool = Callable[[int], RankPool]
 NAMES = ("out", "dq", "dk", "dv")
 SMALL = Shape(batch=1, query_heads=4, kv_heads=2, tokens=257)
 CHUNKS = ("contiguous", "zigzag", "striped")
+# One pattern for each way in which a mask is told: everything, bands, many small tiles, head by head.
+KINDS = ("full", "window", "documents, causal", "dilated")
 
 
 def run_ring(
     mesh: RingMesh, layout_name: str, pattern_name: str, shape: Shape, dtype: torch.dtype, **options: object
 ) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
-    """The gathered output and gradients of a sharded pass, and the dtypes that came back.
-
-    The first pass of a shape finds memory for each buffer, later ones know it: both give the same bits.
-    """
+    """The gathered output and gradients of a sharded pass, and the dtypes that came back."""
     pattern = PATTERNS[pattern_name](shape.tokens)
     sizes = {"tokens": shape.tokens, "ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
     layout = layout_for(layout_name, pattern, **sizes)
-    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
-
-    def once() -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*leaves, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
-
-    found, again = (dict(zip(NAMES, once(), strict=True)) for _ in range(2))
-    assert all(torch.equal(found[name], again[name]) for name in NAMES)
+    *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
+    for x in leaves:
+        x.requires_grad_()
+    out = ring_attention(*leaves, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
+    found = dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
     dtypes = {name: x.dtype for name, x in found.items()}
     return {n: gather_sequence(x, layout, mesh=mesh, dim=2) for n, x in found.items()}, dtypes
 
@@ -92,7 +87,8 @@ def test_every_pattern_is_within_1e_5_of_float64(
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("ring_size", [1, 8])
+@pytest.mark.parametrize("ring_size", [1, 3, 8])
+@pytest.mark.day("1", "3")
 def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int) -> None:
     errors = rank_pool(ring_size).run(parity, SMALL, torch.bfloat16, layouts=CHUNKS)[0]
     assert max(errors.values()) < 1e-2, errors
@@ -101,7 +97,7 @@ def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
     layouts = LAYOUTS if dtype == torch.float64 else CHUNKS
-    errors = rank_pool(2).run(parity, Shape(tokens=130), dtype, layouts=layouts)[0]
+    errors = rank_pool(2).run(parity, Shape(tokens=130), dtype, KINDS, layouts)[0]
     assert max(errors.values()) < (1e-12 if dtype == torch.float64 else 2e-3), errors
 
 
@@ -116,7 +112,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
-    errors = rank_pool(3).run(parity, Shape(tokens=130), torch.float32, layouts=CHUNKS, **options)[0]
+    errors = rank_pool(3).run(parity, Shape(tokens=130), torch.float32, KINDS, CHUNKS, **options)[0]
     assert max(errors.values()) < 1e-5, errors
 
 
@@ -230,6 +226,7 @@ MOST_SENT = {"full": 1.0, "window": 0.6, "dilated": 0.4, "documents, causal": 0.
 
 
 @pytest.mark.parametrize("pattern_name", PATTERNS)
+@pytest.mark.day("causal", *KINDS)
 def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: str) -> None:
     dtype = torch.bfloat16  # what travels forward and what comes home are of other dtypes then
     results = rank_pool(4).run(bytes_on_the_wire, pattern_name, dtype)
@@ -243,7 +240,7 @@ def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: s
 
 
 def repeated(rank: int, world_size: int) -> bool:
-    """Twenty passes of the same inputs, and passes with overlap off, give the same bits."""
+    """Six passes of the same inputs, every second one without overlap, give the same bits."""
     mesh = RingMesh.from_world(world_size)
     runs = [
         run_ring(mesh, "zigzag", "causal", Shape(tokens=130), torch.float32, overlap=turn % 2 == 0)[0]

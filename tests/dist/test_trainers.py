@@ -109,6 +109,7 @@ def test_a_script_trains_and_resumes_as_on_one_process(rank_pool: Any, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_loop.py"])
+@pytest.mark.day("accelerate_loop.py")
 def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, script: str) -> None:
     """Ring 2 x data 2 at ZeRO 3: one sample a replica is two on one process; evaluation fills up its last batch."""
     pytest.importorskip("accelerate")

@@ -16,7 +16,7 @@ from ds_ring_launcher.doctor.findings import OK, WRONG
 from tests.dist.namespaces import two_hosts
 from tests.dist.slurm_cluster import NODES, slurm_on
 from tests.dist.ssh_hosts import ssh_hosts
-from tests.unit.test_doctor import write
+from tests.integration.test_doctor import write
 
 HOSTS = [{"name": node, "slots": 1} for node in NODES]
 RING = {"sequence_parallel_size": 2}

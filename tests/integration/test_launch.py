@@ -324,6 +324,7 @@ def test_kill_9_of_the_launcher_ends_the_job(workplace: Workplace, engine: str, 
 
 
 @pytest.mark.parametrize("reach", ["local", "ssh"])
+@pytest.mark.day("local")
 def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, reach: str) -> None:
     """mpirun's own SIGKILL comes after a second, and at once where the first rank's handler ends."""
     require_engine("mpirun")

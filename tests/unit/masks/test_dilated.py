@@ -129,6 +129,7 @@ def test_tiles_of_random_runs_are_the_definition(
         ((9, 27), (1, 3)),
     ],
 )
+@pytest.mark.covering(1)
 def test_where_segments_nest_no_pair_is_computed_twice(
     lengths: tuple[int, ...], rates: tuple[int, ...], causal: bool
 ) -> None:

@@ -85,6 +85,7 @@ def test_documents_of_another_batch_wait_for_nothing_either(mesh: RingMesh) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if not PATTERNS[name](TOKENS).masks])
+@pytest.mark.day("causal", "window both ways", "dilated", "documents, causal")
 def test_a_pass_of_flash_waits_for_nothing_not_even_the_first_of_its_shape(mesh: RingMesh, name: str) -> None:
     """Documents are variable lengths, which go over from pinned memory."""
     with FakeTensorMode():

@@ -152,6 +152,7 @@ def test_messages_of_many_ranges(payload: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "window both ways"])
 @pytest.mark.parametrize(("ring_size", "node"), [(6, 2), (6, 3)])
+@pytest.mark.covering(1)
 def test_nodes_of_a_ring_are_dense_attention(name: str, ring_size: int, node: int) -> None:
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for("zigzag", pattern, tokens=SHAPE.tokens, ring_size=ring_size)

@@ -34,6 +34,7 @@ SENT |= {
 
 @pytest.mark.parametrize(("tokens", "ring_size"), [(4096, 2), (4096, 8), (16384, 4), (16384, 8)])
 @pytest.mark.parametrize("pattern_of", SENT.values(), ids=SENT)
+@pytest.mark.covering(1)
 def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
     """Grouped K/V heads with the offsets of two query heads each; counted message by message."""
     pattern = pattern_of(tokens)
@@ -51,6 +52,7 @@ def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarra
 
 @pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
 @pytest.mark.parametrize("pattern_of", LONG_PATTERNS.values(), ids=LONG_PATTERNS)
+@pytest.mark.covering(1)
 def test_auto_is_even(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
     pattern = pattern_of(tokens)
     layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)

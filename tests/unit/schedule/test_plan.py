@@ -132,6 +132,7 @@ def test_gradients_come_home_once_for_every_time_a_key_leaves(
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("ring_size", [5])
+@pytest.mark.covering(1)
 def test_the_lanes_of_the_fewest_links_are_taken(
     layout_name: str, pattern_of: PatternOf, ring_size: int
 ) -> None:

@@ -53,6 +53,7 @@ def ways(size: int, node: int) -> list[tuple[Direction, ...]]:
         (64, 8, ("causal",)),
     ],
 )
+@pytest.mark.day("2-1-names0", "4-2-names1", "8-4-names2", "16-4-names3")
 def test_both_ends_have_the_same_messages_in_every_batch(
     size: int, node: int, names: tuple[str, ...]
 ) -> None:

@@ -49,6 +49,7 @@ def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable[[int], Patt
 
 @pytest.mark.parametrize("pattern_name", ["causal", "dilated", "window both ways", "documents"])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
+@pytest.mark.covering(1)
 def test_head_chunks_and_two_directions_are_accepted(pattern_name: str, layout_name: str) -> None:
     pattern = PATTERNS[pattern_name](83)
     layout = layout_for(layout_name, pattern, tokens=83, ring_size=4)

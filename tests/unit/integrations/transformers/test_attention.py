@@ -144,6 +144,7 @@ def test_tiles_change_no_gradient(family):
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3, local and global"])
+@pytest.mark.day("Gemma 3, local and global")
 def test_the_rings_attention_compiles_to_one_graph(family):
     """As engine.compile(backend="ds_ring") does it; every mask is read in the graph."""
     from ds_ring.integrations.compile.backend import backend_of
@@ -370,6 +371,7 @@ for call, text in {
 
 
 @pytest.mark.parametrize("first", ["", "import transformers.modeling_utils"])
+@pytest.mark.day("import transformers.modeling_utils")
 def test_transformers_knows_the_name_after_import_ds_ring(first):
     code = f"import sys; TRANSFORMERS_FIRST = {bool(first)}; {first}" + BY_NAME
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -64,7 +64,7 @@ def test_long(): pass
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from tests.conftest import pytest_addoption, pytest_collection_modifyitems
+from tests.selection import pytest_addoption, pytest_collection_modifyitems
 """
 
 

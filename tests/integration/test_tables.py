@@ -12,9 +12,9 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.tables import WIDTH
 from ds_ring_launcher.tune.candidates import candidates
 from ds_ring_launcher.tune.result import print_tables
+from tests.integration.test_plan_command import CPU, SIZES
 from tests.unit.launcher.tune.cases import request
 from tests.unit.launcher.tune.test_result import result
-from tests.unit.test_plan_command import CPU, SIZES
 
 ATTENTION = ["--tokens", "500", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 
