@@ -19,7 +19,7 @@ queries it is whole on every rank, like dq.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -214,23 +214,18 @@ def _pattern_of_all_batches(config: RingConfig) -> Pattern:
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
-    """Return the options that the JSON section asks for."""
-    return Options(
-        scale=scale,
-        kernel=config.kernel,
-        transport=config.transport,
-        overlap=config.overlap,
-        prune=config.prune,
-        hop_timeout_s=float(config.hop_timeout_seconds),
-        first_pass_timeout_s=float(config.first_pass_timeout_seconds),
-        check_finite=config.check_finite,
-        recompute=float(config.recompute_attention),
-        block_size=config.block_size,
-        kernel_options=tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
-        chunk_bytes=config.chunk_bytes,
-        offload=config.long_sequence.offload_attention,
-        gradient_payload=config.gradient_payload,
-    )
+    """Return the options that the JSON section asks for; a key and an option of one name are the same."""
+    names = {one.name for one in fields(Options)} & RingConfig.model_fields.keys()
+    same = {name: getattr(config, name) for name in names}
+    other: dict[str, Any] = {
+        "scale": scale,
+        "hop_timeout_s": float(config.hop_timeout_seconds),
+        "first_pass_timeout_s": float(config.first_pass_timeout_seconds),
+        "recompute": float(config.recompute_attention),
+        "kernel_options": tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
+        "offload": config.long_sequence.offload_attention,
+    }
+    return Options(**same | other)
 
 
 def _hashable(value: Any) -> Any:
