@@ -24,6 +24,8 @@ METHODS = {
     "save_checkpoint": ["save_checkpoint", "Settled", "name_culprit"],
     "load_checkpoint": ["load_checkpoint", "name_culprit"],
     "compile": ["RingCompile"],
+    **dict.fromkeys(("save_16bit_model", "save_fp16_model", "module_state_dict"), ["Settled", "name_culprit"]),
+    **dict.fromkeys(("allreduce_gradients", "load_module_state_dict", "destroy"), ["name_culprit"]),
 }
 # In the order in which torch calls them.
 BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]
@@ -81,6 +83,10 @@ def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             "methods": {name: layers_of(getattr(full, name)) for name in METHODS},
             "before": hooks(full._forward_pre_hooks.values()),
             "after": hooks(full._forward_hooks.values()),
+            "after an error": [
+                hooks(one._forward_hooks[key] for key in one._forward_hooks_always_called)
+                for one in (full, full.module)
+            ],
             "full": full.ring.describe(),
             "plain": plain.ring.describe(),
         }
@@ -92,6 +98,7 @@ def test_layers_stand_in_the_order_of_the_table(rank_pool: Any, tmp_path: Path) 
     found = rank_pool(2).run(describe, str(tmp_path))[0]
     assert found["methods"] == METHODS
     assert (found["before"], found["after"]) == (BEFORE, AFTER)
+    assert found["after an error"] == [["WholeBatches"]] * 2
     for row in ("engine.step (monitor)", "engine.forward (first_batch)", "shutil.copytree", "torch.load"):
         assert row in found["full"], found["full"]
     for row in ("(monitor)", "(first_batch)", "(run_report)", "(evaluation)"):

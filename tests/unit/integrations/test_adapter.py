@@ -10,7 +10,7 @@ import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations import adapter
-from ds_ring.integrations.adapter import Patch, PatchTable, describe, undo
+from ds_ring.integrations.adapter import Patch, PatchTable, describe, paused, undo
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 
@@ -66,6 +66,21 @@ def test_rows_run_in_the_order_of_the_table_and_are_taken_back() -> None:
     undo(changes)
     said.clear()
     assert model(3) == 3 and said == [] and "forward" not in vars(model)
+
+
+@pytest.mark.usefixtures("tables")
+def test_hooks_are_paused_and_what_others_do_to_theirs_meanwhile_stays() -> None:
+    made = table(Patch("model", "before_forward", "hook", "ours", "a"))
+    model, said = torch.nn.Identity(), list[str]()
+    handles = {"before": model.register_forward_pre_hook(part(said, "before").before_forward)}
+    changes = made.apply({"ours": part(said, "ours")}, model=model)
+    handles["after"] = model.register_forward_pre_hook(part(said, "after").before_forward)
+    with paused(changes):
+        assert model(3) == 3 and said == ["before", "after"]
+        handles["before"].remove()
+        model.register_forward_pre_hook(part(said, "new").before_forward)
+    said.clear()
+    assert model(3) == 3 and said == ["ours", "after", "new"]
 
 
 @pytest.mark.usefixtures("tables")

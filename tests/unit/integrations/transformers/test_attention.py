@@ -143,6 +143,15 @@ def test_tiles_change_no_gradient(family):
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
+def test_logits_are_plain_again_after_a_forward_pass_that_failed():
+    model, session = attached(long_sequence={"tiled_loss": 7})
+    batch = session.shard_batch({"input_ids": IDS + 61, "labels": IDS})
+    with pytest.raises(IndexError):  # no such words
+        model.train()(**batch)
+    head = model.get_output_embeddings()
+    assert isinstance(head(torch.zeros(1, 32)), Tensor)
+
+
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2", "Gemma 3, local and global"])
 @pytest.mark.day("Gemma 3, local and global")
 def test_the_rings_attention_compiles_to_one_graph(family):
