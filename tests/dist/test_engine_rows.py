@@ -24,8 +24,12 @@ METHODS = {
     "save_checkpoint": ["save_checkpoint", "Settled", "name_culprit"],
     "load_checkpoint": ["load_checkpoint", "name_culprit"],
     "compile": ["RingCompile"],
-    **dict.fromkeys(("save_16bit_model", "save_fp16_model", "module_state_dict"), ["Settled", "name_culprit"]),
-    **dict.fromkeys(("allreduce_gradients", "load_module_state_dict", "destroy"), ["name_culprit"]),
+    "save_16bit_model": ["Settled", "name_culprit"],
+    "save_fp16_model": ["Settled", "name_culprit"],
+    "module_state_dict": ["Settled", "name_culprit"],
+    "allreduce_gradients": ["name_culprit"],
+    "load_module_state_dict": ["name_culprit"],
+    "destroy": ["name_culprit"],
 }
 # In the order in which torch calls them.
 BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]
