@@ -110,6 +110,7 @@ def noting(folder: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.night
 def test_no_rank_outlives_a_killed_command(tmp_path: Path) -> None:
     """Not even where SIGINT is ignored, as in a background job of a shell."""
     script = tmp_path / "command.py"

@@ -41,6 +41,7 @@ def test_the_launchers_secret_is_not_in_the_store_and_one_of_rank_0_is(rank_pool
 
 
 @pytest.mark.parametrize("which", ["on rank 0 only", "on rank 1 only", "different"])
+@pytest.mark.day("different")
 def test_ranks_that_do_not_share_a_secret_do_not_meet(which: str) -> None:
     outcomes = run_ranks_collect(join, 2, SECRETS[which], 0, timeout_s=60)
     assert [one.status for one in outcomes] == ["returned"] * 2, outcomes
