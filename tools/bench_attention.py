@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from contestants import CONTESTANTS, ONE_THREAD, RANKS, CannotRun, Entry, Place
+from contestants import CONTESTANTS, ONE_THREAD, RANKS, CannotRun, ContestSetup, Entry
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
@@ -69,7 +69,7 @@ class Worker:
 
     def _prepare(self, job: BenchJob) -> Entry:
         try:
-            return CONTESTANTS[job.name].prepare(Place(self.rank, self.size, job.tokens, self.mesh))
+            return CONTESTANTS[job.name].prepare(ContestSetup(self.rank, self.size, job.tokens, self.mesh))
         except ImportError as error:
             raise CannotRun(f"not installed: {error}") from None
 

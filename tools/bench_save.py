@@ -25,7 +25,7 @@ from ds_ring_launcher.run.local_ranks import run_ranks
 EVERY = 4
 
 
-class Options(argparse.Namespace):
+class SaveOptions(argparse.Namespace):
     """Hold the options, as `run_ranks` wants them."""
 
     device = "cpu"
@@ -36,7 +36,7 @@ class Options(argparse.Namespace):
     saves: int
 
 
-def work(options: Options, folder: str) -> dict[str, Any]:
+def work(options: SaveOptions, folder: str) -> dict[str, Any]:
     """Return the seconds of each step of a rank, by how it saves."""
     import deepspeed
     import torch
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--saves", type=int, default=5)
-    options = parser.parse_args(arguments, namespace=Options())
+    options = parser.parse_args(arguments, namespace=SaveOptions())
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(work, options.ranks, (options, folder), threads=1, deadline_s=500.0)
     first = ranks[0]

@@ -1,6 +1,6 @@
 """What `bench_attention.py` compares: a contestant is one function that prepares causal attention on a rank.
 
-It gets a `Place` and returns an `Entry`: which positions this rank holds, and a differentiable function of
+It gets a `ContestSetup` and returns an `Entry`: which positions this rank holds, and a differentiable function of
 the rank's q, k, v, [batch, heads, local tokens, head_dim] each. Raise `CannotRun` to say why it does not run
 here: the table shows it. Packages of others are optional:
 
@@ -33,7 +33,7 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class ContestSetup:
     """Where a contestant runs.
 
     Attributes:
@@ -73,24 +73,24 @@ class Entry(NamedTuple):
 class Contestant(NamedTuple):
     """How it is prepared, and on which processes it runs."""
 
-    prepare: Callable[[Place], Entry]
+    prepare: Callable[[ContestSetup], Entry]
     where: str
 
 
 CONTESTANTS: dict[str, Contestant] = {}
 
 
-def contestant(name: str, where: str = RANKS) -> Callable[[Callable[[Place], Entry]], Any]:
+def contestant(name: str, where: str = RANKS) -> Callable[[Callable[[ContestSetup], Entry]], Any]:
     """Enter the table under this name."""
 
-    def enter(prepare: Callable[[Place], Entry]) -> Callable[[Place], Entry]:
+    def enter(prepare: Callable[[ContestSetup], Entry]) -> Callable[[ContestSetup], Entry]:
         CONTESTANTS[name] = Contestant(prepare, where)
         return prepare
 
     return enter
 
 
-def _sdpa(place: Place) -> Entry:
+def _sdpa(place: ContestSetup) -> Entry:
     return Entry(
         torch.arange(place.tokens), lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
     )
@@ -100,7 +100,7 @@ contestant("SDPA, one process", WHOLE)(_sdpa)
 contestant("SDPA, one thread", ONE_THREAD)(_sdpa)
 
 
-def _ours(place: Place, layout_name: str = "zigzag", **options: Any) -> Entry:
+def _ours(place: ContestSetup, layout_name: str = "zigzag", **options: Any) -> Entry:
     assert place.mesh is not None
     layout = make_layout(layout_name, tokens=place.tokens, ring_size=place.size)
     attend = functools.partial(
@@ -115,7 +115,7 @@ contestant("ds_ring, all_gather")(functools.partial(_ours, transport="all_gather
 
 
 @contestant("all-gather + mask")
-def all_gather_and_mask(place: Place) -> Entry:
+def all_gather_and_mask(place: ContestSetup) -> Entry:
     """What is written first by hand: gather K and V, one masked SDPA."""
     from torch.distributed.nn.functional import all_gather
 
@@ -130,7 +130,7 @@ def all_gather_and_mask(place: Place) -> Entry:
 
 
 @contestant("DeepSpeed Ulysses")
-def ulysses(place: Place) -> Entry:
+def ulysses(place: ContestSetup) -> Entry:
     """`deepspeed.sequence.layer.DistributedAttention` around SDPA, [b, s, h, d]."""
     from deepspeed import comm
     from deepspeed.sequence.layer import DistributedAttention
@@ -150,7 +150,7 @@ def ulysses(place: Place) -> Entry:
 
 
 @contestant("torch context parallel")
-def torch_context_parallel(place: Place) -> Entry:
+def torch_context_parallel(place: ContestSetup) -> Entry:
     """`torch.distributed.tensor.experimental.context_parallel`, its ring of SDPA."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -193,7 +193,7 @@ def _lent_backward(*arguments: Any, **options: Any) -> None:
 
 
 @contestant("yunchang zigzag ring")
-def yunchang_zigzag(place: Place) -> Entry:
+def yunchang_zigzag(place: ContestSetup) -> Entry:
     """The zigzag ring of yunchang (and of ring-flash-attn), with PyTorch's CPU kernel lent to it.
 
     It is made for half precision: in float32 `dq_buffer.to(torch.float32)` is no copy, and dq adds to itself.
@@ -216,7 +216,7 @@ def yunchang_zigzag(place: Place) -> Entry:
 
 
 @contestant("ring-attention-pytorch")
-def pure_pytorch_ring(place: Place) -> Entry:
+def pure_pytorch_ring(place: ContestSetup) -> Entry:
     """The striped ring of ring-attention-pytorch in pure PyTorch."""
     from ring_attention_pytorch.ring_flash_attention import (
         ring_flash_attn,

@@ -31,7 +31,7 @@ AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
 Window = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for no window")]
 Beside = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for none")]
-Step = Annotated[AtLeastOne, Accepts(ONE_UP, "use 1 for every token")]
+DilationStep = Annotated[AtLeastOne, Accepts(ONE_UP, "use 1 for every token")]
 _SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal" or "bi-causal"]'
 SliceList = Annotated[
     tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
@@ -53,7 +53,7 @@ class PatternKeys(Section):
     window: Window = Field(
         default=None, description="sliding window in tokens; two-sided where causal is false"
     )
-    window_dilation: Step = Field(
+    window_dilation: DilationStep = Field(
         default=1, description="the window keeps every n-th token only, and reaches n times as far"
     )
     sinks: Beside = Field(

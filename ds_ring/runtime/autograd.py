@@ -520,7 +520,7 @@ replicated_attention_backward_op.register_autograd(_refuse_second_derivative, se
 #
 # Owns the number under which a graph finds a placement while it runs, and the operator that reads it.
 
-Rows = tuple[int, ...]
+BatchRows = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -533,13 +533,13 @@ class Placed:
         handle: the number of this placement in a graph.
     """
 
-    parts: tuple[tuple[RingContext, Rows], ...]
+    parts: tuple[tuple[RingContext, BatchRows], ...]
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.handle = new_handle(self)
 
-    def parts_of(self, q: Tensor) -> Sequence[tuple[RingContext, Rows]]:
+    def parts_of(self, q: Tensor) -> Sequence[tuple[RingContext, BatchRows]]:
         """Return the parts; a batch of another size is refused, on all ranks."""
         rows = sum(len(rows) for _, rows in self.parts)
         if rows not in (0, q.shape[0]):

@@ -292,7 +292,7 @@ _VALUE_CHARACTERS = 300  # of a value in a report
 _REPORT_BYTES = 1 << 15
 _NAMED_RANKS = 4
 
-Report = dict[str, str]
+AgreementFields = dict[str, str]
 
 
 class Agreement(NamedTuple):
@@ -304,7 +304,7 @@ class Agreement(NamedTuple):
         digest: of the report, 64 bits.
     """
 
-    report: Report
+    report: AgreementFields
     digest: int
 
     @classmethod
@@ -383,7 +383,7 @@ def compare_headers(
     return compare
 
 
-def _all_reports(exchange: Exchange, report: Report, number: int) -> list[Report]:
+def _all_reports(exchange: Exchange, report: AgreementFields, number: int) -> list[AgreementFields]:
     """Return every rank's report, by sequence rank."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
     text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
@@ -397,7 +397,7 @@ def _all_reports(exchange: Exchange, report: Report, number: int) -> list[Report
     return [json.loads(bytes(row.tolist())) for row in rows]
 
 
-def _describe(mesh: RingMesh, reports: list[Report]) -> str:
+def _describe(mesh: RingMesh, reports: list[AgreementFields]) -> str:
     """Return the message for reports that differ."""
     refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
     if refusing:

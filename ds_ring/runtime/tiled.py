@@ -310,7 +310,7 @@ def _zeros(like: Tensor) -> Tensor:
 log = logging.getLogger(__name__)
 
 # What the head makes of hidden states, weight and bias; run by the head, where its weight is whole.
-Job = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _OF_EACH = {
     "tanh", "sigmoid", "neg", "negative", "mul", "multiply", "div", "divide", "true_divide", "add", "sub",
@@ -342,7 +342,7 @@ class DeferredLogits:
     def __init__(
         self,
         hidden: Tensor,
-        call_head: Callable[[Tensor, Job], Tensor],
+        call_head: Callable[[Tensor, HeadFunction], Tensor],
         tile: int,
         vocabulary: int,
         strict: bool = True,

@@ -86,7 +86,7 @@ class Task:
             raise self.error
 
 
-class _Job(Task):
+class _WaitTask(Task):
     """Works that a thread waits for, one after the other.
 
     Attributes:
@@ -219,7 +219,7 @@ def wait_for(
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
-    job, watch = _Job(works, arrived, hurried), mesh.watch
+    job, watch = _WaitTask(works, arrived, hurried), mesh.watch
     # Tell the monitor only about waits longer than PATIENCE_S.
     if arrived is None:
         _waiters.start(job)
@@ -261,13 +261,13 @@ def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: Runti
     return blame(mesh, place.hop, peers, cause)
 
 
-def _of(peers: Sequence[Sequence[int]], job: _Job) -> Sequence[int]:
+def _of(peers: Sequence[Sequence[int]], job: _WaitTask) -> Sequence[int]:
     """Return the ranks on which the first unfinished work depends."""
     return peers[min(job.done, len(peers) - 1)]
 
 
 def _wait_watched(
-    job: _Job, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
+    job: _WaitTask, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
 ) -> None:
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None

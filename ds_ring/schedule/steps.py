@@ -243,7 +243,7 @@ class HeadChunk(NamedTuple):
     next_after: int
 
 
-class Batch(NamedTuple):
+class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches].
 
     Attributes:
@@ -277,11 +277,11 @@ class Schedule:
         return [0, *accumulate(chunk.next_after for chunk in self.chunks[:-1])]
 
     @cached_property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[ExchangeBatch, ...]:
         """Return the batches of the pass, in order; cached."""
         return tuple(self._batches())
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[ExchangeBatch]:
         starts = self.starts
         ends = [at + len(chunk.steps.rounds) for at, chunk in zip(starts, self.chunks, strict=True)]
         begun, under_way = 0, []
@@ -292,7 +292,7 @@ class Schedule:
             under_way = [index for index in under_way if ends[index] > number]
             rounds = [(index, self.chunks[index].steps.rounds[number - starts[index]]) for index in under_way]
             # batch b of a chunk brings the keys of its hop b + 1
-            yield Batch(number, number - starts[begun - 1] + 1, rounds)
+            yield ExchangeBatch(number, number - starts[begun - 1] + 1, rounds)
 
 
 COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")

@@ -20,8 +20,8 @@ from ds_ring.schedule.lowering import lower_pass, query_heads_of
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import (
     Accumulate,
-    Batch,
     Buffer,
+    ExchangeBatch,
     HeadChunk,
     Payload,
     Recv,
@@ -103,7 +103,7 @@ def _check_chunks(schedule: Schedule, plan: Plan) -> None:
 # --- messages ---------------------------------------------------------------------------------------
 
 
-def _ends(schedule: Schedule, batch: Batch) -> Iterator[_End]:
+def _ends(schedule: Schedule, batch: ExchangeBatch) -> Iterator[_End]:
     for index, steps in batch.rounds:
         for step in steps.posted:
             yield _End(schedule.ring_rank, batch.number, index, schedule.chunks[index], step)
@@ -192,7 +192,7 @@ class _Ring:
     def _may_go_on(self, rank: int) -> bool:
         return all(message.is_complete for message in self.posted[rank])
 
-    def _advance(self, rank: SymbolicRank, batch: Batch) -> set[int]:
+    def _advance(self, rank: SymbolicRank, batch: ExchangeBatch) -> set[int]:
         """Do a batch up to its wait; return the ranks that waited for one of its messages, and itself."""
         rank.batch = batch.number
         concerned = {rank.rank}

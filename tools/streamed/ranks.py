@@ -25,7 +25,7 @@ from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.simulation.rank import Source, VirtualExchange, put_rows
-from streamed.blocks import Block, BlockPlanner
+from streamed.blocks import BlockPlanner, QueryBlock
 
 
 class StreamedPart(NamedTuple):
@@ -160,7 +160,7 @@ class StreamedRanks:
         self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None
     ) -> StreamedPart:
         """Attend one block of queries; add to `rows`, dk and dv what it contributes."""
-        block: Block = self.planner.block(ring_rank, first, self.query_block)
+        block: QueryBlock = self.planner.block(ring_rank, first, self.query_block)
         own = self.layout.runs(ring_rank)
         runs = progressions_at(own, np.array([[first, first + block.length]]))
         keys = progressions_at(own, block.held)

@@ -26,7 +26,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.runtime.kept_results import LAYER_TENSORS, HostMemory
-from ds_ring.runtime.tiled import DeferredLogits, Job, tiled_call
+from ds_ring.runtime.tiled import DeferredLogits, HeadFunction, tiled_call
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TiledHead:
         self._plain = head.forward
         self.deferring = False
 
-    def forward(self, hidden: Tensor, job: Job | None = None) -> Any:
+    def forward(self, hidden: Tensor, job: HeadFunction | None = None) -> Any:
         """Return logits, deferred logits, or the result of a job that gets the whole weight."""
         # A job comes in by the module's call: at ZeRO 3 its hooks make the weight whole meanwhile.
         if job is not None:
@@ -90,7 +90,7 @@ class TiledHead:
             return self._plain(hidden)
         return DeferredLogits(hidden, self._call, self._tile, self._head.out_features, self._strict)
 
-    def _call(self, hidden: Tensor, job: Job) -> Tensor:
+    def _call(self, hidden: Tensor, job: HeadFunction) -> Tensor:
         made: Tensor = self._head(hidden, job=job)
         return made
 

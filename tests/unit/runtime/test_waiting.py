@@ -10,10 +10,10 @@ import pytest
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from ds_ring.runtime.waiting import _Job, _waiters
+from ds_ring.runtime.waiting import _WaitTask, _waiters
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-job = _Job([dist.all_reduce(torch.zeros(4), async_op=True) for _ in range(5000)])
+job = _WaitTask([dist.all_reduce(torch.zeros(4), async_op=True) for _ in range(5000)])
 wake = job.wake
 _waiters.start(job)
 del job  # the thread has the last reference: it deletes the works while the process ends
