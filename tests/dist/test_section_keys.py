@@ -290,6 +290,24 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
         assert rate * seconds == pytest.approx(2 * SIZE.samples * SIZE.tokens)  # of two micro-batches
 
 
+def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:
+    start_deepspeed()
+    import ds_ring
+    from ds_ring.integrations.deepspeed.monitor import tokens_of
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(2, 2, 0, ring_attention={"ulysses_size": 2})
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    batch = engine.ring.shard_batch(build_batch(SIZE))
+    return tokens_of(tuple(batch.values()), engine.ring)
+
+
+def test_tokens_are_counted_once_where_ranks_split_the_heads(rank_pool: Any) -> None:
+    counted = rank_pool(2).run(tokens_of_a_ulysses_rank)
+    assert counted == [SIZE.samples * SIZE.tokens / 2] * 2
+
+
 def start_monitored(rank: int, world_size: int) -> str:
     try:
         start({"monitor": True}, Own(of_the_session))

@@ -13,6 +13,7 @@ import pytest
 
 from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.lock import LOCK, OWNER, FolderLocks
+from ds_ring.integrations.checkpoint.save import _commit
 
 HOLD = """
 import sys
@@ -52,6 +53,17 @@ def test_a_newer_attempt_takes_over_and_the_older_one_is_refused(
     assert len(said) == 2 and all(line.startswith("RingCheckpointError") for line in said)
     assert "a newer one that saves here now" in said[0] and "expected no other job" in said[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, OWNER]
+
+
+def test_an_attempt_commits_nothing_after_a_newer_one_took_over(tmp_path: Path) -> None:
+    locks, hidden = FolderLocks(("run", 1)), tmp_path / ".step1.saving"
+    locks.claim(tmp_path)
+    hidden.mkdir()
+    newer = [sys.executable, "-c", HOLD.replace('("run", 1)', '("run", 2)'), str(tmp_path)]
+    assert subprocess.run(newer, input="", capture_output=True, text=True).stdout.startswith("held\n")
+    with pytest.raises(RingCheckpointError, match="a newer one that saves here now"):
+        _commit(hidden, tmp_path / "step1", locks)
+    assert hidden.exists() and not (tmp_path / "step1").exists()
 
 
 @pytest.mark.parametrize("attempt", [None, ("another run", 2), ("run", 1)])
