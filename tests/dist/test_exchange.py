@@ -98,6 +98,26 @@ def test_a_deadline_names_the_peer_and_the_hop(what: str, hop: int | None, peer:
     assert DEADLINE_S * 0.9 < found.seconds < LATE_S, found
 
 
+def waiting_for_two(rank: int, world_size: int) -> Blame | None:
+    """Rank 0 waits for a message of rank 1, which comes, and for one of rank 2, which does not."""
+    exchange = Exchange(RingMesh.from_world(world_size), DEADLINE_S)
+    buffers = torch.zeros(2, 4)
+    dist.barrier()
+    if rank == 0:
+        receives = [Message(buffer, peer) for buffer, peer in zip(buffers, (1, 2), strict=True)]
+        return blame(lambda: exchange.post([], receives, 5).wait())
+    if rank == 1:
+        exchange.post([Message(buffers[0], 0)], [], 5).wait()
+    time.sleep(2 * DEADLINE_S)
+    return None
+
+
+def test_of_several_peers_the_one_that_did_not_come_is_named() -> None:
+    waiting, *others = first_in_time(lambda: run_ranks_collect(waiting_for_two, 3, timeout_s=20), in_time)
+    assert [one.status for one in others] == ["returned"] * 2, waiting.report
+    assert waiting.value[:3] == (0, 5, 2), waiting.value
+
+
 @pytest.mark.parametrize(
     ("what", "hop"), [("hop", 5), ("header", None), ("attention", None)]
 )

@@ -90,6 +90,9 @@ def test_what_is_wrong_is_named_with_its_host(what: str, found: HostAnswers, say
 
 def test_too_few_gpus_and_a_folder_that_is_not_shared() -> None:
     assert states(of_two(), device="cuda")["devices"][0] == WRONG
+    devices = {"cores": 8, "memory": 1 << 34, "gpus": ["H100"] * 2}
+    enough = HostAnswers({name: answer(name, devices=devices) for name in ("node-0", "node-1")})
+    assert states(enough, device="cuda")["devices"] == (OK, "node-0: 2 GPUs, node-1: 2 GPUs")
     folder = {"/shared": ""}
     found = HostAnswers(
         {name: answer(name, folders=folder) for name in ("node-0", "node-1")},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import work_of_ranks
-from ds_ring.schedule.layout import CacheLayout, ChunkLayout
+from ds_ring.schedule.layout import CacheLayout, ChunkLayout, PieceLayout
 from tests.cases import LAYOUTS, document_ids, layout_for
 
 
@@ -118,3 +121,9 @@ def test_document_zigzag_is_even_whatever_the_lengths(ring_size: int, mean: int)
 def test_document_zigzag_needs_documents_of_the_sequence(pattern: Pattern | None, said: str) -> None:
     with pytest.raises(RingLayoutError, match=said):
         make_layout("document_zigzag", tokens=8, ring_size=2, pattern=pattern)
+
+
+@pytest.mark.parametrize("changed", [{"boundaries": (0, 4, 6, 12)}, {"owners": (0, 1, 1)}], ids="".join)
+def test_layouts_of_as_many_pieces_differ_as_texts_which_ranks_compare(changed: dict[str, Any]) -> None:
+    one = PieceLayout(12, 2, 1, (0, 3, 6, 12), (0, 1, 0))
+    assert str(replace(one)) == str(one) != str(replace(one, **changed))

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import describe
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.trainers import adapter as trainers
 from ds_ring.integrations.transformers import model as model_table
@@ -83,6 +84,41 @@ def test_the_loss_is_that_of_sdpa(family):
     assert got.past_key_values is None, "a cache would keep every layer's keys"
     order = torch.from_numpy(session.layout.positions(0))
     assert torch.allclose(got.logits, expected.logits[:, order], atol=1e-5)
+
+
+MODERN_BERT: dict[str, Any] = (
+    SIZES
+    | dict.fromkeys(("bos_token_id", "cls_token_id"), 1)
+    | {
+        "num_hidden_layers": 3,
+        "local_attention": 8,
+        **dict.fromkeys(("pad_token_id", "eos_token_id", "sep_token_id"), 0),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (transformers.AutoModelForCausalLM, FAMILIES["Gemma 3, local and global"]()),
+        (transformers.AutoModelForMaskedLM, transformers.ModernBertConfig(**MODERN_BERT)),
+    ],
+    ids=["causal", "two-sided"],
+)
+def test_a_configuration_says_of_layers_what_their_masks_say(kind, config, monkeypatch):
+    """The layout is chosen by the configuration, attention reads the masks."""
+    read, pattern_of = [], BatchSharding.pattern_of
+
+    def noted(sharding: BatchSharding, said: Any, *others: Any) -> Any:
+        read.append(said)
+        return pattern_of(sharding, said, *others)
+
+    monkeypatch.setattr(BatchSharding, "pattern_of", noted)
+    model = kind.from_config(config, attn_implementation="ds_ring")
+    session = session_of(pattern={"causal": kind is transformers.AutoModelForCausalLM})
+    attach(model, session)
+    model(**session.shard_batch({"input_ids": IDS}))
+    assert session.needs.layers == tuple(read) and len(set(read)) == 2
 
 
 def test_hooks_run_in_the_order_of_the_table():
