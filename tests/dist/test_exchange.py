@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, ring_attention
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
 from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
@@ -162,6 +162,22 @@ def test_every_rank_sees_the_least_and_the_greatest_header(rank_pool: Pool) -> N
         headers = [header(rank, size) for rank in range(size)]
         for found in by_rank[:size]:
             assert found[size - 1] == [min(headers), max(headers)], size
+
+
+def one_call_more_on_rank_1(rank: int, world_size: int) -> str:
+    exchange = Exchange(RingMesh.from_world(world_size))
+    for _ in range(rank):
+        next(exchange.mesh.calls)
+    try:
+        agree(exchange, "a call", {})
+    except RingMismatchError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_the_same_call_with_another_number_is_a_mismatch(rank_pool: Pool) -> None:
+    for said in rank_pool(2).run(one_call_more_on_rank_1):
+        assert "number of the call: ring rank 0 has 0, ring rank 1 has 1" in said, said
 
 
 def spread_over_the_sequence(rank: int, world_size: int) -> list[list[int]]:

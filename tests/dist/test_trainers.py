@@ -52,13 +52,15 @@ def run_example(rank: int, world_size: int, name: str, arguments: list[str], pla
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(source, str(EXAMPLES / name), "exec"), {"__name__": "__main__"})
     found = [ast.literal_eval(line) for line in printed.getvalue().splitlines() if line.startswith("{")]
+    # Not Trainer's own lines, whose numbers are strings. train_loss is a mean since the start or resumption.
+    found = [entry for entry in found if not any(isinstance(value, str) for value in entry.values())]
+    for entry in found:
+        if entry.pop("train_loss", None) is not None:
+            entry["samples of a step"] = round(
+                entry["train_samples_per_second"] / entry["train_steps_per_second"]
+            )
     timed = ("runtime", "per_second", "total_flos")
-    return [
-        {key: value for key, value in entry.items() if not key.endswith(timed)}
-        for entry in found
-        # Not Trainer's own lines, whose numbers are strings; train_loss is the mean since the start or resumption.
-        if not any(isinstance(value, str) for value in entry.values()) and "train_loss" not in entry
-    ]
+    return [{key: value for key, value in entry.items() if not key.endswith(timed)} for entry in found]
 
 
 def check_entries(got: Entries, expected: Entries) -> None:

@@ -151,6 +151,7 @@ def test_a_healthy_ring_has_nothing_wrong() -> None:
         ("links", WRONG, {"link": None}, "rank 1 of node-0 measured no link"),
         ("links", WRONG, {"link": {**SLOW, "bytes_per_s": float("nan")}}, "rank 1 of node-0 measured no"),
         ("links", WRONG, {"link": SLOW}, "rank 1 (node-0)"),
+        ("links", WARNING, {"link": {**SLOW, "bytes_per_s": 1e8}}, "slow link rank 1 (node-0)"),
         ("clocks", WARNING, {"clock_s": 9.0}, "rank 1"),
         ("clocks", WARNING, {"clock_s": float("nan")}, "rank 1"),
     ],

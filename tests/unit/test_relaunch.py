@@ -94,6 +94,8 @@ def test_a_preempted_attempt_has_not_failed(tmp_path: Path) -> None:
     told = outcome_of(1, folder, HOSTS, 128 + 15, 15, True)
     assert (decide([told], POLICY).again, decide([told], POLICY).status) == (False, PREEMPTED)
     assert decide([by_itself], None).status == PREEMPTED
+    saved_nothing = [outcome_of(attempt, folder, HOSTS, 1, None, False) for attempt in range(1, 4)]
+    assert decide(saved_nothing[:2], POLICY).again and not decide(saved_nothing, POLICY).again
     for path in folder.iterdir():
         path.unlink()
     assert decide([outcome_of(1, folder, HOSTS, 143, 15, False)], POLICY).status == 128 + 15

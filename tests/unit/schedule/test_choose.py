@@ -12,7 +12,7 @@ import pytest
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, work_of_ranks
+from ds_ring.schedule.choose import EVEN, _snake, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LONG_PATTERNS, longnet
@@ -42,6 +42,11 @@ def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, 
     plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
     sent = sum(plan.rank(rank).tokens_sent for rank in range(ring_size))
     assert sent <= MOST_BYTES * plan.tokens_needed
+
+
+def test_pieces_are_dealt_out_to_and_fro() -> None:
+    work = np.arange(16)[::-1]
+    assert np.bincount(_snake(work, 4), weights=work).tolist() == [30.0] * 4
 
 
 def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:

@@ -42,6 +42,11 @@ def culprit(detector: FailureDetector, now: float) -> int | None:
     return None if fault is None else fault.rank
 
 
+def test_ranks_are_written_as_the_fewest_ranges() -> None:
+    assert ranges_of([5, 2, 0, 1]) == ((0, 2), (5, 5))
+    assert ranges_of(range(1000)) == ((0, 999),), "a line of JSON holds a wait for all ranks"
+
+
 def test_nobody_is_blamed_while_all_beat() -> None:
     detector = detector_of()
     for now in range(1, 100):
