@@ -94,3 +94,9 @@ def test_a_copy_shares_what_the_original_shares() -> None:
     assert copied["a"].flatten().tolist() == [0.0, 1.0, 2.0] and copied["b"][0].tolist() == [3.0, 4.0, 5.0]
     assert copied["a"].untyped_storage().data_ptr() == copied["b"][0].untyped_storage().data_ptr()
     assert copied["b"][1][1] == 7 and isinstance(copied["p"], torch.nn.Parameter)
+
+
+def test_tensors_that_are_gone_after_their_copy_share_nothing() -> None:
+    copy = HostCopy()
+    copies = [copy(torch.full((1 << 12,), float(number))) for number in range(8)]  # at one address perhaps
+    assert [x.unique().tolist() for x in copies] == [[float(number)] for number in range(8)]

@@ -17,6 +17,7 @@ from ds_ring_launcher import cli
 from ds_ring_launcher.cluster import checks
 from ds_ring_launcher.cluster.checks import secret_for
 from ds_ring_launcher.cluster.cluster_file import read_cluster
+from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, start
@@ -448,3 +449,16 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(arguments)
         assert ended.value.code == 0
         assert "ds-ring launch configs/quickstart.yaml" in capsys.readouterr().out
+
+
+TOPOLOGY = """\
+SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=gpu0,gpu3
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu1,gpu2
+SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu0,gpu1,gpu2,gpu3 Switches=leaf[0-1]
+"""
+
+
+def test_a_hosts_switches_begin_with_the_top_one() -> None:
+    found = slurm._switches(TOPOLOGY, lambda nodes: nodes.split(","))
+    assert found == {f"gpu{n}": ["spine", f"leaf{leaf}"] for n, leaf in enumerate((0, 1, 1, 0))}
+    assert slurm._switches("No topology information available", list) == {}

@@ -12,7 +12,7 @@ from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.runtime.kernels.cpu import CpuKernel
-from ds_ring.schedule.head_class import HeadClass
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan, one_way
 from ds_ring.schedule.rank_plan import Direction
@@ -261,3 +261,14 @@ def test_plans_that_cannot_be(arguments: dict[str, int], said: str) -> None:
     layout: Layout = make_layout("zigzag", tokens=64, ring_size=2)
     with pytest.raises(RingLayoutError, match=said):
         build_plan(Full(), layout, **arguments)
+
+
+@pytest.mark.parametrize(("causal", "read"), [(True, [1, 0, 0]), (False, [1, 0, 1])])
+def test_a_window_that_reaches_one_token_of_a_neighbour_reads_it(causal: bool, read: list[int]) -> None:
+    """Whether a reader is asked for alone, or all of a shard's are known."""
+    layout = make_layout("contiguous", tokens=16, ring_size=4)
+    pattern = SlidingWindow(2, causal=causal).bind((0,), 1, 1)
+    alone = [count_slots(ReadsOfShards(pattern, layout).slots(1, distance)) for distance in (1, 2, 3)]
+    of_all = ReadsOfShards(pattern, layout)
+    assert of_all.distances(1) == [distance for distance, slots in enumerate(read, start=1) if slots]
+    assert alone == [count_slots(of_all.slots(1, distance)) for distance in (1, 2, 3)] == read
