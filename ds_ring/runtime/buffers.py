@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -183,10 +183,11 @@ def _slots(pair: Pair, start: int, end: int) -> Two:
     return pair.first[:, :, start:end], pair.second[:, :, start:end]
 
 
-def some_heads(x: Tensor, heads: slice) -> Tensor:
-    """Return some heads of x [B, H, ...], a slice with both ends; x itself if these are all heads."""
-    everything = heads.stop - heads.start == x.shape[1] and (heads.step is None or heads.step == 1)
-    return x if everything else x[:, heads]
+def some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return some heads of tensors [B, H, ...], a slice with both ends; the tensors if it is all heads."""
+    if heads.stop - heads.start == tensors[0].shape[1] and heads.step in (None, 1):
+        return tensors
+    return [x[:, heads] for x in tensors]
 
 
 class RingBuffers:

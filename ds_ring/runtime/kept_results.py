@@ -376,6 +376,7 @@ class HeadStream:
         return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
 
     def _heads(self, chunk: HeadChunk) -> Saved:
-        heads, kv = chunk.query_heads, chunk.kv_heads
-        of = zip(self._saved, (heads, kv, kv, heads, heads), strict=True)
-        return tuple(some_heads(x, these) for x, these in of)  # type: ignore[return-value]
+        q, k, v, out, lse = self._saved
+        q, out, lse = some_heads(chunk.query_heads, q, out, lse)
+        k, v = some_heads(chunk.kv_heads, k, v)
+        return q, k, v, out, lse

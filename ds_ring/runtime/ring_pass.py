@@ -24,7 +24,7 @@ from ds_ring.runtime.buffers import (
     some_heads,
 )
 from ds_ring.runtime.kept_results import HeadStream, HostMemory
-from ds_ring.runtime.kernels.interface import Kernel, Rows, heads_of
+from ds_ring.runtime.kernels.interface import Kernel, Rows
 from ds_ring.runtime.merge import accumulator_dtype, assign_, merge_
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
@@ -179,8 +179,9 @@ class ForwardChunk:
         for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
             heads, rows, out_part, lse_part = part
             # views, so that the accumulators are changed in place
-            where = rows.of(heads_of(total, heads)), rows.of(heads_of(lse, heads))
-            (assign_ if self.parts.is_first(rows, heads) else merge_)(*where, out_part, lse_part)
+            out_there, lse_there = rows.views(total, lse, heads=heads)
+            write = assign_ if self.parts.is_first(rows, heads) else merge_
+            write(out_there, lse_there, out_part, lse_part)
             del part, out_part, lse_part  # else they stay alive while the kernel computes the next part
         if self.ring.check is not None:
             self.parts.finish()
@@ -225,13 +226,13 @@ class BackwardChunk:
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
-            where = rows.of(heads_of(dq, heads))
+            (where,) = rows.views(dq, heads=heads)
             if tokens_first:  # the dimension order of the kernel's results
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
             first = of_keys.is_first(key_rows)
-            dk_there, dv_there = key_rows.of(dk), key_rows.of(dv)
+            dk_there, dv_there = key_rows.views(dk, dv)
             (dk_there.copy_ if first else dk_there.add_)(dk_part)
             (dv_there.copy_ if first else dv_there.add_)(dv_part)
             del part, dq_part, dk_part, dv_part
@@ -314,12 +315,12 @@ class RingPass:
         def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
             heads, kv = chunk.query_heads, chunk.kv_heads
-            own = Pair(some_heads(k, kv), some_heads(v, kv))
+            own = Pair(*some_heads(kv, k, v))
             kernel = self.kernel.of_heads(heads)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), own)
-            here = some_heads(q, heads), some_heads(out, heads), some_heads(lse, heads)
             of_sinks = None if sinks is None else sinks[heads]
-            return ForwardChunk(self, kernel, buffers, *here, of_sinks)
+            q_here, out_here, lse_here = some_heads(heads, q, out, lse)
+            return ForwardChunk(self, kernel, buffers, q_here, out_here, lse_here, of_sinks)
 
         schedule = self._schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)
@@ -341,7 +342,7 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dq, dk, dv = (grad_out.new_empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        dq, dk, dv = [grad_out.new_empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
@@ -349,10 +350,10 @@ class RingPass:
         def begin(chunk: HeadChunk) -> Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
             q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
-            of_lse = None if grad_lse is None else some_heads(grad_lse, heads)
-            queries = Queries(some_heads(grad_out, heads), q_here, out_here, lse_here, of_lse)
-            results = some_heads(dq, heads), some_heads(dk, kv), some_heads(dv, kv)
-            totals = Accumulators(lse.dtype, results, self.trace)
+            grad_here, dq_here = some_heads(heads, grad_out, dq)
+            of_lse = None if grad_lse is None else grad_lse[:, heads]
+            queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
+            totals = Accumulators(lse.dtype, (dq_here, *some_heads(kv, dk, dv)), self.trace)
             # Gradients of the own keys that other ranks return are added to these accumulators.
             home = Pair(*totals.tensors[1:])
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)

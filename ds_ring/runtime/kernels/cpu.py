@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,6 +60,39 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
     return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
+
+
+class Call(NamedTuple):
+    """A call of the kernel, with what every pass would compute from its tile again.
+
+    Attributes:
+        tile: what is computed.
+        heads: the query heads.
+        q_rows, k_rows, is_causal, is_masked: of the tile.
+        log_weight: added to every score.
+        has_bias: some pairs are masked, or their weights differ, so `_bias` returns a tensor.
+    """
+
+    tile: Tile
+    heads: slice
+    q_rows: Rows
+    k_rows: Rows
+    is_causal: bool
+    is_masked: bool
+    log_weight: float
+    has_bias: bool
+
+
+@lru_cache(maxsize=512)
+def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[Call, ...]:
+    """Return the calls for a table of tiles, if `group` query heads share a K/V head."""
+    found = []
+    for tile in calls(tiles, sizes):
+        causal = tile.is_causal
+        has_bias = tile.inside is not None or (any(tile.edges) and not causal)
+        rows = tile.q_rows, tile.k_rows
+        found.append(Call(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias))
+    return tuple(found)
 
 
 def _scattered_last(call: Tile) -> tuple[bool, int]:
@@ -299,14 +332,19 @@ def _computable(*tensors: Tensor) -> list[Tensor]:
     The aten operators accept any stride except in the last dimension: there they read neighbours in memory
     whatever the stride says (it is 0 in the gradient of a sum).
     """
-    wide = (x if x.dtype in (torch.float32, torch.float64) else x.float() for x in tensors)
-    return [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in wide]
+    found = []
+    for x in tensors:
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.float()
+        found.append(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+    return found
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Return x padded with zeros in the head dimension: aten requires the same one for q, k and v."""
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors padded with zeros to one head dimension, which aten requires of q, k and v."""
     # Only the operands of one hop are padded, never a tensor that travels or is kept.
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _bias(call: Tile, q: Tensor) -> Tensor | None:
@@ -330,10 +368,8 @@ def _bias(call: Tile, q: Tensor) -> Tensor | None:
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     """Return queries and a positive scale with the same scores, and the factor of the queries' gradient.
 
-    The aten operator returns NaN for a scale of 0 or below: it takes the maximum before it scales.
+    For a scale of 0 or below the aten operator returns NaN: it takes the maximum before it scales.
     """
-    if scale > 0:
-        return q, scale, 1
     return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
 
 
@@ -342,16 +378,6 @@ def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     # If all keys are masked, the lse is about HIDDEN, far below that of any row with a real key.
     empty = lse < HIDDEN / 10
     return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
-
-
-def _batch(rows: Rows, x: Tensor) -> Tensor:
-    """Move repetitions into the batch: [B * repeats, heads, length, ...]; a view if B or repeats is 1."""
-    return rows.of(x) if rows.repeats == 1 else rows.of(x).flatten(0, 1)
-
-
-def _unbatch(rows: Rows, x: Tensor) -> Tensor:
-    """Undo `_batch`: return x in the shape of `rows.of`."""
-    return x if rows.repeats == 1 else x.unflatten(0, (-1, rows.repeats))
 
 
 class CpuKernel:
@@ -381,25 +407,32 @@ class CpuKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         width = v.shape[-1]
-        q, k, v = (_widened(x, max(q.shape[-1], width)) for x in _computable(q, k, v))
-        q, scale, _ = _positive(q, scale)
-        group = q.shape[1] // k.shape[1]
-        for call in calls(tiles, self._forward):
-            heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
+        padded = q.shape[-1] != width
+        q, k, v = _computable(q, k, v)
+        if padded:
+            q, k, v = _widened(q, k, v)
+        if scale <= 0:
+            q, scale, _ = _positive(q, scale)
+        prepared = _prepared(tiles, self._forward, q.shape[1] // k.shape[1])
+        for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
             out, lse = _forward(
-                _batch(rows, q[:, heads]),
-                _batch(keys, k),
-                _batch(keys, v),
+                *rows.views(q, heads=heads, batched=True),
+                *keys.views(k, v, batched=True),
                 0.0,
-                call.is_causal,
-                attn_mask=_bias(call, q),
+                causal,
+                attn_mask=_bias(tile, q) if has_bias else None,
                 scale=scale,
             )
             # The same number added to every score of a call changes its lse and not its out.
-            lse = lse + call.bias if call.bias else lse
-            if call.is_masked:  # only here can a row have no key
+            if log_weight:
+                lse = lse + log_weight
+            if masked:  # only here can a row have no key
                 out, lse = _empty_rows(out, lse)
-            yield PartialOut(heads, rows, _unbatch(rows, out)[..., :width], _unbatch(rows, lse))
+            if padded:
+                out = out[..., :width]
+            if rows.repeats > 1:
+                out, lse = (x.unflatten(0, (-1, rows.repeats)) for x in (out, lse))
+            yield PartialOut(heads, rows, out, lse)
             del out, lse  # else they stay alive while the next ones are computed
 
     def backward(
@@ -411,31 +444,32 @@ class CpuKernel:
         if grad_lse is not None:  # append a column of ones to v: its gradient is the one of the lse
             grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
             v = pad(v, (0, 1), value=1.0)
-        most = max(width, v.shape[-1])
-        grad_out, q, k, v, out = (_widened(x, most) for x in (grad_out, q, k, v, out))
-        q, scale, sign = _positive(q, scale)
-        group = q.shape[1] // k.shape[1]
-        for call in calls(tiles, self._backward):
-            heads, rows, keys = call.heads(group), call.q_rows, call.k_rows
-            lse_t = _batch(rows, lse[:, heads])
-            if call.is_masked:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
+        padded = width != v.shape[-1] or grad_lse is not None
+        if padded:
+            grad_out, q, k, v, out = _widened(grad_out, q, k, v, out)
+        sign = 1
+        if scale <= 0:
+            q, scale, sign = _positive(q, scale)
+        prepared = _prepared(tiles, self._backward, q.shape[1] // k.shape[1])
+        for tile, heads, rows, keys, causal, masked, log_weight, has_bias in prepared:
+            grad_t, q_t, out_t, lse_t = rows.views(grad_out, q, out, lse, heads=heads, batched=True)
+            if masked:  # then exp(HIDDEN - 0) is 0: the row has no attention weights
                 lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
+            if log_weight:  # exp(score + bias - lse), without a bias tensor
+                lse_t = lse_t - log_weight
+            bias = _bias(tile, q) if has_bias else None
+            k_t, v_t = keys.views(k, v, batched=True)
             dq, dk, dv = _backward(
-                _batch(rows, grad_out[:, heads]),
-                _batch(rows, q[:, heads]),
-                _batch(keys, k),
-                _batch(keys, v),
-                _batch(rows, out[:, heads]),
-                # exp(score + bias - lse), without a bias tensor
-                lse_t - call.bias if call.bias else lse_t,
-                0.0,
-                call.is_causal,
-                attn_mask=_bias(call, q),
-                scale=scale,
+                grad_t, q_t, k_t, v_t, out_t, lse_t, 0.0, causal, attn_mask=bias, scale=scale
             )
-            dq = dq if sign == 1 else dq * sign
-            dq, dk, dv = _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
-            yield PartialGrads(heads, rows, keys, dq[..., :width], dk[..., :width], dv[..., :v_width])
+            del grad_t, q_t, out_t, lse_t, k_t, v_t, bias  # copies, if B and `repeats` are above 1
+            if sign != 1:
+                dq = dq * sign
+            if padded:
+                dq, dk, dv = dq[..., :width], dk[..., :width], dv[..., :v_width]
+            if rows.repeats > 1:
+                dq, dk, dv = (x.unflatten(0, (-1, rows.repeats)) for x in (dq, dk, dv))
+            yield PartialGrads(heads, rows, keys, dq, dk, dv)
             del dq, dk, dv
 
     def of_heads(self, heads: slice) -> CpuKernel:

@@ -269,9 +269,8 @@ class OnCpu(CallsOperators):
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        q_all, k_all, v_all = (
-            _batch(r, x) for r, x in ((call.q_rows, q), (call.k_rows, k), (call.k_rows, v))
-        )
+        (q_all,) = call.q_rows.views(q, batched=True)
+        k_all, v_all = call.k_rows.views(k, v, batched=True)
         out = torch.zeros_like(q_all, memory_format=torch.contiguous_format)
         lse = q_all.new_full(q_all.shape[:-1], -INFINITY)
         for strip in _strips(call):
@@ -290,8 +289,8 @@ class OnCpu(CallsOperators):
         self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = call.q_rows, call.k_rows
-        grad, q_all, whole, sums = (_batch(rows, x) for x in queries)
-        k_all, v_all = _batch(keys, k), _batch(keys, v)
+        grad, q_all, whole, sums = rows.views(*queries, batched=True)
+        k_all, v_all = keys.views(k, v, batched=True)
         # exp(hidden - 0) is 0, as the weights of a row without keys must be
         sums = (sums - call.bias).masked_fill(sums == INFINITY, 0)
         dq, dk, dv = (
@@ -350,10 +349,6 @@ def _strips_of_one(call: FlashCall, i0: int, j0: int, queries: int, keys: int) -
         if low < high:
             where = slice(i0 + first, i0 + end), slice(j0 + low, j0 + high)
             yield _Strip(*where, least + first - low, most + first - low)
-
-
-def _batch(rows: Rows, x: Tensor) -> Tensor:
-    return rows.of(x) if rows.repeats == 1 else rows.of(x).flatten(0, 1)
 
 
 def _unbatch(rows: Rows, x: Tensor) -> Tensor:

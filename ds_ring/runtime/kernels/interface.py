@@ -37,20 +37,35 @@ class Rows(NamedTuple):
     stride: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of x [B, heads, S, ...].
+        """Return a view of x [B, heads, S, ...]; see `views`."""
+        return self.views(x)[0]
 
-        [B, heads, length, ...] or [B, repeats, heads, length, ...].
+    def views(self, *tensors: Tensor, heads: slice = ALL_HEADS, batched: bool = False) -> list[Tensor]:
+        """Return these slots, and some heads, of tensors [B, H, S, ...].
+
+        They are views [B, heads, length, ...], or [B, repeats, heads, length, ...] if `repeats` is above 1.
+        With `batched` the repetitions move into the batch: [B * repeats, heads, length, ...], a view if B is
+        1. One call takes all tensors, because calls of Python are most of the host time of a hop.
         """
-        if self.repeats == 1:
-            if self.step == 1 and self.length == x.shape[2]:
-                return x  # all slots: skip the view, which costs 3 microseconds at every hop
-            return x[:, :, self.start : self.start + (self.length - 1) * self.step + 1 : self.step]
-        slot = x.stride(2)
-        return x.as_strided(
-            (x.shape[0], self.repeats, x.shape[1], self.length, *x.shape[3:]),
-            (x.stride(0), self.stride * slot, x.stride(1), self.step * slot, *x.stride()[3:]),
-            x.storage_offset() + self.start * slot,
-        )
+        start, step, length, repeats, stride = self
+        found = []
+        for x in tensors:
+            if heads != ALL_HEADS:
+                x = x[:, heads]
+            if repeats > 1:
+                strides = x.stride()
+                slot = strides[2]
+                x = x.as_strided(
+                    (x.shape[0], repeats, x.shape[1], length, *x.shape[3:]),
+                    (strides[0], stride * slot, strides[1], step * slot, *strides[3:]),
+                    x.storage_offset() + start * slot,
+                )
+                if batched:
+                    x = x.flatten(0, 1)
+            elif step != 1 or length != x.shape[2]:  # else all slots: no view, which costs 3 microseconds
+                x = x[:, :, start : start + (length - 1) * step + 1 : step]
+            found.append(x)
+        return found
 
     def part(self, first: int, length: int) -> Rows:
         """Return members first .. first + length - 1 of every repetition."""
@@ -202,17 +217,12 @@ def _inside(tiles: Tiles, row: int) -> InsideTile:
     ).part(0, 0)
 
 
-def heads_of(x: Tensor, heads: slice) -> Tensor:
-    """Return some heads of x [B, H, ...]; x itself if these are all heads."""
-    return x if heads == ALL_HEADS else x[:, heads]
-
-
 class PartialOut(NamedTuple):
     """The attention of some queries over some keys.
 
     Attributes:
         heads: the query heads.
-        q_rows: the query slots; `q_rows.of(x)` has the shape of the results.
+        q_rows: the query slots; `q_rows.of` returns views with the shape of the results.
         out_BHSD: output, normalised over these keys alone.
         lse_BHS: natural-log log-sum-exp over these keys, float32 (float64 for float64 inputs).
     """
