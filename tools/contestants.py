@@ -1,8 +1,8 @@
 """What `bench_attention.py` compares: a contestant is one function that prepares causal attention on a rank.
 
-It gets a `ContestSetup` and returns an `Entry`: which positions this rank holds, and a differentiable function
-of the rank's q, k, v, [batch, heads, local tokens, head_dim] each. Raise `CannotRun` to say why it does not run
-here: the table shows it. Packages of others are optional:
+It gets a `ContestSetup` and returns an `Entry`: which positions this rank holds, and a differentiable
+function of the rank's q, k, v, [batch, heads, local tokens, head_dim] each. Raise `CannotRun` to say why it
+does not run here: the table shows it. Packages of others are optional:
 
     pip install --no-deps yunchang ring-attention-pytorch einops beartype jaxtyping wadler-lindig
 """

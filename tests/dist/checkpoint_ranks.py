@@ -327,5 +327,3 @@ def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Ref
 
     engine.checkpoint_engine.is_decoupled = lambda: True
     return _refused(lambda: guard_checkpoints(engine))
-
-

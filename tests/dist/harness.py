@@ -129,7 +129,9 @@ class RankPool:
         """The process ids by rank; empty while the pool is not started."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEADLINE_SECONDS, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEADLINE_SECONDS, **kwargs: Any
+    ) -> list[Any]:
         """The results by rank. RanksFailed soon after a rank fails, or at the deadline with every stack.
 
         Skips the test where every rank calls `pytest.skip`.

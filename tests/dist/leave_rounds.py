@@ -72,7 +72,11 @@ def _job(folder: Path, engine: str, far: bool) -> Iterator[tuple[subprocess.Pope
     """A job of two ranks that would make 1000 steps, and its mark; ended at the end."""
     (folder / "out").mkdir(parents=True)
     mark = uuid.uuid4().hex
-    ranks = {"hosts": [{"name": name, "slots": 1} for name in ADDRESSES]} if far else {"hosts": "local", "slots": 2}
+    ranks = (
+        {"hosts": [{"name": name, "slots": 1} for name in ADDRESSES]}
+        if far
+        else {"hosts": "local", "slots": 2}
+    )
     script_args = ["--output", str(folder / "out"), *_STEPS]
     write_job(folder, engine, ring=2, script_args=script_args, relaunch=None, **ranks)
     with _place(engine, far, mark) as place:

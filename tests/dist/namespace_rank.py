@@ -1,6 +1,6 @@
 """One of two ranks on two hosts: passes over the ring, and what became of them, as a JSON file.
 
-    python -m tests.dist.namespace_rank OUT.json PASSES TOKENS HEARTBEAT_S HOP_S
+python -m tests.dist.namespace_rank OUT.json PASSES TOKENS HEARTBEAT_S HOP_S
 """
 
 from __future__ import annotations

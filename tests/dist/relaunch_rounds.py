@@ -256,12 +256,16 @@ def losses_of(folder: Path) -> list[dict[str, Any]]:
 
 def _round(folder: Path, status: int, at: float, saved: str, left: list[str]) -> Round:
     rows, events = losses_of(folder), RunFolder(folder / "run").events()
-    found = Round(status, (folder / "log").read_text(), {row["step"]: row["loss"] for row in rows}, [], left=left)
+    found = Round(
+        status, (folder / "log").read_text(), {row["step"]: row["loss"] for row in rows}, [], left=left
+    )
     found.world_sizes = [event["world_size"] for event in events if event["event"] == "start"]
     ends = [event for event in events if event["event"] == "end"]
     starts = [event for event in events if event["event"] == "start"]
     found.culprit = next((event["what"] for event in events if event["event"] == "fault"), "")
-    found.said = [f"{fault.rank}: {fault.type}: {fault.message[:150]}" for fault in faults_of(folder / "run/attempt-1")]
+    found.said = [
+        f"{fault.rank}: {fault.type}: {fault.message[:150]}" for fault in faults_of(folder / "run/attempt-1")
+    ]
     if len(starts) > 1:
         after = [row["at"] for row in rows if row["at"] > starts[1]["at"]]
         found.seconds = {"ended": ends[0]["at"] - at, "started again": starts[1]["at"] - at}

@@ -99,7 +99,9 @@ class SlurmCluster:
         (folder / "topology.conf").write_text(_TOPOLOGY.format(nodes=NODES))
         (folder / "munge.key").write_bytes(os.urandom(64))
         (folder / "munge.key").chmod(0o400)
-        files = [f"--{what}={folder}/munge.{what.split('-')[0]}" for what in ("socket", "key-file", "pid-file")]
+        files = [
+            f"--{what}={folder}/munge.{what.split('-')[0]}" for what in ("socket", "key-file", "pid-file")
+        ]
         files += [f"--{what}={folder}/munge.{what.split('-')[0]}" for what in ("log-file", "seed-file")]
         self._daemon("munged", "--foreground", "--force", *files)
         self._daemon(*self._on(0), "slurmctld", "-D", "-c")
@@ -144,9 +146,13 @@ class SlurmCluster:
         with open(self.folder / "daemons.log", "ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **self.environment}, cwd=self.folder, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    command,
+                    env={**os.environ, **self.environment},
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
             )
 
     def _last_words(self) -> str:

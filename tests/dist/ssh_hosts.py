@@ -42,7 +42,9 @@ LogLevel ERROR
 
 def why_no_sshd() -> str:
     """Why there can be no servers here; empty if there can."""
-    missing = [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path=_SEARCH_PATH) is None]
+    missing = [
+        name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path=_SEARCH_PATH) is None
+    ]
     return f"needs {', '.join(missing)} (Debian's openssh-server)" if missing else ""
 
 
@@ -66,7 +68,17 @@ class SshHosts(Hosts):
             server = shutil.which("sshd", path=_SEARCH_PATH)
             Path("/run/sshd").mkdir(exist_ok=True)  # it does not start without
             for name in self.names:
-                command = ["ip", "netns", "exec", name, server, "-D", "-e", "-f", str(self._folder / "server")]
+                command = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    server,
+                    "-D",
+                    "-e",
+                    "-f",
+                    str(self._folder / "server"),
+                ]
                 with open(self._folder / f"{name}.log", "w") as log:
                     self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
             self._wait()
@@ -85,7 +97,21 @@ class SshHosts(Hosts):
         run("ip", "-n", self.login, "link", "set", "lo", "up")
         for number, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
             here, there = f"host{number}", "login"
-            run("ip", "-n", self.login, "link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+            run(
+                "ip",
+                "-n",
+                self.login,
+                "link",
+                "add",
+                here,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                there,
+                "netns",
+                name,
+            )
             run("ip", "-n", self.login, "addr", "add", f"{_LOGIN}/32", "dev", here)
             run("ip", "-n", self.login, "link", "set", here, "up")
             run("ip", "-n", name, "link", "set", there, "up")

@@ -142,7 +142,7 @@ def read_the_store(target: Target) -> None:
 def overwrite_in_the_store(target: Target) -> None:
     store = store_of(target)
     for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.set(f"default_pg/0//ds_ring/watch/1/{key}", "[1, \"a stranger says so\"]")
+        store.set(f"default_pg/0//ds_ring/watch/1/{key}", '[1, "a stranger says so"]')
 
 
 def delete_from_the_store(target: Target) -> None:
@@ -178,7 +178,7 @@ ATTACKS: dict[str, Callable[[Target], object]] = {
 
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
-    import deepspeed  # noqa: F401
+    import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
     import transformers.models.llama.modeling_llama  # noqa: F401
 

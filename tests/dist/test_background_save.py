@@ -20,7 +20,9 @@ STEPS = 5
 SLOW_SECONDS = 0.3
 
 
-def save_and_go_on(rank: int, world_size: int, config: dict[str, Any], folder: str) -> tuple[list[float], list[Any]]:
+def save_and_go_on(
+    rank: int, world_size: int, config: dict[str, Any], folder: str
+) -> tuple[list[float], list[Any]]:
     """Save after steps 2 and 4, slowly; the losses, and what was there right after each call."""
     engine, seen = start_engine(config), []
     write = engine.checkpoint_engine.save
@@ -48,7 +50,10 @@ def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path
     deadline = time.monotonic() + 20
     while read_latest(tmp_path) != "global_step4" and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step2", "global_step4"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "global_step2",
+        "global_step4",
+    ]
     for tag, first in (("global_step2", 2), ("global_step4", 4)):
         assert verify_checkpoint(tmp_path, tag).global_steps == first
         resumed = rank_pool(2).run(load_and_train, config, str(tmp_path), STEPS, tag)[0]

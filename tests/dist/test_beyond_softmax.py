@@ -197,7 +197,7 @@ def modified(
     scores = q @ k_all.mT / 4
     at = (
         torch.arange(n).view(shape)
-        for n, shape in zip(scores.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)))
+        for n, shape in zip(scores.shape, ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True)
     )
     scores = function(scores, *at).masked_fill(torch.ones(TOKENS, TOKENS).triu(1) > 0, -torch.inf)
     wanted = scores.softmax(-1) @ v.repeat_interleave(HEADS // KV_HEADS, dim=1)

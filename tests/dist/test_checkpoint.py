@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +47,13 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["zero1", "zero3"])
-def whole(request, rank_pool, tmp_path_factory) -> Iterator[Whole]:
+def whole(request, rank_pool, tmp_path_factory) -> Whole:
     folder = tmp_path_factory.mktemp("checkpoints")
     config = json_config(2, SIZE.samples, request.param)
     first, second = rank_pool(2).run(train_and_save, config, str(folder), STEPS, (2, 4))
     assert first == second
     assert len(first) == STEPS
-    yield Whole(config, folder, first)
+    return Whole(config, folder, first)
 
 
 @pytest.fixture
@@ -142,7 +142,9 @@ def test_an_undamaged_checkpoint_is_the_newest(whole, copied, rank_pool):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.day("zero1-bit of the optimizer", "zero3-bit of the manifest", "zero1-latest torn", "zero3-model removed")
+@pytest.mark.day(
+    "zero1-bit of the optimizer", "zero3-bit of the manifest", "zero1-latest torn", "zero3-model removed"
+)
 def test_damage_is_seen_and_the_one_before_goes_on_exactly(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     results = rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS)
@@ -291,9 +293,7 @@ def test_node_local_storage_has_a_manifest_on_every_host(rank_pool, tmp_path):
     config = json_config(2, SIZE.samples, 1, checkpoint={"use_node_local_storage": True})
     folders = [str(tmp_path / name) for name in ("a", "b")]
     results = rank_pool(2).run(two_hosts, config, folders, STEPS)
-    shared = rank_pool(2).run(
-        train_and_save, json_config(2, SIZE.samples, 1), str(tmp_path / "c"), STEPS, ()
-    )
+    shared = rank_pool(2).run(train_and_save, json_config(2, SIZE.samples, 1), str(tmp_path / "c"), STEPS, ())
     for folder in folders:
         assert Path(folder, "latest").read_text() == f"global_step{STEPS - 1}"
     for resumed in results:

@@ -26,8 +26,16 @@ THEIRS = "DeepSpeedConfigError"
 
 # What is added to the JSON, who refuses it, and in which words.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, OURS, "tensor_parallel.autotp_size: expected at most 1"),
-    "AutoEP": ({"expert_parallel": {"autoep_size": 2}}, OURS, "expert_parallel.autoep_size: expected at most 1"),
+    "AutoTP": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        OURS,
+        "tensor_parallel.autotp_size: expected at most 1",
+    ),
+    "AutoEP": (
+        {"expert_parallel": {"autoep_size": 2}},
+        OURS,
+        "expert_parallel.autoep_size: expected at most 1",
+    ),
     "hybrid engine": ({"hybrid_engine": {"enabled": True}}, OURS, "hybrid_engine.enabled"),
     "random-LTD": ({"data_efficiency": {"enabled": True}}, OURS, "data_efficiency.enabled.*random-LTD"),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, OURS, "other samples"),
@@ -39,7 +47,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "gradient_predivide_factor: expected 1.0 at ZeRO 3",
     ),
     "auto": ({"steps_per_print": "auto"}, OURS, "steps_per_print: got"),
-    "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, THEIRS, "Sparse Attention has been removed"),
+    "sparse attention": (
+        {"sparse_attention": {"mode": "fixed"}},
+        THEIRS,
+        "Sparse Attention has been removed",
+    ),
     "compression": ({"compression_training": {}}, THEIRS, "compression library has been removed"),
     "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, THEIRS, "MiCS"),
 }
@@ -124,7 +136,10 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
     "profilers": (0, {"flops_profiler": {"enabled": True, "detailed": False}, "wall_clock_breakdown": True}),
     "buckets": (2, {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 500}}),
     "float32 sums": (1, {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
-    "auto": (1, {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}),
+    "auto": (
+        1,
+        {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}},
+    ),
 }
 
 

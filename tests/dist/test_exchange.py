@@ -118,9 +118,7 @@ def test_of_several_peers_the_one_that_did_not_come_is_named() -> None:
     assert waiting.value[:3] == (0, 5, 2), waiting.value
 
 
-@pytest.mark.parametrize(
-    ("what", "hop"), [("hop", 5), ("header", None), ("attention", None)]
-)
+@pytest.mark.parametrize(("what", "hop"), [("hop", 5), ("header", None), ("attention", None)])
 def test_a_peer_that_exits_is_noticed_at_once(what: str, hop: int | None) -> None:
     """Long before the deadline of 30 s, and every survivor names it, whomever it was waiting for."""
     *survivors, dead = first_in_time(

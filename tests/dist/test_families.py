@@ -32,7 +32,7 @@ EXACTLY = """
     albert ernie deepseek_v2 deepseek_v3 moshi
 """
 WITHOUT_THE_INTERFACE = """
-    gpt_neo gptj bloom mpt codegen xglm mamba jamba qwen3_next rwkv 
+    gpt_neo gptj bloom mpt codegen xglm mamba jamba qwen3_next rwkv
 """
 MIXED_LAYERS = "gpt_oss gemma2 llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}

@@ -20,7 +20,13 @@ OUTSIDE_THE_RING = (
     ("kill in a collective of the script", 0),
     ("kill while configurations are compared", 1),
 )
-IN_TRAINING = ("kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config")
+IN_TRAINING = (
+    "kill in mid 64 MB",
+    "stop in a small hop",
+    "exception",
+    "different hop counts",
+    "different config",
+)
 
 
 @pytest.fixture(scope="module")

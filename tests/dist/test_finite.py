@@ -13,7 +13,9 @@ from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
 Pool = Callable[[int], RankPool]
 
 
-def attend(rank: int, world_size: int, where: str, check: bool, queries: str = "sharded") -> tuple[str, str, bool]:
+def attend(
+    rank: int, world_size: int, where: str, check: bool, queries: str = "sharded"
+) -> tuple[str, str, bool]:
     """Rank 1 has something that is not finite; the error of this rank, and whether its output is finite."""
     mesh = RingMesh.from_world(world_size)
     torch.manual_seed(3)

@@ -76,7 +76,8 @@ def test_a_right_ring_trains_on_as_if_nothing_was_verified(rank_pool, stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("fault", "layer"), [("local positions", "layer model.layers.0"), ("lost payload", "layer model.layers.1")]
+    ("fault", "layer"),
+    [("local positions", "layer model.layers.0"), ("lost payload", "layer model.layers.1")],
 )
 def test_a_silent_error_is_raised_on_every_rank(rank_pool, fault, layer, stage):
     section = {"verify_first_batch": True, "layout": "contiguous"}

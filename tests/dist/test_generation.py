@@ -106,7 +106,9 @@ def generate(model: Any, way: str, tokens: int, replica: int = 0) -> Generated:
     if padding is not None:
         asked["attention_mask"] = (torch.arange(tokens) >= torch.tensor(padding)[:, None]).long()
     torch.manual_seed(7)
-    output = model.generate(ids, **asked, return_dict_in_generate=True, output_logits="num_beams" not in asked)
+    output = model.generate(
+        ids, **asked, return_dict_in_generate=True, output_logits="num_beams" not in asked
+    )
     cache = output.past_key_values
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return Generated(output.sequences, torch.stack(output.logits) if output.logits else None, size)
@@ -209,7 +211,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
     model = build("Llama")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 1, 0))
+    _engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 1, 0))
     ids, found = torch.arange(1, 20)[None], []
     calls: list[tuple[type[Exception], dict[str, Any]]] = [
         (RingConfigError, {"training": True}),

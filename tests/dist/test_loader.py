@@ -203,7 +203,9 @@ def slices_and_wholes(rank: int, world_size: int, layout: str, packed: bool) -> 
     options = {"batch_size": 2, "shuffle": True, "lengths": sliced.lengths}
     if packed:
         rows = PackedRows(whole, whole.lengths, 301)
-        parts = [{"document_ids": rows.document_ids(row), **rows.slice(row, 0, 301)} for row in range(len(rows))]
+        parts = [
+            {"document_ids": rows.document_ids(row), **rows.slice(row, 0, 301)} for row in range(len(rows))
+        ]
         expected, options["pack_tokens"] = session.loader(parts, 2, shuffle=True), 301
     else:
         expected = session.loader(whole, **options)

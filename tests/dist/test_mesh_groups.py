@@ -20,8 +20,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.errors import RingError
-from tests.cases import Shape, tensors
 from ds_ring.runtime.process_groups import connect
+from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
 

@@ -81,7 +81,10 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
     mesh, found = RingMesh.from_world(world_size), []
     arguments = right_arguments(mesh)
     attend(arguments)
-    acts = (lambda: attend(arguments), lambda: gather_sequence(arguments["q"], arguments["layout"], mesh=mesh, dim=2))
+    acts = (
+        lambda: attend(arguments),
+        lambda: gather_sequence(arguments["q"], arguments["layout"], mesh=mesh, dim=2),
+    )
     for act in acts:
         ours, theirs = multiprocessing.Pipe()
         child = os.fork()
@@ -96,7 +99,10 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
 def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
     for found, afterwards in rank_pool(ring_size).run(after_fork):
         for error, text, seconds in found:
-            assert error == "RingMeshError" and "before it was forked" in text and seconds < 1, (text, seconds)
+            assert error == "RingMeshError" and "before it was forked" in text and seconds < 1, (
+                text,
+                seconds,
+            )
         assert afterwards < 1e-5
 
 
@@ -136,7 +142,8 @@ def allowed(rank: int, world_size: int) -> float:
     for reentrant in (True, False):
         arguments = right_arguments(meshes[0])
         q = arguments["q"].requires_grad_()
-        out = checkpoint(lambda x: attend(arguments | {"q": x}), q, use_reentrant=reentrant)
+        attend_on = lambda x, given=arguments: attend(given | {"q": x})  # noqa: E731
+        out = checkpoint(attend_on, q, use_reentrant=reentrant)
         out.sum().backward()
         wanted = q.grad
         q.grad = None
@@ -145,7 +152,8 @@ def allowed(rank: int, world_size: int) -> float:
         backward.join()
         errors.append(float((q.grad - wanted).abs().max()))
     threads = [
-        threading.Thread(target=lambda mesh=mesh: errors.append(error_of_a_correct_pass(mesh))) for mesh in meshes
+        threading.Thread(target=lambda mesh=mesh: errors.append(error_of_a_correct_pass(mesh)))
+        for mesh in meshes
     ]
     for thread in threads:
         thread.start()
@@ -174,6 +182,6 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
         second.join()
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
     assert [error for error, _, _ in found] == ["RingMeshError"] and "one thread at a time" in found[0][1]
+    mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
-        mesh.close()
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)

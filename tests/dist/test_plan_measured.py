@@ -9,7 +9,7 @@ import pytest
 
 from ds_ring_launcher.plan.model_file import ModelShape
 from tests.dist.deepspeed_ranks import start_deepspeed
-from tools.check_plan import PeakAndTraffic, CheckedSetting, attention_rank, planned, training_rank
+from tools.check_plan import CheckedSetting, PeakAndTraffic, attention_rank, planned, training_rank
 
 MODEL = ModelShape(3, 128, 4, 2, 64, 384, 2048)
 

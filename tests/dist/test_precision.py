@@ -79,17 +79,13 @@ def test_the_error_does_not_grow_with_the_ring(rank_pool: Pool, name: str, dtype
             assert error < rounding, (size, tensor, by_size)
 
 
-def passed_in(
-    rank: int, world_size: int, payload: str, dtype: torch.dtype
-) -> tuple[list[Tensor], int, int]:
+def passed_in(rank: int, world_size: int, payload: str, dtype: torch.dtype) -> tuple[list[Tensor], int, int]:
     """dq, dk, dv of causal attention, whole; bytes that this rank sent forward and backward."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
     q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring_attention(
-        *leaves, pattern=Causal(), layout=layout, mesh=mesh, gradient_payload=payload
-    )
+    out = ring_attention(*leaves, pattern=Causal(), layout=layout, mesh=mesh, gradient_payload=payload)
     counters = next(iter(mesh.contexts.values())).exchange.counters
     forward = counters.bytes_sent
     out.backward(grad)

@@ -69,7 +69,9 @@ def test_two_ranks_then_four_then_one(rank_pool, tmp_path, capsys, stage):
     losses, before = [], {}
     for number, (world, ring) in enumerate([(2, 2), (4, 2), (1, 1)]):
         if number:
-            part = Path(shutil.copytree(part, tmp_path / f"for {world}"))  # the pool's ranks lock the other one
+            part = Path(
+                shutil.copytree(part, tmp_path / f"for {world}")
+            )  # the pool's ranks lock the other one
             tag = (part / "latest").read_text()
             before = {path: path.read_bytes() for path in (part / tag).iterdir() if path.is_file()}
             sizes = ["--world-size", str(world), "--ring-size", str(ring)]
@@ -128,7 +130,7 @@ def test_what_cannot_be_converted_stays_as_it_is(rank_pool, tmp_path, capsys):
 
     for found in rank_pool(4).run(load_refused, config_for(4, 4, 1), str(saved), [None] * 4):
         assert found.error == "RingCheckpointError"
-        assert f"of 4 ranks, as many as there are, got one of 2; convert it with `ds-ring resize" in found.text
+        assert "of 4 ranks, as many as there are, got one of 2; convert it with `ds-ring resize" in found.text
     folder = Path(shutil.copytree(saved, tmp_path / "universal"))
     resize_checkpoint(folder)
     assert main(["resize-checkpoint", str(folder), "--world-size", "4"]) == 1

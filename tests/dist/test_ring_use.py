@@ -34,7 +34,7 @@ class Own(nn.Module):
 
     def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
         x = self.embed(input_ids)
-        for self.layer, qkv in enumerate(self.qkv):
+        for self.layer, qkv in enumerate(self.qkv):  # noqa: B020
             q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
             x = x + self.attend(self, q, k, v).transpose(1, 2).flatten(-2)
         out: Tensor = self.head(x)
@@ -109,9 +109,7 @@ def over_a_few_latents(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return of_the_session(model, q, k, v) + local.mean(2, keepdim=True)
 
 
-def start(
-    model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None
-) -> Any:
+def start(model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None) -> Any:
     start_deepspeed()
     import ds_ring
 
@@ -168,7 +166,9 @@ def test_attention_of_ones_own_is_the_rings_or_an_error(rank_pool: Any) -> None:
     for found in rank_pool(2).run(every_attention, timeout_s=120):
         for name, (_, words) in ATTENTIONS.items():
             first, second = found[name]
-            assert (words in first and 'say engine.compile(backend="ds_ring")' in first) if words else not first
+            assert (
+                (words in first and 'say engine.compile(backend="ds_ring")' in first) if words else not first
+            )
             assert bool(second) == bool(words), "an engine that was refused stays so"
 
 
@@ -188,7 +188,9 @@ def in_other_orders(rank: int, world_size: int) -> dict[str, Any]:
     found["right in evaluation"] = [step(engine)]
     found["replicas"] = [step(start(Own(plain), 1))]
     found["replicas, a window"] = [step(start(Own(plain), 1, {"pattern": {"window": 5}}))]
-    found["replicas, a window, the session's"] = [step(start(Own(of_the_session), 1, {"pattern": {"window": 5}}))]
+    found["replicas, a window, the session's"] = [
+        step(start(Own(of_the_session), 1, {"pattern": {"window": 5}}))
+    ]
     engine = start(Own(plain))
     engine.compile(backend="aot_eager")
     found["another backend"] = [step(engine)]

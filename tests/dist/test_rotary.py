@@ -51,7 +51,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "by layer": (
         "Gemma3TextConfig",
         SIZES
-        | {"head_dim": HEAD_DIM, "sliding_window": 200, "layer_types": ["sliding_attention", "full_attention"]}
+        | {
+            "head_dim": HEAD_DIM,
+            "sliding_window": 200,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
         | {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": PLAIN}},
     ),
 }
@@ -111,7 +115,9 @@ def session_of(world_size: int, layout: str, packed: bool, attention: str = "rin
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.runtime.mesh import RingMesh
 
-    config = RingConfig(ring_size=world_size, layout=layout, pattern={"documents": packed}, attention=attention)
+    config = RingConfig(
+        ring_size=world_size, layout=layout, pattern={"documents": packed}, attention=attention
+    )
     mesh = RingMesh.from_world(world_size)
     return RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
 

@@ -20,7 +20,9 @@ SECRETS = {
 }
 
 
-def join(rank: int, world_size: int, secrets: tuple[str | None, ...], number: int) -> tuple[str, str, str | None]:
+def join(
+    rank: int, world_size: int, secrets: tuple[str | None, ...], number: int
+) -> tuple[str, str, str | None]:
     """The error of making a mesh, its text, and the secret that stands in the store."""
     try:
         mesh = RingMesh.from_world(world_size, secret=secrets[rank], heartbeat_timeout_s=2.0)

@@ -236,7 +236,17 @@ def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> N
 
 # --- the monitor -------------------------------------------------------------------------------------
 
-EVENTS = ["forward_hop_seconds", "backward_hop_seconds", "wait_share", "exposed_seconds", "sent_bytes", "buffers_bytes", "memory_bytes", "step_seconds", "tokens_per_second"]
+EVENTS = [
+    "forward_hop_seconds",
+    "backward_hop_seconds",
+    "wait_share",
+    "exposed_seconds",
+    "sent_bytes",
+    "buffers_bytes",
+    "memory_bytes",
+    "step_seconds",
+    "tokens_per_second",
+]
 
 
 def train_monitored(rank: int, world_size: int, folder: str) -> int:

@@ -148,7 +148,11 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int) -> list[int]:
     every = accelerator.gather(torch.tensor([rank])).tolist()
     objects = accelerator.gather_for_metrics([f"rank {rank}"], use_gather_object=True)
     total = accelerator.reduce(torch.tensor([1.0])).item()
-    assert (every, objects, total) == ([0, 2][: world_size // 2], [f"rank {r}" for r in every], world_size // 2)
+    assert (every, objects, total) == (
+        [0, 2][: world_size // 2],
+        [f"rank {r}" for r in every],
+        world_size // 2,
+    )
     return mine
 
 
@@ -166,7 +170,9 @@ ROLLOUTS = ("trl.GRPOConfig", "trl.RLOOConfig", "trl.experimental.online_dpo.Onl
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     deepspeed = start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.deepspeed.initialize import _start_engine  # as an import from before would have it
+    from ds_ring.integrations.deepspeed.initialize import (
+        _start_engine,
+    )  # as an import from before would have it
 
     ds_ring.enable()
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
@@ -275,7 +281,9 @@ def losses_of_trl(rank: int, world_size: int, method: str, config: str, output: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["DPO", "Reward"])
-def test_trl_on_preferences_has_the_losses_of_one_process(rank_pool: Any, tmp_path: Path, method: str) -> None:
+def test_trl_on_preferences_has_the_losses_of_one_process(
+    rank_pool: Any, tmp_path: Path, method: str
+) -> None:
     pytest.importorskip("trl")
     ring_json = EXAMPLES / "ds_config.json"
     plain_json = plain_config(tmp_path, json.loads(ring_json.read_text()))

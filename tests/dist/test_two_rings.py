@@ -76,9 +76,7 @@ def passes(mesh: RingMesh, todo: list[Job], seed: int) -> list[list[Tensor]]:
         whole = tensors(job.shape, seed=seed + number)
         q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
         locals_ = [x.requires_grad_() for x in (q, k, v)]
-        out = ring_attention(
-            *locals_, pattern=job.pattern, layout=layout, mesh=mesh, transport=job.transport
-        )
+        out = ring_attention(*locals_, pattern=job.pattern, layout=layout, mesh=mesh, transport=job.transport)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in locals_)])
     return results

@@ -34,8 +34,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from tests.clock import unqueued_seconds
 from tests.cases import Shape, tensors
+from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, first_in_time
 from tests.reference import dense_attention, relative_error
 
@@ -251,7 +251,9 @@ WRONG = {
         on("v", do=lambda x: x[None]), TYPED, ("v: expected 4 dimensions", "(1, 2, 4, 32, 16)")
     ),
     "k shorter than v": Wrong(
-        on("k", do=lambda x: x[:, :, 1:]), TYPED, ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "equal batch, heads and tokens")
+        on("k", do=lambda x: x[:, :, 1:]),
+        TYPED,
+        ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "equal batch, heads and tokens"),
     ),
     "batch of k": Wrong(on("k", "v", do=lambda x: x[:1]), TYPED, ("(1, 4, 32, 16)", "batch (dim 0)")),
     "head_dim of k": Wrong(
@@ -309,15 +311,17 @@ WRONG = {
         put(queries="replicated", q_positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
     ),
     "replicated queries that differ": Wrong(
-        lambda arguments: arguments.update(queries="replicated", q=arguments["q"] + arguments["mesh"].ring_rank),
+        lambda arguments: arguments.update(
+            queries="replicated", q=arguments["q"] + arguments["mesh"].ring_rank
+        ),
         MISMATCH,
         ("values of q: ring rank 0 has checksum", "ring rank 1 has checksum"),
         ALL,
     ),
-    "DTensor": Wrong(
-        on("q", do=as_dtensor), TYPED, ("got a DTensor", ".to_local()", "shard_sequence"), ALL
+    "DTensor": Wrong(on("q", do=as_dtensor), TYPED, ("got a DTensor", ".to_local()", "shard_sequence"), ALL),
+    "nested": Wrong(
+        on("k", do=lambda x: torch.nested.nested_tensor(list(x))), TYPED, ("nested", "Documents")
     ),
-    "nested": Wrong(on("k", do=lambda x: torch.nested.nested_tensor(list(x))), TYPED, ("nested", "Documents")),
     "quantized": Wrong(
         on("v", do=lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TYPED, ("dequantize",)
     ),
@@ -593,7 +597,9 @@ CALLS = {
     ),
     "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("expected 64 tokens", "got 63", "build")),
     "shard along a dimension that is not there": WrongCall(shard(dim=-5), SHAPES, ("dim -5", "64, 16)")),
-    "shard for another ring": WrongCall(shard(ring=4), LAYOUT, ("got one for 4 ranks", "for 2 ranks", "ring_size=2")),
+    "shard for another ring": WrongCall(
+        shard(ring=4), LAYOUT, ("got one for 4 ranks", "for 2 ranks", "ring_size=2")
+    ),
     "shard without a rank": WrongCall(shard(whole=False), SHAPES, ("exactly one of ring_rank=... and mesh",)),
     "shard for a rank and a mesh": WrongCall(
         shard(rank=0), SHAPES, ("exactly one of ring_rank=... and mesh",)

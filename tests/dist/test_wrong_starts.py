@@ -61,7 +61,9 @@ def initialize(config: Any = None, implementation: str = "ds_ring", **arguments:
     import ds_ring.integrations.deepspeed.initialize
     import ds_ring.integrations.transformers.attention
 
-    ds_ring.integrations.deepspeed.initialize.init_distributed(29500, None)  # finds the harness's process group
+    ds_ring.integrations.deepspeed.initialize.init_distributed(
+        29500, None
+    )  # finds the harness's process group
     model = arguments.pop("model") if "model" in arguments else build_model(SIZE, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1) if model is not None else None
     if "args" not in arguments:
@@ -100,7 +102,10 @@ def pattern(**keys: Any) -> dict[str, Any]:
 
 
 MPU = types.SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-UNEQUAL_SCALES = {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2.0}
+UNEQUAL_SCALES = {
+    "zero_optimization": {"stage": 3, "reduce_scatter": False},
+    "gradient_predivide_factor": 2.0,
+}
 CONFIG = "RingConfigError"
 STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no model": ({"model": None, "config": GOOD}, CONFIG, "expected a torch.nn.Module, got NoneType"),
@@ -158,7 +163,11 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a segment of 0": (pattern(segment_lengths=[0, 16], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
     "a dilation of -1": (pattern(segment_lengths=[8, 16], dilation_rates=[1, -1]), CONFIG, "dilation_rates"),
-    "segments that fall": (pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
+    "segments that fall": (
+        pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]),
+        CONFIG,
+        "segment_lengths",
+    ),
     "a window of 0": (pattern(window=0), CONFIG, "window"),
     "a hop shorter than a heartbeat": (
         {"config": GOOD | {"ring_attention": {"hop_timeout_seconds": 1}}},

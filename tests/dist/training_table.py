@@ -78,7 +78,9 @@ def with_lora(model: torch.nn.Module) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
 
 
 VARIANTS = {

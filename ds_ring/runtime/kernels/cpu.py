@@ -62,7 +62,7 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call of the kernel, with what every pass would compute from its tile again.
 
     Attributes:
@@ -84,14 +84,16 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[Call, ...]:
+def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...]:
     """Return the calls for a table of tiles, if `group` query heads share a K/V head."""
     found = []
     for tile in calls(tiles, sizes):
         causal = tile.is_causal
         has_bias = tile.inside is not None or (any(tile.edges) and not causal)
         rows = tile.q_rows, tile.k_rows
-        found.append(Call(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias))
+        found.append(
+            PreparedCall(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias)
+        )
     return tuple(found)
 
 
