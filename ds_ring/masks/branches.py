@@ -247,7 +247,7 @@ def _reached(dilation: Residue, runs: IntArray) -> Pairs:
     start, step, length = runs.T
     last = start + (length - 1) * step
     w, rate = dilation.length, dilation.rate
-    # Only in this case is the offset inside a segment a residue of the position.
+    # The offset inside a segment is a residue of the position in this case only.
     if w % rate == 0 or (len(last) and w > last.max()):
         rows = np.flatnonzero((dilation.offset - start) % np.gcd(step, rate) == 0)
     else:

@@ -37,7 +37,7 @@ class Route(NamedTuple):
 
     Attributes:
         receives, sends: ranks in the group, in order.
-        peers: for each message the world rank that it depends on.
+        peers: for each message the world ranks that it depends on: one.
         all_peers: the same for one Work that stands for the whole batch (NCCL).
         sizes: what a batch adds to the counters.
         group: the process group that carries the messages; None for the world.
@@ -53,14 +53,17 @@ class Route(NamedTuple):
     streams: Streams | None
 
 
-# [Note: rules of the exchange] Bare point-to-point communication hangs, corrupts data and aborts in known
-# ways. These rules prevent it: - One batch per hop holds every send and receive. (A blocking send before a
-# receive deadlocks at one element.) - Only contiguous buffers are sent. - Headers are compared before the
-# first payload. Otherwise a message of another size or dtype is received as silent garbage. - Buffers in
-# flight are never written. - Every Work is kept and waited for, with a deadline. On a GPU the stream waits
-# and a thread holds the deadline (`waiting.py`). - Both sides list the messages of a batch in the same order:
-# messages between two ranks are matched by order alone (NCCL ignores tags). In a ring of two ranks, previous
-# and next are the same rank.
+# [Note: rules of the exchange]
+# Bare point-to-point communication hangs, corrupts data and aborts in known ways. These rules prevent it:
+# - One batch per hop holds every send and receive. (A blocking send before a receive deadlocks at one element.)
+# - Only contiguous buffers are sent.
+# - Headers are compared before the first payload. Otherwise a message of another size or dtype is received as
+#   silent garbage.
+# - Buffers in flight are never written.
+# - Every Work is kept and waited for, with a deadline. On a GPU the stream waits and a thread holds the
+#   deadline (`waiting.py`).
+# - Both sides list the messages of a batch in the same order: messages between two ranks are matched by order
+#   alone (NCCL ignores tags). In a ring of two ranks, previous and next are the same rank.
 class Exchange:
     """Send and receive the messages of one ring.
 

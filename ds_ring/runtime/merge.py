@@ -6,8 +6,8 @@
 A row that saw no key has out 0 and lse -inf, and stays so without a NaN: the weights are computed against a
 finite stand-in, so that no (-inf) - (-inf) is ever formed. `logaddexp` subtracts the maximum first, so any
 gap between the two is exact and finite (the popular `log1p(exp(gap))` overflows at a gap of 89 in float32).
-Not `lerp`, though it is one pass: its rounding depends on strides, and a head's bits must not depend on
-which other heads it is computed with.
+`torch.lerp` would be one pass over memory, but its rounding depends on strides. The bits of a head must not
+depend on which other heads it is computed with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def empty_results(
 
 
 def assign_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
-    """Write the first partial result of some rows; what stood there is not read. Arguments as of `merge_`."""
+    """Write the first partial result of some rows into uninitialised accumulators; see `merge_`."""
     out_BHSD.copy_(part_out_BHSD)
     lse_BHS.copy_(part_lse_BHS)
 

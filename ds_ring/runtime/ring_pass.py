@@ -33,17 +33,9 @@ from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import Compute, HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
 
-# Compute the hops of one head chunk (heads that go around the ring together) into its results.
-#
-# Owns the accumulators from which the results are rounded. The ring pass owns the order of the steps.
-
-# Track which partial result is the first one of its rows: it is assigned, so nothing needs to be zeroed.
-#
-# Owns this bookkeeping, as intervals of slots on the host. The caller writes the partial results.
-#
 # [Note: the first part of a row]
-# The first part of a row is assigned to the accumulator, and later ones are merged into it, so nothing is set
-# to zero before. Rows that no part covers are filled at the end.
+# The first partial result of a row is assigned to the accumulator, and later ones are merged into it. So the
+# accumulator is not set to zero before. Rows that no partial result covers are filled at the end.
 
 
 class FirstParts:

@@ -131,7 +131,7 @@ def lower_pass(
         group: number of query heads that share a K/V head.
         backward: whether this is the backward pass.
         head_bytes: bytes of the local K (or V) of one head; 0 puts all heads of a class into one chunk.
-        chunk_bytes: minimum bytes of K (or V) of a chunk; see `lowering.py`.
+        chunk_bytes: minimum bytes of K (or V) of a chunk; see `chunk_bytes_on`.
     """
     chunks = [
         (one, kv_heads) for one in classes for kv_heads in head_chunks(one.kv_heads, head_bytes, chunk_bytes)

@@ -40,8 +40,8 @@ class Sizes:
     """Describe how tiles are cut.
 
     Attributes:
-        block: most queries of one call, and most keys of one that returns dK and dV.
-        triangle: side of the smallest triangle; [Note: small triangles].
+        block: maximum number of queries of a call, and of keys if the call returns dK and dV.
+        triangle: side of the smallest triangle; see [Note: small triangles].
         backward: calls that return gradients: keys are bounded and bands cut along the keys.
     """
 
@@ -52,11 +52,11 @@ class Sizes:
 
 @lru_cache(maxsize=512)
 def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
-    """Return all calls for a table of tiles (the same object gives the same answer at once).
+    """Return the calls of the operator that compute a table of tiles, cached by the table.
 
-    Those with many rows side by side come first: they are assigned, and later ones find their rows written.
+    Calls with many contiguous rows come first, because the first results of a row are assigned, not merged.
     """
-    # Without positions, which only scores ask for: equal tiles at other places fold into one call.
+    # Drop the positions, which only score functions read, so that equal tiles fold into one call.
     placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
     return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
@@ -106,9 +106,10 @@ def _scattered_last(call: Tile) -> tuple[bool, int]:
 # [Note: small triangles]
 # `is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
 # `TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
-# TRIANGLE / side of it. The squares of one size lie at a regular distance along the diagonal, and so do the
+# TRIANGLE / side of the triangle. The squares of one size lie at a regular distance along the diagonal, and so do the
 # smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so that
-# neither small calls nor large workspaces cost. Equal small tiles at a regular distance are folded alike.
+# there are neither many small calls nor large workspaces. Other equal small tiles at a regular distance are
+# folded in the same way.
 def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a tile as calls of the permitted sizes."""
     if tile.is_masked:  # small already, and its mask is its own
