@@ -55,7 +55,8 @@ class Route(NamedTuple):
 
 # [Note: rules of the exchange]
 # Bare point-to-point communication hangs, corrupts data and aborts in known ways. These rules prevent it:
-# - One batch per hop holds every send and receive. (A blocking send before a receive deadlocks at one element.)
+# - One batch per hop holds every send and receive. (A blocking send before a receive deadlocks at one
+#   element.)
 # - Only contiguous buffers are sent.
 # - Headers are compared before the first payload. Otherwise a message of another size or dtype is received as
 #   silent garbage.
