@@ -106,10 +106,10 @@ def _scattered_last(call: Tile) -> tuple[bool, int]:
 # [Note: small triangles]
 # `is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
 # `TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
-# TRIANGLE / side of the triangle. The squares of one size lie at a regular distance along the diagonal, and so do the
-# smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so that
-# there are neither many small calls nor large workspaces. Other equal small tiles at a regular distance are
-# folded in the same way.
+# TRIANGLE / side of the triangle. The squares of one size lie at a regular distance along the diagonal, and
+# so do the smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a
+# time, so that there are neither many small calls nor large workspaces. Other equal small tiles at a regular
+# distance are folded in the same way.
 def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a tile as calls of the permitted sizes."""
     if tile.is_masked:  # small already, and its mask is its own
