@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
@@ -43,6 +45,7 @@ class BufferKind(NamedTuple):
 
     Attributes:
         first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
+        first_strides, second_strides: strides of contiguous tensors of these shapes.
         dtype, device: of both.
         second_at: bytes from the beginning of the first to that of the second.
         nbytes: from the beginning of the first to the end of the second, a multiple of ALIGNMENT.
@@ -51,6 +54,8 @@ class BufferKind(NamedTuple):
 
     first: tuple[int, ...]
     second: tuple[int, ...]
+    first_strides: tuple[int, ...]
+    second_strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     second_at: int
@@ -61,8 +66,12 @@ class BufferKind(NamedTuple):
 def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
+    first_strides, second_strides = (
+        tuple(math.prod(shape[dim + 1 :]) for dim in range(4)) for shape in (first, second)
+    )
     at, more = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in (first, second))
-    return BufferKind(first, second, dtype, like.first.device, at, at + more, is_fake(like.first))
+    device, fake = like.first.device, is_fake(like.first)
+    return BufferKind(first, second, first_strides, second_strides, dtype, device, at, at + more, fake)
 
 
 class Block:
@@ -89,16 +98,14 @@ class Block:
                 self._kept.clear()
             # Not in inference mode, or they could not be written to in a later training step.
             with torch.inference_mode(False):
-                found = self._kept[kind] = Pair(
-                    self._tensor(kind, kind.first, 0), self._tensor(kind, kind.second, kind.second_at)
-                )
+                # Not views: these share their count of writes, by which a write to a tensor in flight is
+                # found.
+                empty = partial(torch.empty, 0, dtype=kind.dtype, device=self.device)
+                first = empty().set_(self._storage, 0, kind.first, kind.first_strides)
+                at = kind.second_at // kind.dtype.itemsize
+                second = empty().set_(self._storage, at, kind.second, kind.second_strides)
+                found = self._kept[kind] = Pair(first, second)
         return found
-
-    def _tensor(self, kind: BufferKind, shape: tuple[int, ...], begin: int) -> Tensor:
-        # No view: views share their count of writes, by which a write to what is in flight is found.
-        tensor = torch.empty(0, dtype=kind.dtype, device=self.device)
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return tensor.set_(self._storage, begin // kind.dtype.itemsize, shape, strides)
 
 
 class Size(NamedTuple):
@@ -135,7 +142,8 @@ class Buffers:
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
-            self._drop_excess()
+            if self._free_bytes > self._most_bytes - self._used_bytes:
+                self._drop_excess()
         return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
@@ -147,7 +155,8 @@ class Buffers:
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
             self._free_bytes += block.nbytes
-            self._drop_excess()
+            if self._free_bytes > self._most_bytes - self._used_bytes:
+                self._drop_excess()
 
     def release(self) -> None:
         """Free everything that is not in use."""
@@ -228,8 +237,11 @@ class RingBuffers:
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
-            else:
-                self._free(step.buffer)
+            else:  # a send that needed no copy, and fake tensors, have no block
+                self._pairs.pop(step.buffer, None)
+                block = self._blocks.pop(step.buffer, None)
+                if block is not None:
+                    self._pool.give(block)
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
@@ -246,13 +258,6 @@ class RingBuffers:
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
         dtype = self._dtype(step.payload)
         return [Label(step.peer, name, step.count, dtype, tokens) for name in step.payload.names]
-
-    def _free(self, buffer: int) -> None:
-        """Give a buffer back to the pool; the copy of a send that needed none was never allocated."""
-        self._pairs.pop(buffer, None)
-        block = self._blocks.pop(buffer, None)
-        if block is not None:  # fake tensors have none
-            self._pool.give(block)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # All pairs have the batch size, heads and head dimensions of the own shard.
@@ -339,15 +344,12 @@ class PreparedPass:
 
     Attributes:
         batches: by batch number, for the batches that were posted at least once.
+        kinds: buffer kinds by the first K/V head of a chunk; `RingBuffers` adds those that are missing.
     """
 
     def __init__(self) -> None:
         self.batches: dict[int, PreparedBatch] = {}
-        self._kinds: dict[int, Kinds] = {}
-
-    def kinds_of(self, chunk: HeadChunk) -> Kinds:
-        """Return the buffer kinds of a chunk; the caller adds those that are missing."""
-        return self._kinds.setdefault(chunk.kv_heads.start, {})
+        self.kinds: defaultdict[int, Kinds] = defaultdict(dict)
 
 
 class PreparedPasses:
@@ -358,7 +360,7 @@ class PreparedPasses:
 
     def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
         """Return what is cached for this schedule and K and V of this shape, dtype and device."""
-        key = (k.shape, v.shape, k.dtype, k.device, is_fake(k))
+        key = (k.shape, v.shape, k.dtype, k.device, isinstance(k, FakeTensor))
         passes = self._passes.setdefault(schedule, {})
         found = passes.get(key)
         if found is None:

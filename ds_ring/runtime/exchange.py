@@ -274,13 +274,11 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     if not route.peers:
         return []
     sides = (dist.irecv, received, route.receives), (dist.isend, sent, route.sends)
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(act, tensor, group=route.group, group_peer=rank)
-            for act, tensors, ranks in sides
-            for tensor, rank in zip(tensors, ranks, strict=True)
-        ]
-    )
+    operations = []
+    for act, tensors, ranks in sides:
+        for tensor, rank in zip(tensors, ranks, strict=True):
+            operations.append(dist.P2POp(act, tensor, group=route.group, group_peer=rank))
+    return dist.batch_isend_irecv(operations)
 
 
 # What ranks agree on before the first payload of a call. The header has a digest; only ranks that disagree

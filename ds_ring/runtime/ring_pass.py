@@ -309,7 +309,7 @@ class RingPass:
             heads, kv = chunk.query_heads, chunk.kv_heads
             own = Pair(*some_heads(kv, k, v))
             kernel = self.kernel.of_heads(heads)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), own)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own)
             of_sinks = None if sinks is None else sinks[heads]
             q_here, out_here, lse_here = some_heads(heads, q, out, lse)
             return ForwardChunk(self, kernel, buffers, q_here, out_here, lse_here, of_sinks)
@@ -334,7 +334,8 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        dq, dk, dv = [grad_out.new_empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        new = grad_out.new_empty  # the inputs may be in host memory
+        dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
@@ -349,7 +350,7 @@ class RingPass:
             # Gradients of the own keys that other ranks return are added to these accumulators.
             home = Pair(*totals.tensors[1:])
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds_of(chunk), own, home)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home)
             return BackwardChunk(self, kernel, buffers, queries, totals)
 
         self._run(schedule, prepared, begin)

@@ -434,7 +434,8 @@ class CpuKernel:
             if padded:
                 out = out[..., :width]
             if rows.repeats > 1:
-                out, lse = (x.unflatten(0, (-1, rows.repeats)) for x in (out, lse))
+                apart = (-1, rows.repeats)
+                out, lse = out.unflatten(0, apart), lse.unflatten(0, apart)
             yield PartialOut(heads, rows, out, lse)
             del out, lse  # else they stay alive while the next ones are computed
 
@@ -471,7 +472,8 @@ class CpuKernel:
             if padded:
                 dq, dk, dv = dq[..., :width], dk[..., :width], dv[..., :v_width]
             if rows.repeats > 1:
-                dq, dk, dv = (x.unflatten(0, (-1, rows.repeats)) for x in (dq, dk, dv))
+                apart = (-1, rows.repeats)
+                dq, dk, dv = dq.unflatten(0, apart), dk.unflatten(0, apart), dv.unflatten(0, apart)
             yield PartialGrads(heads, rows, keys, dq, dk, dv)
             del dq, dk, dv
 
