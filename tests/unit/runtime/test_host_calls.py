@@ -14,8 +14,8 @@ from torch import Tensor
 from ds_ring.runtime.exchange import Exchange
 from tools.bench_host import Hops, hops_of
 
-# Of a hop, built-in functions and those of torch.distributed included: 235 and 457 in a process of its own, and 462
-# back where a pool of ranks was started before (tests/dist).
+# Of a hop, built-in functions and those of torch.distributed included: 235 and 457 in a process of its own,
+# and 462 backward where a pool of ranks was started before (tests/dist).
 MOST_CALLS = {"forward": 240, "backward": 466}
 
 
