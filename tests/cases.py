@@ -13,7 +13,7 @@ from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, 
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
 from ds_ring.schedule.layout import Layout, ResidueLayout
-from tools.lm_data import PackedBytes
+from ds_ring_launcher.demo.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = tuple(LAYOUT_ROWS)
@@ -46,7 +46,7 @@ PATTERNS: dict[str, Callable[[int], Pattern]] = {
 
 
 def library_documents(tokens: int, sample: int = 0) -> Pattern:
-    """Causal attention within the files of Python's standard library, packed as tools/train_lm.py does."""
+    """Causal attention within the files of Python's standard library, packed as the quick start does."""
     ids = PackedBytes(tokens, document_ids=True)[sample]["document_ids"]
     return Documents(ids.numpy()) & Causal()
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lm_data import END_OF_DOCUMENT, VOCABULARY
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, VOCABULARY
 
 KINDS = ("padded", "rows", "one row")
 

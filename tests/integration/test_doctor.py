@@ -25,7 +25,7 @@ JSON = {"train_batch_size": 2, "sequence_parallel_size": 4, "ring_attention": {"
 def cluster(**keys: Any) -> Cluster:
     hosts = (Host(name="node-0", slots=2), Host(name="node-1", slots=2))
     files = {
-        "script": str(ROOT / "tools/train_lm.py"),
+        "script": str(ROOT / "launcher/demo/train_lm.py"),
         "deepspeed_config": str(ROOT / "configs/quickstart.json"),
     }
     return Cluster.model_validate({"hosts": hosts, "device": "cpu", **files, **keys})
@@ -187,7 +187,7 @@ def write(folder: Path, number: int = 0, **keys: Any) -> Path:
     told = {
         "engine": "torchrun",
         "device": "cpu",
-        "script": str(ROOT / "tools/train_lm.py"),
+        "script": str(ROOT / "launcher/demo/train_lm.py"),
         "deepspeed_config": f"ds{number}.json",
         **keys,
     }

@@ -237,7 +237,7 @@ def simulate(place: Place, text: str) -> None:
 
 def launch(place: Place, text: str) -> None:
     output = place.bash(text)
-    assert output.count("tools/train_lm.py --deepspeed") == 2
+    assert output.count("launcher/demo/train_lm.py --deepspeed") == 2
     assert "--node_rank=0 --master_addr=node-0" in output
 
 
@@ -437,7 +437,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# before (needs xformers": only_reads("needs xformers and CUDA"),
     "# after: LongNet's attention": longnet,
     # configs/README.md
-    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/train_lm.py": packed,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launcher/demo/train_lm.py": packed,
     # ds_ring/README.md
     "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
     "pattern = ds_ring.Causal() & ": make_plan,

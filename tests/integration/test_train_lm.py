@@ -1,4 +1,4 @@
-"""tools/train_lm.py on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
+"""launcher/demo/train_lm.py on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools.lm_compare import Comparison
+from ds_ring_launcher.demo.lm_compare import Comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--sequence_length", "101", "--hidden_size", "16", "--layers", "1", "--evaluate_every", "2"]
@@ -23,7 +23,7 @@ def train(output: Path, config: dict[str, Any], *arguments: str) -> subprocess.C
     output.mkdir(parents=True, exist_ok=True)
     (output / "ds_config.json").write_text(json.dumps(config))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "tools/train_lm.py"), "--deepspeed_config", str(output / "ds_config.json")]
+    script = [str(ROOT / "launcher/demo/train_lm.py"), "--deepspeed_config", str(output / "ds_config.json")]
     return subprocess.run(
         [*torchrun, *script, "--output", str(output), *TINY, *arguments],
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -104,7 +104,7 @@ def test_a_difference_is_seen_in_the_three_lines():
 
 
 def test_help_has_an_example():
-    script = [sys.executable, str(ROOT / "tools/train_lm.py"), "--help"]
+    script = [sys.executable, str(ROOT / "launcher/demo/train_lm.py"), "--help"]
     run = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "ds-ring launch configs/quickstart.yaml" in run.stdout

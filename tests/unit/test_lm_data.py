@@ -1,11 +1,11 @@
-"""The data of tools/train_lm.py: real text, the same every time, held-out documents never trained on."""
+"""The data of the quick start: real text, the same every time, held-out documents never trained on."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tools.lm_data import END_OF_DOCUMENT, PackedBytes, source_files
+from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, PackedBytes, source_files
 
 
 def test_documents_are_the_standard_library_without_its_tests():

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 import torch
-from lm_compare import Comparison
+
+from .lm_compare import Comparison
 
 MIB = 2**20
 

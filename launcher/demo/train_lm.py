@@ -5,7 +5,7 @@ A small Llama with random weights learns Python's standard library. All that is 
 
 Example:
     ds-ring launch configs/quickstart.yaml
-    deepspeed --num_gpus 2 tools/train_lm.py --deepspeed_config configs/longnet.json --sequence_length 4096
+    deepspeed --num_gpus 2 launcher/demo/train_lm.py --deepspeed_config configs/packed.json --steps 50
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from lm_compare import Comparison, compare
-from lm_data import VOCABULARY, PackedBytes
-from lm_report import Report, memory_mib
 from torch import Tensor
 from torch.utils.data import default_collate
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ds_ring
+from ds_ring_launcher.demo.lm_compare import Comparison, compare
+from ds_ring_launcher.demo.lm_data import VOCABULARY, PackedBytes
+from ds_ring_launcher.demo.lm_report import Report, memory_mib
 
 EXAMPLE = "example: ds-ring launch configs/quickstart.yaml -- --steps 300 --sequence_length 4096"
 

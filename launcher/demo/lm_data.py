@@ -1,7 +1,7 @@
 """Real text that every machine has: the sources of Python's standard library, as packed byte tokens.
 
-Owns the data set of tools/train_lm.py. Every file is a document; a token is a byte, and one more token ends
-each document. Documents are packed one after another and cut into samples of equal length; whether they see
+Owns the data set of train_lm.py. Every file is a document; a token is a byte, and one more token ends each
+document. Documents are packed one after another and cut into samples of equal length; whether they see
 each other is the attention pattern's matter, which can be told the document of every token. The same
 interpreter gives the same data on every rank and host.
 """

@@ -1,0 +1,134 @@
+"""Draw a plan: which rank and hop computes which block of the attention matrix, and what travels.
+
+matplotlib is imported when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_ring.masks.blocks import blocks_of_tiles
+from ds_ring.masks.tiles import count_slots
+from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.rank_plan import HopPlan
+
+from .pictures import DPI, new_figure
+
+_MOST_NAMED = 12  # hops in the legend of a large ring
+
+
+def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
+    """Yield what a rank computes for the first K/V heads: hop (negative where shards go down), data."""
+    head_class = plan.classes[0]
+    for number, (direction, on_rank) in enumerate(
+        zip(head_class.directions, head_class.rank(rank).directions, strict=True)
+    ):
+        for hop_plan in on_rank.hops:
+            if hop_plan is not None and (hop_plan.hop or not number):
+                yield hop_plan.hop * direction.sign, hop_plan
+
+
+def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
+    """Return for every block of the matrix, rank after rank, the signed hop that computes it, or masked."""
+    side = -(-plan.layout.local_tokens // block)
+    canvas = np.ma.masked_all((side * plan.ring_size,) * 2, dtype=int)
+    for rank in range(plan.ring_size):
+        for hop, hop_plan in hops_of(plan, rank):
+            queries, keys = plan.layout.runs(rank), plan.layout.runs(hop_plan.origin)
+            blocks = blocks_of_tiles(plan.classes[0].pattern.tiles(queries, keys), block)
+            canvas[rank * side + blocks[:, 0], hop_plan.origin * side + blocks[:, 1]] = hop
+    return canvas
+
+
+def received(plan: Plan) -> dict[int, np.ndarray]:
+    """Return by signed hop the tokens that arrive on each rank, int64 [ring_size]; hop 0 sends none."""
+    arrived: dict[int, np.ndarray] = {}
+    for rank in range(plan.ring_size):
+        for hop, hop_plan in hops_of(plan, rank):
+            if hop:
+                arrived.setdefault(hop, np.zeros(plan.ring_size, np.int64))[rank] += count_slots(
+                    hop_plan.held
+                )
+    return dict(sorted(arrived.items(), key=lambda item: (abs(item[0]), -item[0])))
+
+
+def color_of(hop: int, most: int) -> tuple[float, float, float, float]:
+    """Return grey for the own shard, blues for shards that go up, oranges for those that go down."""
+    if not hop:
+        return (0.35, 0.35, 0.35, 1.0)
+    from matplotlib import colormaps
+
+    shade = 0.35 + 0.6 * (abs(hop) - 1) / max(1, most - 1)
+    red, green, blue, opacity = colormaps["Blues" if hop > 0 else "Oranges"](shade)
+    return red, green, blue, opacity
+
+
+def draw_blocks(axes: Any, plan: Plan, block: int, most: int) -> None:
+    """Draw the attention matrix in the order of the layout, each block in the colour of its hop."""
+    canvas = hops_of_blocks(plan, block)
+    picture = np.ones((*canvas.shape, 4))
+    for hop in np.unique(canvas.compressed()):
+        picture[(canvas == hop).filled(False)] = color_of(int(hop), most)
+    axes.imshow(picture, interpolation="nearest")
+    side = len(canvas) // plan.ring_size
+    for border in range(side, len(canvas), side):
+        axes.axhline(border - 0.5, color="black", linewidth=0.6)
+        axes.axvline(border - 0.5, color="black", linewidth=0.6)
+    step = -(-plan.ring_size // 16)
+    middles = [rank * side + side / 2 - 0.5 for rank in range(0, plan.ring_size, step)]
+    axes.set_xticks(middles, [str(rank) for rank in range(0, plan.ring_size, step)])
+    axes.set_yticks(middles, [str(rank) for rank in range(0, plan.ring_size, step)])
+    axes.set(
+        title=f"which hop computes which pairs\n(a point: {block} x {block} tokens with any attended pair)",
+        xlabel=f"keys, by the rank that owns them ({plan.layout.local_tokens:,} tokens each)",
+        ylabel="queries, by the rank that owns them",
+    )
+
+
+def draw_received(axes: Any, plan: Plan, most: int) -> None:
+    """Draw a bar for each rank: the tokens that it receives, hop upon hop."""
+    below = np.zeros(plan.ring_size, np.int64)
+    for hop, tokens in received(plan).items():
+        axes.bar(
+            np.arange(plan.ring_size), tokens, bottom=below, color=color_of(hop, most), edgecolor="white"
+        )
+        below += tokens
+    axes.set(title="what each rank receives in a forward pass", xlabel="rank of the ring")
+    axes.set_ylabel("tokens (K and V of one K/V head)")
+    axes.set_xticks(range(0, plan.ring_size, -(-plan.ring_size // 16)))
+    axes.set_ylim(0, max(1, 1.08 * below.max()))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
+    """Write the picture: blocks on the left, traffic on the right, one legend for both.
+
+    Raises:
+        RingConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(13, 7)
+    from matplotlib.patches import Patch
+
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    hops = [0, *received(plan)]
+    most = max(map(abs, hops))
+    draw_blocks(left, plan, block, most)
+    draw_received(right, plan, most)
+    named = hops[:: -(-len(hops) // _MOST_NAMED)]
+    labels = [f"hop {abs(hop)} {'up' if hop > 0 else 'down'}" if hop else "hop 0: own shard" for hop in named]
+    figure.legend(
+        handles=[
+            Patch(facecolor=color_of(hop, most), label=label)
+            for hop, label in zip(named, labels, strict=True)
+        ],
+        title="up: a shard came from rank r - 1 to r; down: from r + 1 to r; white: nothing is computed",
+        loc="outside lower center",
+        ncols=min(6, len(named)),
+    )
+    figure.suptitle("\n".join(textwrap.fill(line, 110) for line in title.split("\n")))
+    figure.savefig(path, dpi=DPI)
