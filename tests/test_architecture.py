@@ -314,12 +314,16 @@ def test_a_public_name_imports_what_it_needs(statement: str, absent: str) -> Non
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.json")), ids=lambda path: path.name)
 def test_json_configurations_parse(path: Path) -> None:
     RingConfig.from_deepspeed(path)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/recipes").glob("*_gpus.yaml")]),
+    ids=lambda path: path.name,
+)
 def test_cluster_configurations_parse(path: Path) -> None:
     cluster = read_cluster(path)
     assert cluster.script.is_file()
