@@ -23,7 +23,9 @@ DOCUMENTS = (
     "MIGRATING.md",
     "configs/README.md",
     "ds_ring/README.md",
+    "ds_ring/TUTORIAL.md",
     "launcher/README.md",
+    "launcher/TROUBLESHOOTING.md",
     "tools/README.md",
 )
 # About the code. Their commands, links and names of files are checked.
