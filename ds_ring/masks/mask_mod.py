@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.checked_numbers import true_or_false
@@ -71,6 +70,14 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:100] if text else ''}"
 
 
+def indexed_by_tensors() -> AbstractContextManager[Any]:
+    """Return the mode without which `table[position]` reads the position as a Python number."""
+    # Imported here: it brings Dynamo, 1.3 s, and few processes have a mask function
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
 def graph_of(function: MaskFunction) -> fx.GraphModule:
     """Trace a mask function with 0-d tensors; see [Note: the trace of a mask].
 
@@ -86,8 +93,7 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
         return results[-1]
 
     try:
-        # without that mode, table[position] would read the position as a Python number
-        with torch.no_grad(), TransformGetItemToIndex():
+        with torch.no_grad(), indexed_by_tensors():
             traced = make_fx(with_result, tracing_mode="real")(*arguments)
     except Exception as error:
         raise refusal(
@@ -246,7 +252,7 @@ def evaluate(
         mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
         mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
-    found = _call(function, mapped, TransformGetItemToIndex(), batch, head, q, k)
+    found = _call(function, mapped, batch, head, q, k)
     if facts.by_batch and not facts.by_head:
         return found.unsqueeze(1)
     return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
@@ -304,11 +310,9 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _call(
-    function: MaskFunction, mapped: Callable[..., Tensor], mode: AbstractContextManager[Any], *args: Tensor
-) -> Tensor:
+def _call(function: MaskFunction, mapped: Callable[..., Tensor], *args: Tensor) -> Tensor:
     try:
-        with torch.no_grad(), mode:
+        with torch.no_grad(), indexed_by_tensors():
             found = mapped(*args)
     except Exception as error:
         where = f"positions up to {int(args[2].max())} and {int(args[3].max())}"
@@ -444,6 +448,6 @@ class HeadMask:
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         pairwise = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(0), torch.tensor(self.heads[0])
-        found = _call(function, pairwise, TransformGetItemToIndex(), batch, head, ours, theirs)
+        found = _call(function, pairwise, batch, head, ours, theirs)
         result: IntArray = found.numpy().reshape(q.shape)
         return result

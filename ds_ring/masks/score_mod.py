@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.masks.mask_mod import digest_of, first_line, name_of
+from ds_ring.masks.mask_mod import digest_of, first_line, indexed_by_tensors, name_of
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _EACH = (
@@ -80,7 +79,7 @@ class ScoreMod:
     @cached_property
     def _contents(self) -> str:
         score, index = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        with torch.no_grad(), TransformGetItemToIndex():
+        with torch.no_grad(), indexed_by_tensors():
             graph = make_fx(self.function, tracing_mode="real")(score, index, index, index, index)
         constants = (value for value in vars(graph).values() if isinstance(value, Tensor))
         if any(value.requires_grad for value in constants):
@@ -108,7 +107,7 @@ class Scores(NamedTuple):
             evaluate = torch.vmap(evaluate, in_dims=dims)
         device = scores_BHQK.device
         batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
-        with TransformGetItemToIndex():
+        with indexed_by_tensors():
             return evaluate(scores_BHQK, batch, heads, q_positions, k_positions).to(scores_BHQK.dtype)
 
     def gradient(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor, grad: Tensor) -> Tensor:

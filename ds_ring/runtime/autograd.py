@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ from ds_ring.schedule.layout import Layout
 # first; the checks of q, k and v are made here, before they are taken apart.
 
 HEADS, TOKENS = 1, 2
+T = TypeVar("T")
 
 
 class Swap(NamedTuple):
@@ -698,7 +699,13 @@ def _made_context(
 # texts by value, objects that come from outside by identity. An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
-@torch.compiler.assume_constant_result
+def _constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs
 def handle_of(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
     score_mod: ScoreFunction | None, why_not: str | None,
@@ -721,7 +728,7 @@ def handle_of(
     return context.handle
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
     """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
     context = refusing_context(mesh, error(why))
@@ -729,14 +736,14 @@ def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfi
     return context.handle
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def _differentiable(handle: int) -> int:
     """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
     why = why_not_this_derivative()
     return handle if why is None else refusing_handle(context_of(handle).mesh, why)
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def _refuse(handle: int, why: str) -> None:
     refuse(context_of(handle).mesh, RingShapeError(why))
 
