@@ -252,7 +252,7 @@ def evaluate(
         mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
         mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
-    found = _call(function, mapped, batch, head, q, k)
+    found = _call(function, mapped, indexed_by_tensors(), batch, head, q, k)
     if facts.by_batch and not facts.by_head:
         return found.unsqueeze(1)
     return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
@@ -310,9 +310,11 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _call(function: MaskFunction, mapped: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def _call(
+    function: MaskFunction, mapped: Callable[..., Tensor], mode: AbstractContextManager[Any], *args: Tensor
+) -> Tensor:
     try:
-        with torch.no_grad(), indexed_by_tensors():
+        with torch.no_grad(), mode:
             found = mapped(*args)
     except Exception as error:
         where = f"positions up to {int(args[2].max())} and {int(args[3].max())}"
@@ -448,6 +450,6 @@ class HeadMask:
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         pairwise = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(0), torch.tensor(self.heads[0])
-        found = _call(function, pairwise, batch, head, ours, theirs)
+        found = _call(function, pairwise, indexed_by_tensors(), batch, head, ours, theirs)
         result: IntArray = found.numpy().reshape(q.shape)
         return result
