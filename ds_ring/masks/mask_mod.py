@@ -24,7 +24,7 @@ import hashlib
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -243,7 +243,7 @@ def evaluate(
     if facts.elementwise is not None:
         every = batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), q[:, None], k[None]
         shape = batch.numel(), head.numel(), len(q), len(k)
-        found = _call(function, facts.elementwise, *every).expand(shape)
+        found = _call(function, facts.elementwise, nullcontext(), *every).expand(shape)
         return found if facts.by_batch or facts.by_head else found[0, 0]
     # The innermost vmap makes the last dimension, so the order is keys, queries, heads, samples.
     mapped: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
