@@ -43,9 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Two workers with a thread for each core would spin against each other: tests took ten times as long.
     torch.set_num_threads(1)
-    # The same random cases in each run of the day, others in each run of the night.
-    settings.register_profile("day", derandomize=True)
-    settings.load_profile("default" if config.option.night else "day")
+    # The same random cases in each run of the day, others and more of them in each run of the night.
+    settings.register_profile("day", derandomize=True, max_examples=60, deadline=None)
+    settings.register_profile("night", max_examples=400, deadline=None)
+    settings.load_profile("night" if config.option.night else "day")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

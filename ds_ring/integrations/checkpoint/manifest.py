@@ -17,7 +17,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_ring.config.json_text import write_at_once
@@ -422,6 +421,8 @@ def storage_of(local_rank: int, node_local: bool) -> Storage:
     """Return all ranks, or with node-local storage those of this host. Then they are consecutive, and this
     call is collective.
     """
+    import torch.distributed as dist  # here, so that a lock or a manifest can be read without torch
+
     rank, world = dist.get_rank(), dist.get_world_size()
     if not node_local:
         return Storage(tuple(range(world)), rank)
@@ -439,6 +440,8 @@ def together(act: Callable[[], T]) -> list[T]:
         RingCheckpointMissingError: so did `act`, on every rank on which it failed.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
+    import torch.distributed as dist
+
     mine: tuple[T | None, str, bool] = (None, "", False)
     try:
         mine = (act(), "", False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import (
@@ -60,7 +60,6 @@ PRIMITIVES = [
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
-@settings(max_examples=60, deadline=None)
 @given(rows=runs)
 def test_pieces_are_the_tokens_of_their_label(primitive: Primitive, rows: list[tuple[int, int, int]]) -> None:
     table = in_order(rows)
@@ -279,7 +278,6 @@ def pairs(*branches: Branch) -> np.ndarray:
     return BoundPattern((branches,)).multiplicity(0, 1, 1, at[:, None], at[None])
 
 
-@settings(max_examples=150, deadline=None)
 @given(whole=BRANCHES, taken=BRANCHES)
 def test_the_algebra_of_branches_is_that_of_their_pairs(whole: Branch, taken: Branch) -> None:
     """Difference, product, union and emptiness; ranges and bands may be empty, too."""
