@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from bench import parser_of, print_row
 from fake_layer import HEADS, fake_layer
 from streamed.ledger import Ledger
 from streamed.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
@@ -37,27 +38,24 @@ LLAMA_8B = [
 ]
 
 
-def parser() -> argparse.ArgumentParser:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--tokens", type=int, default=1 << 30, help="T (2^30)")
-    own.add_argument("--ranks", type=int, default=1024, help="virtual ranks (1024)")
-    own.add_argument("--head-dim", type=int, default=32)
-    own.add_argument("--first-segment", type=int, default=256, help="of the first branch, tokens (256)")
-    own.add_argument("--growth", type=int, default=4, help="of segments and rates from branch to branch (4)")
-    own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--backward", action="store_true", help="gradients as well")
-    own.add_argument("--query-block", type=int, default=1 << 16, help="queries attended at once (65536)")
-    own.add_argument("--workers", type=int, default=2, help="processes, one thread each (2)")
-    own.add_argument("--check-rows", type=int, default=5000, help="rows held against float64, about (5000)")
-    own.add_argument("--state", type=Path, default=Path("runs/billion_tokens"), help="folder of the state")
-    own.add_argument("--save-every", type=int, default=8, help="ranks of a worker between two saves (8)")
+    own = parser_of(
+        __doc__, tokens=(1 << 30, "T (2^30)"), ranks=(1024, "virtual ranks (1024)"), head_dim=32,
+        first_segment=(256, "of the first branch, tokens (256)"), seed=0,
+        growth=(4, "of segments and rates from branch to branch (4)"),
+        backward=(False, "gradients as well"), query_block=(1 << 16, "queries attended at once (65536)"),
+        workers=(2, "processes, one thread each (2)"),
+        check_rows=(5000, "rows held against float64, about (5000)"),
+        state=(Path("runs/billion_tokens"), "folder of the state"),
+        save_every=(8, "ranks of a worker between two saves (8)"),
+        plan=("", "HARDWARE: what a model of 8 billion parameters would need"),
+    )  # fmt: skip
     own.add_argument("--sample", type=int, nargs="+", metavar="RANK", help="time these ranks, save nothing")
     own.add_argument(
         "--fake", type=int, nargs="+", metavar="RANK", help="memory of a transformer layer on fake tensors"
     )
-    own.add_argument("--plan", metavar="HARDWARE", help="what a model of 8 billion parameters would need")
-    return own
+    return own.parse_args(arguments)
 
 
 def cluster_plan(job: LongRun, hardware: str) -> int:
@@ -77,7 +75,7 @@ def sample(job: LongRun, wanted: list[int]) -> int:
         ledger.note_all(rank, job.parts(ranks, rank, pending))
         if number:
             row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
-            print(json.dumps(row | {"peak_rss_mib": round(peak_rss_mib(), 1)}), flush=True)
+            print_row(row | {"peak_rss_mib": round(peak_rss_mib(), 1)})
     return 0
 
 
@@ -87,7 +85,7 @@ def fake_layers(job: LongRun, wanted: list[int]) -> int:
         began = time.perf_counter()
         mib = fake_layer(job, rank)
         row = {"rank": rank, "ranks": job.ring_size, "heads": HEADS, "peak_mib": mib}
-        print(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
+        print_row(row | {"seconds": round(time.perf_counter() - began, 1)})
     return 0
 
 
@@ -124,7 +122,7 @@ def whole(job: LongRun, options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The whole run, or a sample."""
-    options = parser().parse_args(arguments)
+    options = options_of(arguments)
     try:
         job = LongRun(
             options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,

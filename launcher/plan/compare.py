@@ -72,21 +72,21 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
     ranks = setting.ring_size * setting.ulysses_size
     own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, longest_tokens)
-    return [ComparisonRow(*own), *(_row(method, setting) for method in _METHODS)]
-
-
-def _row(method: _Method, setting: TrainingSetting) -> ComparisonRow:
-    step = method.step(setting)
-    moments = step.moments()
-    return ComparisonRow(
-        method.name,
-        method.ranks(setting),
-        step.peak().total,
-        step.host_bytes * setting.devices_of_node,
-        method.sent(setting),
-        fits(setting, moments),
-        _longest(method, setting),
-    )
+    rows = [ComparisonRow(*own)]
+    for method in _METHODS:
+        step = method.step(setting)
+        rows.append(
+            ComparisonRow(
+                method.name,
+                method.ranks(setting),
+                step.peak().total,
+                step.host_bytes * setting.devices_of_node,
+                method.sent(setting),
+                fits(setting, step.moments()),
+                _longest(method, setting),
+            )
+        )
+    return rows
 
 
 def _longest(method: _Method, setting: TrainingSetting) -> int:
@@ -107,10 +107,6 @@ def _ulysses_ranks(setting: TrainingSetting) -> int:
     """Return the most ranks that divide both heads and devices."""
     heads, devices = setting.model.heads, setting.devices
     return max(n for n in range(1, heads + 1) if heads % n == 0 and devices % n == 0)
-
-
-def _all_ranks(setting: TrainingSetting) -> int:
-    return setting.devices
 
 
 def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
@@ -134,7 +130,7 @@ def _alst_step(setting: TrainingSetting) -> TrainingStep:
 
 
 def _torch_step(setting: TrainingSetting) -> TrainingStep:
-    ranks, model = _all_ranks(setting), setting.model
+    ranks, model = setting.devices, setting.model
     local = -(-setting.batch * setting.tokens // ranks)
     # K and V of the whole sequence; out, and dq, dk and dv in the backward pass, are added up in float32.
     gathered = (
@@ -163,7 +159,7 @@ def _sent_by_ulysses(setting: TrainingSetting) -> int:
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
     """K and V once forward and once backward to all others, and their float32 gradients home."""
-    model, ranks = setting.model, _all_ranks(setting)
+    model, ranks = setting.model, setting.devices
     elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
     return model.layers * elements * (2 * ELEMENT_BYTES[setting.dtype] + FLOAT)
 
@@ -171,5 +167,5 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
 _METHODS = (
     _Method("DeepSpeed Ulysses", _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
     _Method("ALST", _alst_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("torch context parallel, TRL's guide", _torch_step, _all_ranks, _sent_by_torch),
+    _Method("torch context parallel, TRL's guide", _torch_step, lambda s: s.devices, _sent_by_torch),
 )

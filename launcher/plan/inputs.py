@@ -64,7 +64,14 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
         )
     if devices is None:
         say("the fewest devices that fit")
-        setting = _fewest(setting)
+        found = fewest_devices(setting)
+        if found is None:
+            raise RingConfigError(
+                f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,}"
+                " tokens, got none up to 16384; try --fit, which turns on what saves memory,"
+                " or --ulysses-size"
+            )
+        setting = found
     elif options.tokens is None:
         say("the longest sequence that fits")
         return _longest(setting)
@@ -238,16 +245,6 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
         what = sentence("true or false", shown(value), "write it without quotes")
         raise RingConfigError(f"--config: {prefix}.{key}: {what}")
     return value
-
-
-def _fewest(setting: TrainingSetting) -> TrainingSetting:
-    found = fewest_devices(setting)
-    if found is None:
-        raise RingConfigError(
-            f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
-            " got none up to 16384; try --fit, which turns on what saves memory, or --ulysses-size"
-        )
-    return found
 
 
 def _longest(setting: TrainingSetting) -> TrainingSetting:

@@ -147,7 +147,19 @@ def node_orders(found: Estimate) -> NodeOrders | None:
     if rows[0] in fitting and rows[0].step_s <= (1 + ALIKE) * best.step_s:
         best = rows[0]
     hides = hiding_shard(_one_ring(setting))
-    return NodeOrders(rows, best, hides, _advice(rows, best, hides))
+    others = sorted((row for row in rows if row is not best), key=lambda row: row.attention_s)
+    figures = "; ".join(
+        f"{row.name} {row.attention_s:.3g} s, {_share(row)}{'' if row.fits else ', does not fit'}"
+        for row in others
+    )
+    advice = f"{best.name}: {best.attention_s:.3g} s of attention a step, {_share(best)}"
+    advice += f" ({figures})" if figures else ""
+    if best is not rows[0]:
+        sizes = f'"ring_size": {best.setting.ring_size}, "ulysses_size": {best.setting.ulysses_size}'
+        advice = f"across nodes take {sizes}: {advice}"
+    if hides.tokens is not None:
+        advice += f"; from T/P = {hides.tokens:,} on one ring of all hides its transfers"
+    return NodeOrders(rows, best, hides, advice)
 
 
 def _one_ring(setting: TrainingSetting) -> TrainingSetting:
@@ -188,24 +200,6 @@ def _row(setting: TrainingSetting, found: Estimate | None = None) -> NodeOrder:
     waiting = found.exposed_s + found.swap_s
     times = (found.attention_s, waiting, found.step_s)
     return NodeOrder(name, setting, runs, *times, found.peak.total, found.fits)
-
-
-def _advice(rows: tuple[NodeOrder, ...], best: NodeOrder, hides: Hiding) -> str:
-    """Return which to take, with the figures that decide."""
-    own = rows[0]
-    others = sorted((row for row in rows if row is not best), key=lambda row: row.attention_s)
-    figures = "; ".join(
-        f"{row.name} {row.attention_s:.3g} s, {_share(row)}{'' if row.fits else ', does not fit'}"
-        for row in others
-    )
-    said = f"{best.name}: {best.attention_s:.3g} s of attention a step, {_share(best)}"
-    said += f" ({figures})" if figures else ""
-    if best is not own:
-        sizes = f'"ring_size": {best.setting.ring_size}, "ulysses_size": {best.setting.ulysses_size}'
-        said = f"across nodes take {sizes}: {said}"
-    if hides.tokens is not None:
-        said += f"; from T/P = {hides.tokens:,} on one ring of all hides its transfers"
-    return said
 
 
 def _share(row: NodeOrder) -> str:
