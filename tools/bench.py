@@ -8,8 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
 Name = TypeVar("Name")
 Found = TypeVar("Found")
 
@@ -56,6 +54,7 @@ def llama(
     kv_heads: int | None = None, attention: str = "sdpa", **more: Any,
 ) -> Any:  # fmt: skip
     """Return a Llama with random weights, the same in every process."""
+    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -73,10 +72,12 @@ def engine_of(
 ) -> Any:  # fmt: skip
     """Return a model's DeepSpeed engine on a ring of so many ranks, with torch's AdamW, or SGD of a rate."""
     import deepspeed
+    import torch
 
     import ds_ring
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled for two minutes
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": dict(zero),

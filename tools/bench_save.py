@@ -25,10 +25,8 @@ EVERY = 4
 
 def work(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return the seconds of each step of a rank, by how it saves."""
-    import deepspeed
     import torch
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     size = options.hidden_size
     model = llama(options.tokens, 257, size, 3 * size, options.layers, 4, 2)
     engine = engine_of(model, options.ranks, {"layout": "zigzag"}, {"stage": 1})

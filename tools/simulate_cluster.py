@@ -16,12 +16,12 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import parser_of
 from rich.table import Table
 from simulated_cluster.figures import Of
 from simulated_cluster.job import FAULTS, ClusterSetting, SimulationError, Story, helper, play
@@ -41,15 +41,13 @@ class TimedEvent(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a table per fault; return 1 if anything is not as promised."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=1024)
+    parser = parser_of(
+        __doc__, ranks=1024, heartbeat_seconds=(10.0, "heartbeat timeout"),
+        deadline_seconds=(300.0, "for each fault"),
+    )  # fmt: skip
     parser.add_argument("--hosts", type=int, help="all with as many ranks; default: 8 ranks each")
     what = "kill (a rank), stop (a rank), bug (in a rank), host (all of its ranks)"
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT", help=what)
-    parser.add_argument("--heartbeat-seconds", type=float, default=10.0, help="heartbeat timeout")
-    parser.add_argument("--deadline-seconds", type=float, default=300.0, help="for each fault")
     parser.add_argument("--keep", type=Path, help="a new folder for runs and logs; default: none is kept")
     options = parser.parse_args(arguments)
     hosts = options.hosts or max(options.ranks // 8, 1)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MOST_TOKENS
+from .options import MOST_TOKENS, longest_that
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -75,6 +75,11 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     rows = [ComparisonRow(*own)]
     for method in _METHODS:
         step = method.step(setting)
+
+        def has_room(tokens: int, method: _Method = method) -> bool:
+            tried = replace(setting, tokens=tokens)
+            return fits(tried, method.step(tried).moments())
+
         rows.append(
             ComparisonRow(
                 method.name,
@@ -83,24 +88,10 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
                 step.host_bytes * setting.devices_of_node,
                 method.sent(setting),
                 fits(setting, step.moments()),
-                _longest(method, setting),
+                longest_that(has_room, setting.devices, MOST_TOKENS, 1, FINE),
             )
         )
     return rows
-
-
-def _longest(method: _Method, setting: TrainingSetting) -> int:
-    def has_room(tokens: int) -> bool:
-        tried = replace(setting, tokens=tokens)
-        return fits(tried, method.step(tried).moments())
-
-    low, high = 0, setting.devices
-    while high <= MOST_TOKENS and has_room(high):
-        low, high = high, 2 * high
-    while high - low > max(low // FINE, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle)
-    return low
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:

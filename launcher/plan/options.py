@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -258,13 +259,19 @@ def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
 def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
-    low, high = 0, 64 * unit
-    while high * setting.ring_size <= MOST_TOKENS and can_hold(setting, high):
+    most = MOST_TOKENS // setting.ring_size
+    return setting.ring_size * longest_that(partial(can_hold, setting), 64 * unit, most, unit, FINE)
+
+
+def longest_that(holds: Callable[[int], bool], first: int, most: int, unit: int, fine: int) -> int:
+    """Return the largest multiple of `unit` that holds, at most 2 x `most`, to 1 / `fine`; 0: none does."""
+    low, high = 0, first
+    while high <= most and holds(high):
         low, high = high, 2 * high
-    while high - low > max(low // FINE, unit):
+    while high - low > max(low // fine, unit):
         middle = (low + high) // 2 // unit * unit
-        low, high = (middle, high) if can_hold(setting, middle) else (low, middle)
-    return low * setting.ring_size
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.tiles import Axis, IntArray, SlotRanges, Tiles, no_slots, ranges_of_progressions
+from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.tiles import Axis, SlotRanges, Tiles, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import tiles_of_payload
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
@@ -78,7 +78,10 @@ class BlockPlanner:
     def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
         """Return what queries first .. end - 1 read of their own shard, and the tiles over it packed."""
         runs = np.array([[start + first, 1, end - first]])
-        low, high = _reach(self.pattern, first, end, length)
+        # the keys that these queries may read, by the band of distances alone
+        least, most = self.pattern.distance
+        low = max(first - most, 0) if most < length else 0
+        high = min(end - least, length) if least > -length else length
         tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot + low))
         held = _slots_of(tiles.k)
@@ -88,8 +91,14 @@ class BlockPlanner:
         """Return the work of all later hops."""
         size = self.layout.ring_size
         own = self.layout.runs(ring_rank)
-        others = [o for o in range(size) if o != ring_rank and _may_read(self.pattern, self.layout, own, o)]
-        runs = [self.layout.runs(origin) for origin in others]
+        (q, _, n), (least, most) = own[0].tolist(), self.pattern.distance
+        others, runs = [], []
+        for origin in range(size):
+            theirs = self.layout.runs(origin)
+            k, _, m = theirs[0].tolist()
+            if origin != ring_rank and q + n - 1 - k >= least and q - (k + m - 1) <= most:
+                others.append(origin)
+                runs.append(theirs)
         none = self.pattern.tiles(own[:0], own[:0])
         table = self.pattern.tiles(own, np.concatenate(runs)) if runs else none
         ends = np.cumsum([int(run[:, 2].sum()) for run in runs]) if runs else np.empty(0, dtype=np.int64)
@@ -154,20 +163,6 @@ def _signature(tiles: Tiles) -> bytes:
         np.stack([np.asarray(column, dtype=np.int64) for column in columns]).tobytes()
         + repr(tiles.weights).encode()
     )
-
-
-def _reach(pattern: Pattern, first: int, end: int, length: int) -> tuple[int, int]:
-    """Return the keys that queries first .. end - 1 may read, by the band of distances alone."""
-    least, most = pattern.distance
-    return max(first - most, 0) if most < length else 0, min(
-        end - least, length
-    ) if least > -length else length
-
-
-def _may_read(pattern: Pattern, layout: Layout, own: IntArray, origin: int) -> bool:
-    (q, _, n), (k, _, m) = own[0].tolist(), layout.runs(origin)[0].tolist()
-    least, most = pattern.distance
-    return bool(q + n - 1 - k >= least and q - (k + m - 1) <= most)
 
 
 def _slots_of(axis: Axis) -> SlotRanges:
