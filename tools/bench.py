@@ -77,7 +77,6 @@ def engine_of(
     import ds_ring
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled for two minutes
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": dict(zero),

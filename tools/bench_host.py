@@ -121,19 +121,12 @@ def operator_us(rounds: int) -> float:
 
 @dataclass(frozen=True)
 class Hops:
-    """Hold one rank of a ring whose other ranks are not there, and its two passes.
+    """Hold one rank of a ring whose other ranks are not there, and its two passes."""
 
-    Attributes:
-        made: the pass.
-        ring_size: hops of a pass.
-        operands: q, k, v, grad_out.
-        results: out, lse.
-    """
-
-    made: RingPass
-    ring_size: int
-    operands: tuple[Tensor, Tensor, Tensor, Tensor]
-    results: tuple[Tensor, Tensor]
+    made: RingPass  # the pass
+    ring_size: int  # hops of a pass
+    operands: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, grad_out
+    results: tuple[Tensor, Tensor]  # out, lse
 
     def forward(self) -> object:
         q, k, v, _ = self.operands

@@ -34,18 +34,13 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class ContestSetup:
-    """Where a contestant runs.
+    """Where a contestant runs."""
 
-    Attributes:
-        rank, size: of the process group; 0 and 1 for one process.
-        tokens: of the whole sequence.
-        mesh: of the ranks; None for one process.
-    """
-
+    # rank, size: of the process group; 0 and 1 for one process
     rank: int
     size: int
-    tokens: int
-    mesh: RingMesh | None
+    tokens: int  # of the whole sequence
+    mesh: RingMesh | None  # of the ranks; None for one process
 
     @property
     def contiguous(self) -> Tensor:

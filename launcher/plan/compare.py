@@ -35,24 +35,16 @@ FINE = 256  # lengths are exact to 1 / FINE
 
 
 class ComparisonRow(NamedTuple):
-    """Hold what a method needs.
+    """Hold what a method needs."""
 
-    Attributes:
-        method: its name.
-        ranks: that share a sequence; the other devices are data-parallel replicas.
-        peak_bytes, host_bytes: of a device, and of a node's host.
-        sent_bytes: by a device for all layers' attention, forward and backward.
-        fits: whether the devices and their hosts have that much.
-        longest_tokens: that fit the same devices, to 1 / 256; 0 if none.
-    """
-
-    method: str
-    ranks: int
+    method: str  # its name
+    ranks: int  # that share a sequence; the other devices are data-parallel replicas
+    # peak_bytes, host_bytes: of a device, and of a node's host
     peak_bytes: int
     host_bytes: int
-    sent_bytes: int
-    fits: bool
-    longest_tokens: int
+    sent_bytes: int  # by a device for all layers' attention, forward and backward
+    fits: bool  # whether the devices and their hosts have that much
+    longest_tokens: int  # that fit the same devices, to 1 / 256; 0 if none
 
 
 class _Method(NamedTuple):

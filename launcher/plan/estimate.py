@@ -26,15 +26,10 @@ SWAPS = 2  # all-to-alls of a pass in either direction: all tensors of a place g
 
 
 class HeadSwaps(NamedTuple):
-    """Hold the all-to-alls of one layer's pass in one direction; the other direction's are as large.
+    """Hold the all-to-alls of one layer's pass in one direction; the other direction's are as large."""
 
-    Attributes:
-        sent_bytes: by a rank.
-        seconds: both, of which nothing is hidden.
-    """
-
-    sent_bytes: int
-    seconds: float
+    sent_bytes: int  # by a rank
+    seconds: float  # both, of which nothing is hidden
 
 
 def swapped_heads(heads: int, kv_heads: int) -> int:

@@ -98,41 +98,26 @@ ALIKE = 0.02  # of a step's time: less is no reason to change anything
 
 
 class NodeOrder(NamedTuple):
-    """Hold one way to span the nodes.
+    """Hold one way to span the nodes."""
 
-    Attributes:
-        name: what it is.
-        setting: with its sizes.
-        runs: whether the runtime does this with those sizes; else it is there for comparison.
-        attention_s, waiting_s, step_s: of a step, its attention, and of that waiting for messages.
-        peak_bytes: of a device.
-        fits: whether it does.
-    """
-
-    name: str
-    setting: TrainingSetting
-    runs: bool
+    name: str  # what it is
+    setting: TrainingSetting  # with its sizes
+    runs: bool  # whether the runtime does this with those sizes; else it is there for comparison
+    # attention_s, waiting_s, step_s: of a step, its attention, and of that waiting for messages
     attention_s: float
     waiting_s: float
     step_s: float
-    peak_bytes: int
-    fits: bool
+    peak_bytes: int  # of a device
+    fits: bool  # whether it does
 
 
 class NodeOrders(NamedTuple):
-    """Hold all ways, the setting's own first, and what to do.
+    """Hold all ways, the setting's own first, and what to do."""
 
-    Attributes:
-        rows: the ways.
-        best: the one to take, of those that run.
-        one_ring_hides: from which shard on one ring of all ranks waits at most 5 % of its time.
-        advice: one sentence.
-    """
-
-    rows: tuple[NodeOrder, ...]
-    best: NodeOrder
-    one_ring_hides: Hiding
-    advice: str
+    rows: tuple[NodeOrder, ...]  # the ways
+    best: NodeOrder  # the one to take, of those that run
+    one_ring_hides: Hiding  # from which shard on one ring of all ranks waits at most 5 % of its time
+    advice: str  # one sentence
 
 
 def node_orders(found: Estimate) -> NodeOrders | None:

@@ -24,23 +24,15 @@ _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
 
 class MemoryOption(NamedTuple):
-    """Describe an option.
+    """Describe an option."""
 
-    Attributes:
-        flag: of `ds-ring plan`.
-        section: where it stands in the DeepSpeed JSON, as a path of keys and the value.
-        is_on: whether a setting has it.
-        needs: what it needs, for the complaint where it is not possible.
-        is_possible: whether it can be turned on.
-        apply: turns it on.
-    """
-
-    flag: str
+    flag: str  # of `ds-ring plan`
+    # where it stands in the DeepSpeed JSON, as a path of keys and the value
     section: tuple[tuple[str, ...], object] | None
-    is_on: Callable[[TrainingSetting], bool]
-    needs: str
-    is_possible: Callable[[TrainingSetting], bool]
-    apply: Callable[[TrainingSetting], TrainingSetting]
+    is_on: Callable[[TrainingSetting], bool]  # whether a setting has it
+    needs: str  # what it needs, for the complaint where it is not possible
+    is_possible: Callable[[TrainingSetting], bool]  # whether it can be turned on
+    apply: Callable[[TrainingSetting], TrainingSetting]  # turns it on
 
 
 def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:

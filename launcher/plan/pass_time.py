@@ -33,39 +33,24 @@ Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
 
 
 class PassRates(NamedTuple):
-    """Describe what a machine takes for the work of a pass, seconds.
+    """Describe what a machine takes for the work of a pass, seconds."""
 
-    Attributes:
-        flops_per_s: of the kernel.
-        tile_s: of a tile beside its pairs; of a hop where `one_call`.
-        one_call: the kernel takes all tiles of a hop at once.
-        post_s: of posting a batch that has messages; nothing hides it.
-        bytes_per_s: of the slowest link of the ring.
-        latency_s: of the link.
-        node_bytes_per_s: of links inside a node, where messages over them are counted apart.
-    """
-
-    flops_per_s: float
-    tile_s: float
-    one_call: bool
-    post_s: float
-    bytes_per_s: float
-    latency_s: float = 0.0
+    flops_per_s: float  # of the kernel
+    tile_s: float  # of a tile beside its pairs; of a hop where `one_call`
+    one_call: bool  # the kernel takes all tiles of a hop at once
+    post_s: float  # of posting a batch that has messages; nothing hides it
+    bytes_per_s: float  # of the slowest link of the ring
+    latency_s: float = 0.0  # of the link
+    # of links inside a node, where messages over them are counted apart
     node_bytes_per_s: float | None = None
 
 
 class TimeLine(NamedTuple):
-    """Hold the seconds of every batch of a pass; float64 [batches] each.
+    """Hold the seconds of every batch of a pass; float64 [batches] each."""
 
-    Attributes:
-        kernel: in the kernel.
-        posting: of the rank's own work beside it.
-        transfer: until what is received has arrived.
-    """
-
-    kernel: np.ndarray
-    posting: np.ndarray
-    transfer: np.ndarray
+    kernel: np.ndarray  # in the kernel
+    posting: np.ndarray  # of the rank's own work beside it
+    transfer: np.ndarray  # until what is received has arrived
 
     @property
     def compute(self) -> np.ndarray:
@@ -161,41 +146,29 @@ EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that doe
 
 
 class CostPart(NamedTuple):
-    """Hold one of a rank's classes of K/V heads, which may stand for several.
+    """Hold one of a rank's classes of K/V heads, which may stand for several."""
 
-    Attributes:
-        head_class: the rank's part of the plan for the class.
-        times: how many classes it stands for.
-    """
-
-    head_class: HeadClassPlan
-    times: int
+    head_class: HeadClassPlan  # the rank's part of the plan for the class
+    times: int  # how many classes it stands for
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Hold what a forward and a backward pass of one rank cost.
+    """Hold what a forward and a backward pass of one rank cost."""
 
-    Attributes:
-        pairs, executed: summed over query heads and the batch.
-        forward_bytes, backward_bytes: sent by this rank.
-        forward_s, backward_s: seconds.
-        compute_s: of these, both together, seconds in the kernel.
-        hops: batches of all head chunks, forward and backward.
-        exposed_hops: of these, where the transfer takes longer than the arithmetic that should hide it.
-        late_hops: of these, where there is arithmetic; the others wait when nothing is left to compute.
-    """
-
+    # pairs, executed: summed over query heads and the batch
     pairs: int
     executed: int
+    # forward_bytes, backward_bytes: sent by this rank
     forward_bytes: int
     backward_bytes: int
+    # forward_s, backward_s: seconds
     forward_s: float
     backward_s: float
-    compute_s: float
-    hops: int
-    exposed_hops: int
-    late_hops: int
+    compute_s: float  # of these, both together, seconds in the kernel
+    hops: int  # batches of all head chunks, forward and backward
+    exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
+    late_hops: int  # of these, where there is arithmetic; the others wait when nothing is left to compute
 
     @property
     def seconds(self) -> float:
@@ -294,4 +267,4 @@ def pass_cost(
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
     forward_s, backward_s = (line.seconds(overlap) for line in lines)
-    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
+    return PassCost(pairs, executed, sent[0], sent[1], forward_s, backward_s, float(compute.sum()), *hops)

@@ -59,23 +59,15 @@ class ClusterSetting:
 
 @dataclass
 class Story:
-    """Hold what became of a job. Times are seconds since 1970.
+    """Hold what became of a job. Times are seconds since 1970."""
 
-    Attributes:
-        started: when the launcher was.
-        struck: when the fault happened in the first attempt.
-        attempts: the numbers of the ranks of each.
-        events: lines of attempts.jsonl.
-        status: of the launcher.
-        left: command lines of processes that were there ten seconds after its end.
-    """
-
-    started: float
-    struck: float = 0.0
+    started: float  # when the launcher was
+    struck: float = 0.0  # when the fault happened in the first attempt
     culprits: tuple[int, ...] = ()
-    attempts: list[Figures] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    status: int | None = None
+    attempts: list[Figures] = field(default_factory=list)  # the numbers of the ranks of each
+    events: list[dict[str, Any]] = field(default_factory=list)  # lines of attempts.jsonl
+    status: int | None = None  # of the launcher
+    # command lines of processes that were there ten seconds after its end
     left: list[str] = field(default_factory=list)
 
     def event(self, kind: str, attempt: int) -> dict[str, Any]:
