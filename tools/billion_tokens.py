@@ -58,13 +58,6 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     return own.parse_args(arguments)
 
 
-def cluster_plan(job: LongRun, hardware: str) -> int:
-    """`ds-ring plan` for a Llama of 8 billion parameters with this pattern, a device for each rank."""
-    dilated = {"segment_lengths": job.pattern.segment_lengths, "dilation_rates": job.pattern.dilation_rates}
-    sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", hardware]
-    return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--fit", "--pattern", json.dumps(dilated)])
-
-
 def sample(job: LongRun, wanted: list[int]) -> int:
     """Processor seconds of some ranks in this process, after a first one that fills the caches."""
     torch.set_num_threads(1)
@@ -128,8 +121,12 @@ def main(arguments: list[str] | None = None) -> int:
             options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,
             options.seed, options.backward, options.query_block, options.workers, options.check_rows,
         )  # fmt: skip
-        if options.plan:
-            return cluster_plan(job, options.plan)
+        if options.plan:  # a Llama of 8 billion parameters with this pattern, a device for each rank
+            dilated = job.pattern.segment_lengths, job.pattern.dilation_rates
+            pattern = dict(zip(("segment_lengths", "dilation_rates"), dilated, strict=True))
+            sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", options.plan]
+            sizes += ["--pattern", json.dumps(pattern)]
+            return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--fit"])
         if options.fake:
             return fake_layers(job, options.fake)
         return sample(job, options.sample) if options.sample else whole(job, options)

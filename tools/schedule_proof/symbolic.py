@@ -223,9 +223,7 @@ class SymbolicRank:
 
     def _live(self, index: int, buffer: int) -> Content:
         """Return a buffer that may be written to or freed now."""
-        content = self.contents.get((index, buffer))
-        if content is None:
-            self._absent(index, buffer)
+        content = self._present(index, buffer)
         if content.arriving is not None:
             self.refuse(f"{name_of(buffer)} to have arrived", "a message that is still on its way")
         if content.leaving == self.batch:
@@ -234,18 +232,19 @@ class SymbolicRank:
 
     def _read(self, index: int, buffer: int, needs: int) -> Content:
         """Return a buffer that is filled."""
-        content = self.contents.get((index, buffer))
-        if content is None:
-            self._absent(index, buffer)
+        content = self._present(index, buffer)
         if content.arriving is not None or (content.tokens == NOTHING).any():
             self.refuse(f"{name_of(buffer)} to be filled", "a read before that")
         if content.came != needs:
             self.refuse(f"to need batch {content.came} of its chunk", f"batch {needs}")
         return content
 
-    def _absent(self, index: int, buffer: int) -> NoReturn:
-        state = "was freed before" if (index, buffer) in self.freed else "was never filled"
-        self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+    def _present(self, index: int, buffer: int) -> Content:
+        content = self.contents.get((index, buffer))
+        if content is None:
+            state = "was freed before" if (index, buffer) in self.freed else "was never filled"
+            self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+        return content
 
     def _part(self, content: Content, part: SlotRanges) -> Content:
         where = _each(part)

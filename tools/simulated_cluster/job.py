@@ -108,12 +108,6 @@ class _Job:
         )
         return figures
 
-    def await_event(self, kind: str, attempt: int) -> None:
-        """Wait for a line of attempts.jsonl."""
-        found = (kind, attempt)
-        ready = lambda: any((one["event"], one["attempt"]) == found for one in self.run.events())  # noqa: E731
-        self.await_(f"the {kind} of attempt {attempt}", ready)
-
     def said(self) -> str:
         """Return the end of what the launcher and the ranks printed, and the end of rank 0."""
         ends = []
@@ -173,7 +167,10 @@ def _follow(job: _Job, story: Story, fault: str) -> None:
             break
         time.sleep(_SETTLE_SECONDS)
         _strike(job, story, fault, figures)
-        job.await_event("end", attempt)
+        job.await_(
+            f"the end of attempt {attempt}",
+            lambda: any((one["event"], one["attempt"]) == ("end", attempt) for one in job.run.events()),  # noqa: B023
+        )
     job.launcher.wait(timeout=max(job.deadline - time.monotonic(), 1.0))
 
 
