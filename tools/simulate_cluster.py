@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from bench import parser_of
 from rich.table import Table
@@ -29,14 +28,6 @@ from simulated_cluster.job import FAULTS, ClusterSetting, SimulationError, Story
 from ds_ring_launcher.tables import print_table
 
 JOIN_S, VERDICT_S, DECIDED_S = 20.0, 1.0, 5.0
-
-
-class TimedEvent(NamedTuple):
-    """Hold how long something took, in seconds, and how long it may; None where nothing is promised."""
-
-    what: str
-    seconds: float
-    bound: float | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,7 +82,8 @@ def _print(story: Story, setting: ClusterSetting, fault: str) -> bool:
     return bool(wrong)
 
 
-def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[TimedEvent]:
+def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[tuple[str, float, float | None]]:
+    """Return how long things took, in seconds, and how long they may; None where nothing is promised."""
     first = story.attempts[0]
     forked, told = min(first.all(Of.FORKED)), first.known(Of.TOLD).values()
     joined = max(first.all(Of.JOINED)) - forked
@@ -99,23 +91,24 @@ def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[TimedEve
     silence = setting.heartbeat_s if fault == "stop" else 0.0
     since = story.struck + silence
     chosen_s = DECIDED_S if fault == "host" else None
-    moments = [
-        TimedEvent(
+    moments: list[tuple[str, float, float | None]] = [
+        (
             "(before it) all hosts asked, from the launcher's start",
             story.event("start", 1)["at"] - story.started,
+            None,
         ),
-        TimedEvent("(before it) all have joined, from the first fork", joined, JOIN_S),
+        ("(before it) all have joined, from the first fork", joined, JOIN_S),
     ]
     if silence:
-        moments.append(TimedEvent(f"(after it) silence of {silence:g} s is over; from there", silence))
+        moments.append((f"(after it) silence of {silence:g} s is over; from there", silence, None))
     moments += [
-        TimedEvent("the first rank knows the verdict", min(told, default=since) - since),
-        TimedEvent("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
-        TimedEvent("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
-        TimedEvent("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
+        ("the first rank knows the verdict", min(told, default=since) - since, None),
+        ("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
+        ("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
+        ("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
     ]
     if len(story.attempts) > 1:
-        moments.append(TimedEvent("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since))
+        moments.append(("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since, None))
     return moments
 
 

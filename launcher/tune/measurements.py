@@ -296,8 +296,8 @@ class Probe:
                 told()
         found = {}
         for choice in choices:
-            least = [_least(samples[choice, tokens]) for tokens in (SMALL_TOKENS, large_tokens)]
-            (forward, forward_s), (backward, backward_s) = (_fit(*least, way) for way in (0, 1))
+            both = [samples[choice, tokens] for tokens in (SMALL_TOKENS, large_tokens)]
+            (forward, forward_s), (backward, backward_s) = (_fit(*both, way) for way in (0, 1))
             found[choice] = KernelRate(forward, backward, forward_s, backward_s)
         return found
 
@@ -350,16 +350,14 @@ class Probe:
         return KernelSample((forward, backward), (forward_s, backward_s))
 
 
-def _least(samples: list[KernelSample]) -> KernelSample:
-    """Return the least seconds, forward and backward each by itself."""
-    forward, backward = (min(sample.seconds[way] for sample in samples) for way in (0, 1))
-    return KernelSample(samples[0].flops, (forward, backward))
+def _fit(small: list[KernelSample], large: list[KernelSample], way: int) -> tuple[float, float]:
+    """Fit rate and fixed seconds to the least seconds of two sizes, forward (0) or backward (1).
 
-
-def _fit(small: KernelSample, large: KernelSample, way: int) -> tuple[float, float]:
-    """Fit rate and fixed seconds to two points; without a rise, return the larger one's rate alone."""
-    rise_s = large.seconds[way] - small.seconds[way]
-    if rise_s <= 0:
-        return large.flops[way] / large.seconds[way], 0.0
-    rate = (large.flops[way] - small.flops[way]) / rise_s
-    return rate, max(small.seconds[way] - small.flops[way] / rate, 0.0)
+    Without a rise the larger one's rate alone.
+    """
+    small_s, large_s = (min(sample.seconds[way] for sample in samples) for samples in (small, large))
+    few, many = small[0].flops[way], large[0].flops[way]
+    if large_s <= small_s:
+        return many / large_s, 0.0
+    rate = (many - few) / (large_s - small_s)
+    return rate, max(small_s - few / rate, 0.0)
