@@ -49,7 +49,8 @@ def one_pass(mesh: RingMesh, tokens: int, options: argparse.Namespace) -> dict[s
 
 def on_a_rank(options: argparse.Namespace, lengths: list[int]) -> list[list[dict[str, float]]]:
     """The passes of all lengths on one rank of a ring."""
-    mesh, found = RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=120), []
+    mesh = RingMesh.from_world(dist.get_world_size(), heartbeat_timeout_s=120)
+    found: list[list[dict[str, float]]] = []
     for tokens in lengths:  # the first pass warms up
         one_pass(mesh, min(tokens, 4096), options)
         found.append([])

@@ -200,7 +200,7 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
         "long_sequence": {key: TILES.get(key, True) for key in point.long},
         "recompute_attention": point.recompute,
     }
-    low = {"bf16": {"enabled": True}} if point.dtype == "bfloat16" else {}
+    low: dict[str, Any] = {"bf16": {"enabled": True}} if point.dtype == "bfloat16" else {}
     with patient_waits(), measure_cpu_memory() as memory:
         model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
         if point.checkpointing:

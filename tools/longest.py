@@ -77,7 +77,7 @@ def two_steps(trial: Trial) -> tuple[float, float]:
         if trial.stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     section = trial.section | {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60}
-    more = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
+    more: dict[str, Any] = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
     if cuda:
         more["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
     engine = engine_of(model, trial.ranks, section, zero, **more)
