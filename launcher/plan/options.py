@@ -1,7 +1,7 @@
 """List what makes a step need less memory on the same devices: one row for each option of a long sequence.
 
 Owns the rows, which of them go together, and the choice of the cheapest set that fits. What an option saves
-is `model_memory.py`'s and `model_memory.py`'s, what it costs `estimate.py`'s.
+is `model_memory.py`'s, what it costs `estimate.py`'s.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MemoryOption(NamedTuple):
     # where it stands in the DeepSpeed JSON, as a path of keys and the value
     section: tuple[tuple[str, ...], object] | None
     is_on: Callable[[TrainingSetting], bool]  # whether a setting has it
-    needs: str  # what it needs, for the complaint where it is not possible
-    is_possible: Callable[[TrainingSetting], bool]  # whether it can be turned on
     apply: Callable[[TrainingSetting], TrainingSetting]  # turns it on
+    needs: str = "any model"  # for the complaint where it is not possible
+    is_possible: Callable[[TrainingSetting], bool] = lambda setting: True  # whether it can be turned on
 
 
 def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
@@ -55,78 +55,68 @@ def _has_host(setting: TrainingSetting) -> bool:
     return known or setting.host_is_device
 
 
+_LONG = ("ring_attention", "long_sequence")
+_ZERO = "zero_optimization"
+_PINNED = {"device": "cpu", "pin_memory": True}
+
 OPTIONS = (
     MemoryOption(
-        "--tiled-loss",
-        (("ring_attention", "long_sequence", "tiled_loss"), True),
-        lambda s: s.loss_tokens is not None,
-        "any model",
-        lambda s: True,
-        tiled_loss,
+        "--tiled-loss", ((*_LONG, "tiled_loss"), True), lambda s: s.loss_tokens is not None, tiled_loss
     ),
-    MemoryOption(
-        "--tiled-mlp",
-        (("ring_attention", "long_sequence", "tiled_mlp"), True),
-        lambda s: s.mlp_tokens is not None,
-        "any model",
-        lambda s: True,
-        tiled_mlp,
-    ),
+    MemoryOption("--tiled-mlp", ((*_LONG, "tiled_mlp"), True), lambda s: s.mlp_tokens is not None, tiled_mlp),
     MemoryOption(
         "--activation-checkpointing",
         None,  # the model's, or the trainer's
         lambda s: s.checkpointing,
-        "any model",
-        lambda s: True,
         lambda s: replace(s, checkpointing=True),
     ),
     MemoryOption(
         "--offload-checkpoints",
-        (("ring_attention", "long_sequence", "offload_checkpoints"), True),
+        ((*_LONG, "offload_checkpoints"), True),
         lambda s: s.offload_checkpoints,
+        lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
         _HOST,
         _has_host,
-        lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
     ),
     MemoryOption(
         "--offload-attention",
-        (("ring_attention", "long_sequence", "offload_attention"), True),
+        ((*_LONG, "offload_attention"), True),
         lambda s: s.offload_attention is True,
+        lambda s: replace(s, offload_attention=True),
         f"a GPU, and {_HOST}",
         lambda s: not s.host_is_device and _has_host(s),  # on the CPU it saves nothing
-        lambda s: replace(s, offload_attention=True),
     ),
     MemoryOption(
         "--recompute-half-of-attention",
         (("ring_attention", "recompute_attention"), 0.5),
         lambda s: s.recompute_attention == 0.5,
+        lambda s: replace(s, recompute_attention=0.5),
         "activation checkpointing, and no --recompute-attention",
         lambda s: s.checkpointing and s.recompute_attention == 0,
-        lambda s: replace(s, recompute_attention=0.5),
     ),
     MemoryOption(
         "--recompute-attention",
         (("ring_attention", "recompute_attention"), True),
         lambda s: s.recompute_attention == 1,
+        lambda s: replace(s, recompute_attention=1.0),
         "activation checkpointing, and no --recompute-half-of-attention",
         lambda s: s.checkpointing and s.recompute_attention == 0,
-        lambda s: replace(s, recompute_attention=1.0),
     ),
     MemoryOption(
         "--offload-optimizer",
-        (("zero_optimization", "offload_optimizer"), {"device": "cpu", "pin_memory": True}),
+        ((_ZERO, "offload_optimizer"), _PINNED),
         lambda s: s.zero.offload_optimizer,
+        lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
         f"ZeRO 1, 2 or 3 and {_HOST}",
         lambda s: s.zero.stage > 0 and _has_host(s),
-        lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
     ),
     MemoryOption(
         "--offload-param",
-        (("zero_optimization", "offload_param"), {"device": "cpu", "pin_memory": True}),
+        ((_ZERO, "offload_param"), _PINNED),
         lambda s: s.zero.offload_parameters,
+        lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
         f"ZeRO 3 and {_HOST}",
         lambda s: s.zero.stage == 3 and _has_host(s),
-        lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
     ),
 )
 
