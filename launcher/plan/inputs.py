@@ -204,15 +204,11 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
         ELEMENT_BYTES[dtype],
         overlap_comm=stage == 3 if overlap is None else overlap,
         fused_adam=kind == "cuda",
-        offload_optimizer=_on_host(section, "offload_optimizer"),
-        offload_parameters=_on_host(section, "offload_param"),
+        # to the host's memory
+        offload_optimizer=_mapping(section, "offload_optimizer", f"{_ZERO}.").get("device") == "cpu",
+        offload_parameters=_mapping(section, "offload_param", f"{_ZERO}.").get("device") == "cpu",
         **more,
     )
-
-
-def _on_host(section: _Raw, key: str) -> bool:
-    """Return whether ZeRO offloads to the host's memory."""
-    return bool(_mapping(section, key, f"{_ZERO}.").get("device") == "cpu")
 
 
 def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:

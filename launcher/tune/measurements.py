@@ -296,8 +296,8 @@ class Probe:
                 told()
         found = {}
         for choice in choices:
-            both = [samples[choice, tokens] for tokens in (SMALL_TOKENS, large_tokens)]
-            (forward, forward_s), (backward, backward_s) = (_fit(*both, way) for way in (0, 1))
+            small, large = samples[choice, SMALL_TOKENS], samples[choice, large_tokens]
+            (forward, forward_s), (backward, backward_s) = (_fit(small, large, way) for way in (0, 1))
             found[choice] = KernelRate(forward, backward, forward_s, backward_s)
         return found
 
