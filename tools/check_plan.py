@@ -187,7 +187,7 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     shape = point.model
     assert shape is not None
     sizes = (shape.vocab, shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads)
-    ids = torch.randint(1, shape.vocab, (1, point.tokens))
+    ids = torch.randint(1, shape.vocab, (1, point.tokens), generator=torch.Generator().manual_seed(0))
     bucket = bucket_of(point)
     zero = {
         "stage": point.stage,
