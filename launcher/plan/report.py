@@ -12,7 +12,7 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice
+from .advice import Advice, Remedy
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -101,17 +101,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "fewest_devices": advice.fewest_devices,
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
-        "remedies": [
-            {
-                "change": one.change,
-                "peak_bytes": one.peak_bytes,
-                "step_s": one.step_s,
-                "host_bytes_of_node": one.host_bytes,
-                "devices": one.setting.devices,
-                "tokens": one.setting.tokens,
-            }
-            for one in advice.remedies
-        ],
+        "remedies": [_remedy(one) for one in advice.remedies],
         "warnings": list(advice.warnings),
     }
 
@@ -130,6 +120,12 @@ def _pass(one: LayerPass) -> dict[str, Any]:
         "hops": cost.hops,
         "exposed_hops": cost.exposed_hops,
     }
+
+
+def _remedy(one: Remedy) -> dict[str, Any]:
+    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
+    row["host_bytes_of_node"] = one.host_bytes
+    return row | {"devices": one.setting.devices, "tokens": one.setting.tokens}
 
 
 def _usable_of_node(found: Estimate) -> int | None:
