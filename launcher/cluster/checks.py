@@ -15,7 +15,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
 from .cluster import Cluster
-from .yaml_file import missing_file
+from .cluster_file import missing_file
 
 
 def require_inputs(cluster: Cluster) -> None:

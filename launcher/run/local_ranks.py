@@ -1,11 +1,13 @@
 """Run a function on ranks of this machine, with a hard deadline, and leave no process behind.
 
 For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
-run is started by an engine instead (engines/, process.py).
+run is started by an engine instead (engines/, process.py). Imports no torch: that takes a rank seconds, in
+which its parent may be killed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -24,11 +26,10 @@ from typing import Any, NoReturn
 
 from ds_ring.errors import RingError
 
-from .rank_process import start
-
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
 _LOOK_S = 0.2
 _WRONG_INPUT = 2
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RanksError(RingError, RuntimeError):
@@ -70,7 +71,7 @@ def run_ranks(
             for rank in range(processes):
                 # Pickled here: a rank watches its parent before it unpickles, which imports torch.
                 told = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
-                ranks.append(context.Process(target=start, args=(os.getpid(), told), name=f"rank {rank}"))
+                ranks.append(context.Process(target=_start, args=(os.getpid(), told), name=f"rank {rank}"))
                 with _not_heard_by_children():
                     ranks[-1].start()
             _watch(ranks, folder, deadline_s, waiting)
@@ -80,6 +81,18 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
+
+
+def _start(parent: int, told: bytes) -> None:
+    """Call the pickled (function, arguments) in a process that the death of `parent`, a process id, ends."""
+    # The kernel ends this process with its parent, whatever signals it ignores.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    function, arguments = pickle.loads(told)
+    function(*arguments)
 
 
 @contextmanager

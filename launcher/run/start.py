@@ -13,9 +13,8 @@ from ..cluster import checks
 from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT, FOLDER
-from .guardian import FAULT_GRACE_SECONDS, POLL_SECONDS
 from .job import Invocation, Job
-from .process import few, say
+from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, few, say
 
 
 def start(job: Job, signals: list[int]) -> int:

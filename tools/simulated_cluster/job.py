@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from ds_ring_launcher.run.guardian import marked
+from ds_ring_launcher.run.process import marked
 from ds_ring_launcher.run.run_folder import RunFolder
 from simulated_cluster.figures import Figures, Of
 from simulated_cluster.hosts import write_ssh
@@ -244,7 +244,7 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 def _end_marked(mark: str) -> list[str]:
     """Kill what is left after ten seconds; return its command lines."""
     deadline = time.monotonic() + 10
-    while (left := marked(mark, MARK)) and time.monotonic() < deadline:
+    while (left := marked(mark, variable=MARK)) and time.monotonic() < deadline:
         time.sleep(0.2)
     said = []
     for process in left:
