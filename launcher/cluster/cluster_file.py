@@ -67,7 +67,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping at the top of the file `path`; RingConfigError for whatever keeps it from being
     read.
     """
-    text = _read_text(path)
+    try:
+        text = read_small(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise config_error(str(path), missing_file(path, "a cluster YAML")) from None
+    except IsADirectoryError:
+        raise config_error(str(path), "expected a file, got a directory; name the file in it") from None
     try:
         _require_plain(text)
         value = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
@@ -78,17 +83,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise config_error(str(path), sentence("values that can be read", got, "correct them")) from None
     if value is None:
         raise config_error(str(path), "expected a mapping, got an empty file; copy quickstart.yaml")
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        odd = (
-            next((key for key in value if not isinstance(key, str)), None)
-            if isinstance(value, dict)
-            else None
-        )
-        got = (
-            f"{type(value).__name__}"
-            if not isinstance(value, dict)
-            else f"the key {shown(odd)}, which is no word"
-        )
+    odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    if not isinstance(value, dict) or odd:
+        got = f"the key {shown(odd[0])}, which is no word" if odd else type(value).__name__
         raise config_error(str(path), f"expected 'key: value' lines, got {got}; see quickstart.yaml")
     return value
 
@@ -109,15 +106,6 @@ def _require_plain(text: str) -> None:
         if what:
             mark: Any = event.start_mark  # the stubs have two classes for the same
             raise yaml.constructor.ConstructorError(None, None, what, mark)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_small(path, MOST_BYTES)
-    except FileNotFoundError:
-        raise config_error(str(path), missing_file(path, "a cluster YAML")) from None
-    except IsADirectoryError:
-        raise config_error(str(path), "expected a file, got a directory; name the file in it") from None
 
 
 def missing_file(path: Path, what: str) -> str:
@@ -187,17 +175,14 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
 def _problem_of(content: str, number: int, seen: dict[str, int]) -> str:
     found = _LINE.fullmatch(content)
     if found is None:
-        return sentence("'node-0 slots=8'", _quoted(content), "write the name, a blank, slots=number")
+        got = repr(content) if len(content) <= 80 else shown(content)
+        return sentence("'node-0 slots=8'", got, "write the name, a blank, slots=number")
     if int(found["slots"]) == 0:
         return sentence("at least one slot", f"{found['name']} slots=0", "remove the line, or give it slots")
     if found["name"] in seen:
         first = f"{found['name']} on line {seen[found['name']]} and again"
         return sentence("every host once", first, "add its slots up in one line")
     return ""
-
-
-def _quoted(content: str) -> str:
-    return repr(content) if len(content) <= 80 else shown(content)
 
 
 _Raw = dict[str, Any]

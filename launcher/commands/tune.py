@@ -7,14 +7,7 @@ import json
 import os
 
 from ..tune.arguments import declare
-from .parsers import (
-    Commands,
-    add_command,
-    refuse_extra,
-    require_deadline,
-    require_memory,
-    require_sizes,
-)
+from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
 
 _MOST = {
     "tokens": 2**30,

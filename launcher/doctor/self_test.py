@@ -188,9 +188,9 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
-    job, pattern = ProfileJob(sizes, Causal(), options=options), Causal()
+    job = ProfileJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
-    context = context_for(pattern, layout, mesh, options)
+    context = context_for(job.pattern, layout, mesh, options)
     dtype, device = _kind(mesh)
     shards = {
         name: shard_of(job.source, layout, name, mesh.ring_rank).to(device, dtype)
@@ -202,7 +202,9 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     with record_traffic() as traffic:
         out, _ = ring_attention_op(*shards.values(), context.handle)
         out.backward(grad_out)
-    whole = {name: _whole(job, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
+    whole = {
+        name: shard_of(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
+    }
     want = _dense_causal(**whole)
     positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
     got = (out, *(x.grad for x in shards.values()))
@@ -235,11 +237,6 @@ def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
     return torch.float32, torch.device("cpu")
 
 
-def _whole(job: ProfileJob, name: str) -> Tensor:
-    """Return a tensor of all tokens."""
-    return shard_of(job.source, job.layout(1), name, 0)
-
-
 def _dense_causal(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, dq, dk, dv of causal attention in float64."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
@@ -265,26 +262,24 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
     if _kind(mesh)[1].type == "cuda":
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
-
-    def job(tokens: int) -> ProfileJob:
-        return ProfileJob(_memory_sizes(tokens, torch.float32), NARROW, options=options)
-
-    here = measure_rank(mesh, job(tokens), times=False).memory.peak_bytes / tokens
+    job = _memory_job(tokens, torch.float32, options)
+    here = measure_rank(mesh, job, times=False).memory.peak_bytes / tokens
     if dist.get_rank():  # once is enough, and takes P times the memory
         return here, 0.0
-    alone = measure_rank(RingMesh.single(), job(MEMORY_TOKENS), times=False).memory.peak_bytes
-    return here, alone / MEMORY_TOKENS
+    job = _memory_job(MEMORY_TOKENS, torch.float32, options)
+    return here, measure_rank(RingMesh.single(), job, times=False).memory.peak_bytes / MEMORY_TOKENS
 
 
-def _memory_sizes(tokens: int, dtype: torch.dtype) -> GlobalSizes:
-    return GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> ProfileJob:
+    sizes = GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+    return ProfileJob(sizes, NARROW, options=options)
 
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
     found = []
     for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
-        job = ProfileJob(_memory_sizes(tokens, torch.bfloat16), NARROW, options=options)
+        job = _memory_job(tokens, torch.bfloat16, options)
         layout = job.layout(one.ring_size)
         context = context_for(job.pattern, layout, one, options)
         torch.cuda.synchronize()

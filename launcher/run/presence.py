@@ -20,7 +20,6 @@ from typing import Any
 from ..cluster.checks import require_program
 from ..cluster.cluster import Cluster, Host
 
-_PROBE = "ds_ring_launcher.run.probe"
 _LAST_WORDS_SECONDS = 1.0
 
 
@@ -39,17 +38,6 @@ class HostPresence:
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def find_hosts(cluster: Cluster, seconds: float) -> HostPresence:
-    """Return which hosts can take part now; nobody is asked where no host is reached by ssh.
-
-    Args:
-        cluster: whose hosts one call reaches.
-        seconds: for all answers together.
-    """
-    # An engine with daemons has all hosts: Slurm ends a job that loses one.
-    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else HostPresence(cluster.hosts)
-
-
 def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
     """Return which hosts answer, and reach the first one that does.
 
@@ -61,7 +49,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
         RingConfigError: the program that reaches hosts is not on PATH.
     """
     deadline = time.monotonic() + seconds
-    asked = {host.name: AskedHost(cluster, host.name, _PROBE) for host in cluster.hosts}
+    asked = {host.name: AskedHost(cluster, host.name, "ds_ring_launcher.run.probe") for host in cluster.hosts}
     try:
         greetings = {name: one.answer(deadline) for name, one in asked.items()}
         missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}

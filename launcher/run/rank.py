@@ -43,11 +43,12 @@ def main(argv: list[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
-        write_exit(folder, rank, _status(leaving.code))
+        code = leaving.code or 0
+        write_exit(folder, rank, code if isinstance(code, int) else 1)
         raise
     except BaseException as error:
         write_fault(folder, fault_of(error, rank, _step()))
-        _forget_our_frames(error)
+        error.__traceback__ = _own_frames(error.__traceback__)
         raise  # Python prints it, by the hook that names the culprit
     write_exit(folder, rank, 0)
 
@@ -96,10 +97,6 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _forget_our_frames(error: BaseException) -> None:
-    error.__traceback__ = _own_frames(error.__traceback__)
-
-
 def _choose_interface() -> None:
     """Name the interface that reaches rank 0 to gloo and NCCL, where nobody has named one."""
     # gloo asks the name service for this host's own name, and on many systems that is loopback's.
@@ -129,10 +126,6 @@ def _record_sigterm(folder: Path, rank: int) -> None:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGUSR1, pass_on)
-
-
-def _status(code: object) -> int:
-    return 0 if code is None else code if isinstance(code, int) else 1
 
 
 def _copy_output(log: Path) -> None:

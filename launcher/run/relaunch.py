@@ -33,7 +33,7 @@ from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
 from .job import Job
-from .presence import HostPresence, address_of_master, find_hosts
+from .presence import HostPresence, address_of_master, ask_hosts
 from .process import POLL_SECONDS, few, say, signals_noted
 from .run_folder import (
     CONFIG,
@@ -43,6 +43,7 @@ from .run_folder import (
     RunFolder,
     exits_of,
     faults_of,
+    newest_checkpoint,
     silent_ranks,
 )
 from .start import start
@@ -345,7 +346,7 @@ class _RelaunchedRun:
         seconds = _HOST_SECONDS if policy is None else policy.host_seconds
         deadline = time.monotonic() + (0.0 if policy is None else policy.wait_for_hosts_seconds)
         while True:
-            presence = find_hosts(cluster, seconds)
+            presence = ask_hosts(cluster, seconds) if cluster.asks_by_ssh else HostPresence(cluster.hosts)
             if not presence.missing or time.monotonic() >= deadline or self.signals:
                 return presence
             self._pause(1.0)
@@ -430,17 +431,6 @@ class _RelaunchedRun:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.signals:
             time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
-
-
-def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
-    """Return the tag that `latest` names, and when it was written; None where there is none."""
-    if folder is None:
-        return None
-    try:
-        path = folder / "latest"
-        return path.read_text(encoding="utf-8").strip(), path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        return None
 
 
 def ranks_of(folder: Path) -> int:

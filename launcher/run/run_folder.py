@@ -165,6 +165,17 @@ def write_launcher(run: Path) -> None:
     write_json(run / LAUNCHER, {"at": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
 
 
+def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
+    """Return the tag that `latest` names, and when it was written; None where there is none."""
+    if folder is None:
+        return None
+    try:
+        path = folder / "latest"
+        return path.read_text(encoding="utf-8").strip(), path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a small file at once: a reader sees the old text or the new one. A full disk is left alone."""
     try:
