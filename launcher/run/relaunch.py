@@ -67,8 +67,9 @@ class Culprit:
     @property
     def signature(self) -> tuple[object, ...] | None:
         """Return what is equal where the same bug struck in the same step; None for faults that may pass."""
-        bug = self.fault if self.kind == "error" else None
-        return bug and (bug.type, bug.frames, bug.step)
+        if self.kind != "error" or self.fault is None:
+            return None
+        return self.fault.type, self.fault.frames, self.fault.step
 
     @property
     def event(self) -> dict[str, object]:

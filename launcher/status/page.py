@@ -205,8 +205,8 @@ def _tiles(status: RunStatus) -> str:
     most = max((rank.memory_bytes for rank in status.ranks if rank.memory_bytes is not None), default=None)
     tiles = {
         "step": "unknown" if moment is None else f"{moment.step:,}",
-        "loss": number_text(moment and moment.loss),
-        "tokens per second": number_text(moment and moment.tokens_per_second),
+        "loss": number_text(None if moment is None else moment.loss),
+        "tokens per second": number_text(None if moment is None else moment.tokens_per_second),
         "memory, at most": memory_text(most),
         "slowest hop": f"{1e3 * status.links[0].hop_seconds:.2f} ms" if status.links else "unknown",
         "newest checkpoint": f"step {status.checkpoints[0].step}" if status.checkpoints else "none",

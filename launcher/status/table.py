@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .run_status import AttemptStatus, RankStatus, RunStatus
@@ -18,7 +18,7 @@ class StatusTable(NamedTuple):
 
     title: str
     heads: str  # with a comma and a blank between them
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     none: str = "Nothing is known."
     left_out: int = 0
 
@@ -117,7 +117,7 @@ def _rank(one: RankStatus) -> tuple[str, ...]:
     return str(one.rank), one.host or "", one.state, _or_blank(one.step), takes, memory, age
 
 
-def _chosen(ranks: Sequence[RankStatus], most: int) -> Iterable[RankStatus]:
+def _chosen(ranks: Sequence[RankStatus], most: int) -> Sequence[RankStatus]:
     """Return the ranks to look at first: those that are not at work, then the oldest figures, most memory."""
     if len(ranks) <= most:
         return ranks
