@@ -33,7 +33,6 @@ from ds_ring.integrations.deepspeed.first_batch import (
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
 
-from .small_config import read_config, shrink
 from .small_model import (
     HAVE_A_LOSS,
     SAMPLES,
@@ -43,7 +42,9 @@ from .small_model import (
     make_batch,
     make_form,
     needs_documents,
+    read_config,
     section_for,
+    shrink,
     usual_head,
 )
 

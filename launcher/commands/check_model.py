@@ -157,7 +157,7 @@ def _import(model: str | None) -> None:
     """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    from ..check.small_config import read_config
+    from ..check.small_model import read_config
 
     if model is not None:
         read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for

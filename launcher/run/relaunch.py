@@ -445,7 +445,7 @@ def ranks_of(folder: Path) -> int:
 def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
     """Return the tag that `world_size` ranks can load, converted if need be; None where none is whole."""
     from ds_ring.integrations.checkpoint.manifest import earlier_tags, read_latest, verify_checkpoint
-    from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, resize_checkpoint
+    from ds_ring.integrations.checkpoint.resize import resize_checkpoint
     from ds_ring.integrations.deepspeed.run_report import attempt_of
 
     newest = read_latest(folder)
@@ -455,7 +455,7 @@ def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
         except RingCheckpointError as error:
             print(f"{tag}: not whole, trying the one before: {error}", file=sys.stderr)
             continue
-        if is_universal(folder / tag) or ranks_of(folder / tag) in (0, world_size):
+        if ranks_of(folder / tag) in (0, world_size):
             return tag
         return resize_checkpoint(folder, tag, attempt=attempt_of(attempt_folder))
     return None
