@@ -289,6 +289,5 @@ def _first_of(wrong: list[Difference]) -> str:
     """Name the layer that differs first, and the parameter whose gradient differs most."""
     if not wrong:
         return ""
-    gradients = [one for one in wrong if one.kind == "gradient"]
-    said = [str(wrong[0])] + ([str(max(gradients, key=lambda one: one.error))] if gradients else [])
-    return f"{len(wrong)} differ: first {said[0]}" + (f", most {said[1]}" if len(said) > 1 else "")
+    worst = max((one for one in wrong if one.kind == "gradient"), key=lambda one: one.error, default=None)
+    return f"{len(wrong)} differ: first {wrong[0]}" + (f", most {worst}" if worst is not None else "")

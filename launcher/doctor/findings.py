@@ -16,7 +16,6 @@ import yaml
 
 from ..cluster.cluster import Cluster
 from ..run.job import Job
-from . import ring
 from .hosts import HostAnswers
 
 OK, WARNING, WRONG, NOT_LOOKED_AT = "ok", "warning", "wrong", "not looked at"
@@ -328,6 +327,8 @@ def _clocks(ranks: list[dict[str, Any]]) -> Finding:
 # The ring that `ds-ring doctor` measures is started by the engine of the cluster YAML, as a run is.
 
 _JSON = {"train_batch_size": 2, "sequence_parallel_size": 2, "ring_attention": {"pattern": {"causal": True}}}
+SELF_TEST = Path(__file__).with_name("self_test.py")
+MARK = "DS_RING_DOCTOR "  # before what rank 0 of it prints
 _GRACE_SECONDS = 20.0
 _TOLD_LINES = 3
 
@@ -338,7 +339,7 @@ def own_machine(folder: Path) -> Path:
     path = folder / "cluster.yaml"
     told = {
         "engine": "torchrun", "device": "cpu", "hosts": "local", "slots": 2,
-        "script": str(Path(ring.__file__)), "deepspeed_config": "ds_config.json",
+        "script": str(SELF_TEST), "deepspeed_config": "ds_config.json",
     }  # fmt: skip
     path.write_text(yaml.safe_dump(told))
     return path
@@ -356,9 +357,9 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
     status, said, complaints = _run(command, dict(job.caller_environment), seconds)
-    line = next((one for one in said if ring.MARK in one), None)
+    line = next((one for one in said if MARK in one), None)
     if status == 0 and line is not None:
-        return judge_ring(json.loads(line.split(ring.MARK, 1)[1]))
+        return judge_ring(json.loads(line.split(MARK, 1)[1]))
     if status == 0 and job.node_rank:
         return [Finding("ring", NOT_LOOKED_AT, "rank 0's host has the findings")]
     ended = (
@@ -379,7 +380,7 @@ def _cluster_of_self_test(job: Job) -> dict[str, object]:
         "device": cluster.device,
         "environment": {"KINETO_LOG_LEVEL": "99", **cluster.environment},  # no lines of the profiler
         "engine_args": list(cluster.engine_args),
-        "script": str(Path(ring.__file__)),
+        "script": str(SELF_TEST),
         "deepspeed_config": str(cluster.deepspeed_config),
     }
     if cluster.is_local:

@@ -5,17 +5,23 @@ says what was seen. Options, and with them the transport, are those of the job's
 
 The memory of a pass is compared with that of the same attention on one rank, by the token: on a ring of P it
 should be 1 / P of it, and where keys are gathered it is about as much (Liu et al. 2023, section 3).
+
+The engine of the cluster YAML starts this file as it starts the user's own script. Rank 0 prints one line.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +30,11 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import presence
+from ds_ring.integrations.deepspeed.initialize import init_distributed
 from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.module import options_from_config
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, RingContext, context_for
 from ds_ring.runtime.exchange import Exchange
@@ -35,8 +44,8 @@ from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.rank import GlobalSizes, shard_of
-
-from ..profile.measure import ProfileJob, measure_rank
+from ds_ring_launcher.doctor.findings import MARK
+from ds_ring_launcher.profile.measure import ProfileJob, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
@@ -362,3 +371,29 @@ def _clock() -> tuple[float, float]:
             high = min(high, after - zero_before)
         own_before, zero_before, after = before, stamps[0][0], time.time()
     return (0.0, 0.0) if rank == 0 else ((low + high) / 2, (high - low) / 2)
+
+
+def main() -> int:
+    """Measure, and print what was found on rank 0; a RingError is the last line of stderr."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--deepspeed", action="store_true")
+    parser.add_argument("--deepspeed_config", type=Path, required=True)
+    parser.add_argument("--local_rank", type=int, default=0)
+    options = parser.parse_args()
+
+    if init_distributed().type == "cpu":
+        torch.set_num_threads(1)
+    config = RingConfig.from_deepspeed(options.deepspeed_config)
+    config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
+    answers = self_test(mesh, options_from_config(config))
+    if dist.get_rank() == 0:
+        told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+        print(MARK + json.dumps(told), flush=True)
+    mesh.close()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

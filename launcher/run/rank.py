@@ -47,7 +47,9 @@ def main(argv: list[str]) -> None:
         write_exit(folder, rank, code if isinstance(code, int) else 1)
         raise
     except BaseException as error:
-        write_fault(folder, fault_of(error, rank, _step()))
+        # the optimizer step that is under way, if the script's engine is one of ds_ring.initialize
+        report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
+        write_fault(folder, fault_of(error, rank, None if report is None else report.step_under_way()))
         error.__traceback__ = _own_frames(error.__traceback__)
         raise  # Python prints it, by the hook that names the culprit
     write_exit(folder, rank, 0)
@@ -81,12 +83,6 @@ def _kind(error: BaseException) -> tuple[str, int | None]:
     ):
         return "lost", None
     return "error", None
-
-
-def _step() -> int | None:
-    """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
-    report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
-    return None if report is None else report.step_under_way()
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -19,11 +19,12 @@ from ds_ring.errors import RingConfigError
 
 from ..run.run_folder import (
     ATTEMPTS,
+    HISTORY,
+    LAUNCHER,
     RunFolder,
     exits_of,
     faults_of,
-    history_of,
-    launcher_of,
+    lines_of,
     metrics_of,
     newest_checkpoint,
 )
@@ -191,13 +192,13 @@ def read_run(path: Path, now: float | None = None) -> RunStatus:
     course = tuple(
         HistoryMoment(number, step, number_of(one, "loss"), number_of(one, "tokens_per_second"))
         for number in numbers[-MOST_CURVES:]
-        for one in history_of(folder.attempt(number))
+        for one in lines_of(folder.attempt(number) / HISTORY)
         if (step := _whole(one, "step")) is not None
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
     age = min((rank.age_seconds for rank in ranks if rank.age_seconds is not None), default=None)
-    said = [at for one in (*events, *launcher_of(path)) if (at := number_of(one, "at")) is not None]
+    said = [at for one in (*events, *lines_of(path / LAUNCHER)) if (at := number_of(one, "at")) is not None]
     silence = min([now - at for at in said] + ([] if age is None else [age]), default=0.0)
     state, why = _state(last, silence)
     named = [name for one in events if (name := _text(one, "checkpoints"))]
@@ -259,7 +260,7 @@ def _attempt(number: int, folder: RunFolder, events: list[dict[str, Any]]) -> At
     start: dict[str, Any] = next((one for one in own if one.get("event") == "start"), {})
     end: dict[str, Any] = next((one for one in own if one.get("event") == "end"), {})
     path = folder.attempt(number)
-    steps = [_whole(one, "step") for one in (*metrics_of(path).values(), *history_of(path)[-1:])]
+    steps = [_whole(one, "step") for one in (*metrics_of(path).values(), *lines_of(path / HISTORY)[-1:])]
     faults = [_text(one, "what") or "" for one in own if one.get("event") == "fault"]
     if not faults and not end:  # the launcher has not judged yet
         faults = [f"rank {fault.rank} raised {fault.type}: {fault.message}" for fault in faults_of(path)[:3]]
