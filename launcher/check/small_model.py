@@ -30,7 +30,7 @@ from ds_ring.integrations.transformers.checks import works_as_is
 
 ConfigValues = dict[str, Any]
 
-VOCABULARY, HIDDEN, HEADS, HEAD_DIM = 89, 64, 4, 16
+VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
 
 # The largest value of each size, by its names in transformers' configurations.
 _SIZES: dict[int, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
                "linear_value_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state", "chunk_size",
                "mamba_chunk_size", "attention_head_dim", "d_head"),
     8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
-    HEADS: (
+    HEAD_COUNT: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
         "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads",
@@ -74,7 +74,7 @@ _DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_
 # None in some defaults, with which no model can be made; where it can, these are what it stands for.
 _LEFT_OPEN = {
     "vocab_size": VOCABULARY,
-    "num_key_value_heads": HEADS,
+    "num_key_value_heads": HEAD_COUNT,
     "head_dim": HEAD_DIM,
     "num_experts_per_tok": 2,
 }
@@ -84,13 +84,13 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "dots1": {"n_routed_experts": HEADS, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
-        "indexer_n_heads": HEADS,
+        "indexer_n_heads": HEAD_COUNT,
         "indexer_kv_heads": 1,
         "indexer_head_dim": HEAD_DIM,
         "indexer_budget": 16,
@@ -211,7 +211,7 @@ def _shrink_layers(values: ConfigValues, at_least: int) -> None:
 
 
 def _shrink_sizes(values: ConfigValues) -> None:
-    heads = next((values[key] for key in _SIZES[HEADS][:5] if isinstance(values.get(key), int)), None)
+    heads = next((values[key] for key in _SIZES[HEAD_COUNT][:5] if isinstance(values.get(key), int)), None)
     if values.get("query_pre_attn_scalar", 0) == values.get("head_dim"):  # Gemma's own name for it
         values["query_pre_attn_scalar"] = HEAD_DIM
     if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
@@ -227,7 +227,7 @@ def _shrink_sizes(values: ConfigValues) -> None:
         values["head_dim"] = values["expand"] * values["hidden_size"] // values["num_heads"]
     for name in _KEY_VALUE_HEADS:
         if isinstance(values.get(name), int) and heads:
-            values[name] = HEADS if values[name] == heads else min(values[name], 2)
+            values[name] = HEAD_COUNT if values[name] == heads else min(values[name], 2)
     for layer in (values.get("per_layer_config") or {}).values():
         _shrink_sizes(layer)
 

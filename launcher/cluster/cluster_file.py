@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,49 +262,36 @@ def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
         return None, problems_of(error, Host, key)
 
 
-def _misfits(cluster: Cluster) -> list[Problem]:
-    """Return problems of keys that are right by themselves and do not go together."""
+def _misfits(cluster: Cluster) -> Iterator[Problem]:
+    """Yield problems of keys that are right by themselves and do not go together."""
     names = [host.name for host in cluster.hosts]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    twice = ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
     on_each_host = not cluster.is_local and not cluster.reaches_out
-    problems = []
+    on_loopback = not cluster.is_local and len(names) > 1 and names[0] in (LOCAL_NAME, LOOPBACK)
     if twice:
-        wrong = sentence(
-            "every host once", f"{', '.join(twice)} more than once", "add its slots up in one line"
-        )
-        problems.append(Problem("hosts", wrong))
+        got = f"{twice} more than once"
+        yield Problem("hosts", sentence("every host once", got, "add its slots up in one line"))
     if on_each_host and cluster.master_port is None:
-        wrong = sentence("a port, as ssh is false", "none", "write one down: all hosts must know the same")
-        problems.append(Problem("master_port", wrong))
-    if (
-        not cluster.is_local
-        and cluster.master_address is None
-        and len(names) > 1
-        and names[0] in (LOCAL_NAME, LOOPBACK)
-    ):
-        wrong = sentence("an address that all hosts reach", names[0], "write that of the first host")
-        problems.append(Problem("master_address", wrong))
+        advice = "write one down: all hosts must know the same"
+        yield Problem("master_port", sentence("a port, as ssh is false", "none", advice))
+    if on_loopback and cluster.master_address is None:
+        expected, advice = "an address that all hosts reach", "write that of the first host"
+        yield Problem("master_address", sentence(expected, names[0], advice))
     if cluster.ssh_port is not None and not cluster.asks_by_ssh:
-        wrong = sentence("none, as nothing is started by ssh", str(cluster.ssh_port), "remove it")
-        problems.append(Problem("ssh_port", wrong))
+        expected = "none, as nothing is started by ssh"
+        yield Problem("ssh_port", sentence(expected, str(cluster.ssh_port), "remove it"))
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
-        wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
-        problems.append(Problem("engine_args", wrong))
-    return problems + cluster.starter.problems(cluster) + _misfits_of_relaunch(cluster)
-
-
-def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
-    """Return problems of keys without which a job cannot be started again."""
+        advice = "name it by the key hostfile of this YAML"
+        yield Problem("engine_args", sentence("no hostfile of the engine's", "one", advice))
+    yield from cluster.starter.problems(cluster)
     if cluster.relaunch is None:
-        return []
-    problems = []
+        return
     if cluster.run_folder is None:
-        wrong = sentence("run_folder beside it", "none", "name a folder that all hosts share")
-        problems.append(Problem("relaunch", wrong))
-    if not cluster.is_local and not cluster.reaches_out:
+        advice = "name a folder that all hosts share"
+        yield Problem("relaunch", sentence("run_folder beside it", "none", advice))
+    if on_each_host:
         advice = "set ssh: true, so that one ds-ring starts all hosts, or let Slurm do so (engine: slurm)"
-        problems.append(Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice)))
+        yield Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice))
     if any(re.match(r"--max[-_]restarts\b", argument) for argument in cluster.engine_args):
-        wrong = sentence("no restarts of the engine's own", "--max-restarts", "remove it, or relaunch")
-        problems.append(Problem("engine_args", wrong))
-    return problems
+        expected, advice = "no restarts of the engine's own", "remove it, or relaunch"
+        yield Problem("engine_args", sentence(expected, "--max-restarts", advice))

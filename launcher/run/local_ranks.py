@@ -110,37 +110,30 @@ def _answer(folder: str, rank: int) -> Path:
 
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
-    """Wait until all have ended well."""
+    """Wait until all have ended well; raise what the first rank that said anything said."""
     deadline = time.monotonic() + deadline_s
-    while running := [process for process in ranks if process.is_alive()]:
+    failed: list[int] = []
+    while not failed and (running := [process for process in ranks if process.is_alive()]):
+        if time.monotonic() >= deadline:
+            raise RanksError(
+                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} still at work; they"
+                " were ended. Raise the deadline, or ask for less (fewer tokens)"
+            )
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         waiting()
         failed = [number for number, process in enumerate(ranks) if process.exitcode]
-        if failed:
-            until = time.monotonic() + _GRACE_S
-            for process in running:
-                process.join(max(0.0, until - time.monotonic()))
-            _raise(failed, ranks, folder)
-        if time.monotonic() >= deadline and any(process.is_alive() for process in ranks):
-            raise RanksError(
-                f"expected all ranks to end within {deadline_s:g} s, got"
-                f" {sum(process.is_alive() for process in ranks)} still at work; they were ended. Raise the"
-                " deadline, or ask for less (fewer tokens)"
-            )
-    failed = [number for number, process in enumerate(ranks) if process.exitcode]
-    if failed:
-        _raise(failed, ranks, folder)
-
-
-def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn:
-    """Raise what the first rank that said anything said."""
+    failed = failed or [number for number, process in enumerate(ranks) if process.exitcode]  # just now
+    until = time.monotonic() + _GRACE_S
+    for process in ranks:
+        process.join(max(0.0, until - time.monotonic()))
     for number in failed:
         # The rank that failed first may have died without a word, and another one tell why.
         said = Path(folder, f"error{number}")
         if said.is_file():
             raise RanksError(f"rank {number}: {said.read_text()}")
-    codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
-    raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")
+    if failed:
+        codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
+        raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")
 
 
 def _rank(

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -96,25 +97,20 @@ class AskedHost:
         command, advice = cluster.starter.reach(host, cluster.ssh_port, module)
         self._by = command[0]
         require_program(self._by, os.environ.get("PATH", os.defpath), advice)
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True, start_new_session=True,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._said: list[str] = []
-        self._readers = [
-            threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def ask(self, question: dict[str, Any]) -> None:
         """Send a question; a host that is gone says so by not answering."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):
             print(json.dumps(question), file=self._process.stdin, flush=True)
-        except OSError:
-            pass
 
     def answer(self, deadline: float) -> dict[str, Any] | None:
         """Return the next line; None at the end of the output, at the deadline, or for what is no answer."""
@@ -126,35 +122,29 @@ class AskedHost:
 
     def silence(self, seconds: float) -> str:
         """Return why there was no answer."""
-        if not self._readers[0].is_alive():  # the end of its output comes a moment before its own
-            self._readers[1].join(_LAST_WORDS_SECONDS)
+        if not self._reader.is_alive():  # the end of its output comes a moment before its own
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_SECONDS)
         status = self._process.poll()
         if status is None:
             return f"no answer within {seconds:g} s"
-        said = self._said[-1].strip() if self._said else "it said nothing"
-        return f"{self._by} ended with status {status}: {said}"
+        self._errors.seek(0)
+        said = self._errors.read().splitlines() or ["it said nothing"]
+        return f"{self._by} ended with status {status}: {said[-1].strip()}"
 
     def end(self, patience_s: float = 0.0) -> None:
         """End it: by the end of its input, and after so many seconds by a signal."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # what was asked last could not be sent
             self._process.stdin.close()
-        except OSError:  # what was asked last could not be sent
-            pass
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put("")
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._said.extend(self._process.stderr)
