@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
+from ds_ring.masks.partitions import Primitive, Remainder, Residue, Segment
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, SlotRanges, Tiles, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import tiles_of_payload
@@ -40,6 +41,45 @@ class Remote(NamedTuple):
     plan: RankPlan  # a hop for each shard that is read; hop 0 has no tiles
 
 
+def shift_key(pattern: BoundPattern, start: int, length: int) -> tuple[Any, ...] | None:
+    """Return a key that is equal for ranges of positions with the same mask, up to a shift of positions.
+
+    Two ranges start .. start + length - 1 of one length with equal keys have the same mask relative to their
+    starts, so their tiles are computed once. None: unknown, the tiles must be computed.
+    """
+    found: list[Any] = []
+    for branch in (branch for branches in pattern.branches_by_head for branch in branches):
+        if branch.masks:
+            return None
+        for side in (branch.queries, branch.keys):
+            # the intersection of the side's range of positions with this range, relative to its start
+            if not side.is_everywhere:
+                found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
+        for ours, theirs in branch.labels_of:
+            # Two different primitives may change differently with the start, so no key is known for them.
+            key = primitive_key(ours, start, length) if ours == theirs else None
+            if key is None:
+                return None
+            found.append(key)
+    return tuple(found)
+
+
+def primitive_key(primitive: Primitive, start: int, length: int) -> tuple[Any, ...] | None:
+    """Do the same for the pairs of positions to which a primitive gives equal labels."""
+    if isinstance(primitive, Remainder):
+        return ()  # a shift renames the labels; equal ones stay equal
+    if not isinstance(primitive, Segment | Residue):
+        return None
+    if start // primitive.length != (start + length - 1) // primitive.length:
+        return (start % primitive.length,)
+    if isinstance(primitive, Segment):
+        return ()  # inside one segment all tokens have one label
+    # Inside one segment, only the index of the first token that takes part matters; -1 if there is none. The
+    # key has two entries, so it never equals one of several segments.
+    first = (primitive.offset - start % primitive.length) % primitive.rate
+    return -1, first if first < length else -1
+
+
 @dataclass
 class BlockPlanner:
     """Plans of the queries of one head, rank by rank; keeps only tables that serve several blocks.
@@ -64,7 +104,7 @@ class BlockPlanner:
         """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
-        shape = self.pattern.shift_key(start, length)
+        shape = shift_key(self.pattern, start, length)
         key = (first, end, length, shape)
         if shape is None or key not in self._blocks:
             self._blocks[key] = self._own_tiles(start, first, end, length)
@@ -127,7 +167,7 @@ class BlockPlanner:
     #
     # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
     # derived once; those of blocks are not even made again where the pattern says that they would be
-    # (`Pattern.stretch`).
+    # (`shift_key`).
     def _hop_plan(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> HopPlan:
         """Return a hop that relays nothing; [Note: straight from the origin]."""
         return HopPlan(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
