@@ -28,6 +28,8 @@ from ds_ring.schedule.grid import Grid
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
+_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
+_hooked: list[AppliedPatch] = []  # once for a process
 
 
 # [Note: outside the ring]
@@ -49,7 +51,10 @@ def join_job(config: RingConfig | None) -> Watch | None:
     heartbeat_s = DEFAULT_HEARTBEAT_S if config is None else config.heartbeat_timeout_seconds
     exit_after_s = None if config is None else config.hop_timeout_seconds
     watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret())
-    _say_culprit_at_exit(watch)
+    if watch is not None:
+        if not _hooked:
+            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
+        _named_at_exit.add(watch)
     return watch
 
 
@@ -105,24 +110,13 @@ def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
     return None if fault is None or fault.rank == watch.rank else fault
 
 
-_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
-_hooked: list[AppliedPatch] = []  # once for a process
-
-
-def _say_culprit_at_exit(watch: Watch | None) -> None:
-    """Print who failed before the traceback, where an error of torch.distributed ends this process."""
-    if watch is not None:
-        if not _hooked:
-            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
-        _named_at_exit.add(watch)
-
-
 def _print_culprit(
     before: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
+    """Print who failed before the traceback, where an error of torch.distributed ends this process."""
     if is_of_distributed(error):
         for watch in list(_named_at_exit):
             fault = _verdict_on(error, watch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -36,7 +37,6 @@ from ds_ring.runtime.context import RingContext, block_side, context_for
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh, make_sub_rings
 from ds_ring.runtime.messages import Message
-from ds_ring.runtime.trace import Span
 from ds_ring.schedule.grid import BatchLengths as Lengths
 from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout
@@ -65,12 +65,6 @@ class ModelSizes(NamedTuple):
     head_dim: int
     intermediate: int
     vocab: int
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Count the parameters that multiply every token: all but the embedding's rows and the norms."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
 
 class MeasuredRates(NamedTuple):
@@ -117,6 +111,11 @@ class SampleTimes:
         self._layers: dict[Pattern, int] = dict(+(named + rest))
         self._block = block_side(config.kernel, device_type, self._layers, config.block_size)
         self._known: dict[tuple[int, int], float] = {}
+        attention = 2 * sizes.hidden * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+        layer = attention + 3 * sizes.hidden * sizes.intermediate
+        # The parameters that multiply every token: all but the embedding's rows and the norms.
+        matrices = sizes.layers * layer + sizes.vocab * sizes.hidden
+        self._dense_s = _DENSE * matrices / rates.product_flops  # for each token of one rank
 
     def fixed(self, ranks: int) -> float:
         """Return the seconds of all layers' hops with next to nothing in them."""
@@ -129,8 +128,7 @@ class SampleTimes:
         left, right = self._knot(step, ranks), self._knot(step + 1, ranks)
         low, high = self._attention(left, ranks), self._attention(right, ranks)
         between = low + (high - low) * max(tokens - left, 0) / (right - left)
-        dense = _DENSE * self.sizes.matrix_parameters * tokens / ranks / self.rates.product_flops
-        return max(between - self.fixed(ranks), 0.0) + dense
+        return max(between - self.fixed(ranks), 0.0) + self._dense_s * tokens / ranks
 
     def _knot(self, step: int, ranks: int) -> int:
         return round(max(_LEAST, ranks) * 2 ** (step / 2))
@@ -241,17 +239,12 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     for _ in range(_ROUNDS):
         dist.all_reduce(torch.zeros(1, device=device))
-        _wait_for(device)
+        get_accelerator().synchronize()
         began = time.perf_counter()
         work()
-        _wait_for(device)
+        get_accelerator().synchronize()
         rounds.append(time.perf_counter() - began)
     return min(rounds)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[float, float]:
@@ -342,15 +335,12 @@ class AssignedBatches:
 
     def __iter__(self) -> Iterator[list[Assigned]]:
         for indices in self._order:
+            if self._rows is None:
+                pieces = [DocumentPart(index, 0, int(self._lengths[index]), 0) for index in indices]
+            else:
+                pieces = [piece for index in indices for piece in self._rows[index]]
             session = self._session
-            pieces = [piece for index in indices for piece in self._pieces(index)]
             yield [session.dynamic.assign(pieces, self._most_tokens, self._packed, session.mesh)]
-
-    def _pieces(self, index: int) -> Sequence[DocumentPart]:
-        if self._rows is not None:
-            pieces: Sequence[DocumentPart] = self._rows[index]
-            return pieces
-        return [DocumentPart(index, 0, int(self._lengths[index]), 0)]
 
 
 class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
@@ -387,8 +377,11 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
                 f"data set: expected the same tensors in all samples, got {sorted(rows[0])} and, in sample"
                 f" {piece.document}, {sorted(rows[-1])}; give all of them the same"
             )
-    if not assigned.ring.samples:
-        rows = [_nothing(rows[0])]
+    if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
+        rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
+        for key in rows[0].keys() & LABEL_KEYS:
+            rows[0][key].fill_(IGNORE)
+        rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64)
     if not packed:
         return padded(rows)
     ids = [torch.full((len(row["input_ids"]),), number) for number, row in enumerate(rows)]
@@ -418,15 +411,6 @@ def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor
     return tensors
 
 
-def _nothing(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return one token of padding with the names and types of a sample."""
-    first = {key: tensor[:1].clone() for key, tensor in row.items()}
-    for key in LABEL_KEYS:
-        if key in first:
-            first[key].fill_(IGNORE)
-    return first | {"attention_mask": torch.zeros(1, dtype=torch.int64)}
-
-
 def sizes_of(model: torch.nn.Module) -> ModelSizes:
     """Return the sizes of a transformers model, which a sample's seconds follow from.
 
@@ -454,54 +438,3 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
         head_dim=getattr(config, "head_dim", None) or max(hidden // heads, 1),
         intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
     )
-
-
-# Time of hops by link, from the spans of ring passes on the receiving rank. A link that is slower than
-# computing shows in the whole hop and in the wait. On a GPU the stream waits, and the host sees nothing.
-
-
-@dataclass
-class _Link:
-    hops: int = 0
-    hop_ns: int = 0
-    wait_ns: int = 0
-    payload_bytes: int = 0
-
-
-def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
-    """Return the means over hops of each link that brought something to this rank, by the sender.
-
-    Args:
-        spans: of this rank's passes, in order.
-        mesh: who is who.
-
-    Returns:
-        For each sender {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end
-        of the wait for it, "wait_seconds", "bytes": payload of a hop}.
-    """
-    links: defaultdict[int, _Link] = defaultdict(_Link)
-    posted_ns = 0
-    for span in spans:
-        if span.what == "send":
-            posted_ns = span.start_ns
-        if span.what != "wait":
-            continue
-        arrived: defaultdict[int, int] = defaultdict(int)
-        for message in span.batch.receives:
-            arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
-        for rank, payload_bytes in arrived.items():
-            link = links[rank]
-            link.hops += 1
-            link.hop_ns += span.end_ns - posted_ns
-            link.wait_ns += span.end_ns - span.start_ns
-            link.payload_bytes += payload_bytes
-    return [
-        {
-            "from": rank,
-            "hops": link.hops,
-            "hop_seconds": link.hop_ns / link.hops / 1e9,
-            "wait_seconds": link.wait_ns / link.hops / 1e9,
-            "bytes": link.payload_bytes // link.hops,
-        }
-        for rank, link in sorted(links.items())
-    ]

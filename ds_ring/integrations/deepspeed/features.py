@@ -12,45 +12,33 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.pipe import PipelineModule
 
 from ds_ring.errors import RingCheckpointError, RingConfigError
 
-
-class _Refused(NamedTuple):
-    """Name a key of the JSON and the value that it must not have."""
-
-    key: str  # dotted
-    above: float | None  # a number that it must not exceed; None where it must not be true
-    why: str  # what would happen, and what to do
-
-
 _SAMPLER = "DeepSpeed's sampler then gives every rank of a ring other samples: order the data set yourself"
-_REFUSED = (
-    _Refused("curriculum_learning.enabled", None, _SAMPLER),
-    _Refused("data_efficiency.enabled", None, f"{_SAMPLER} (random-LTD drops tokens by a rank's own choice)"),
-    _Refused(
-        "tensor_parallel.autotp_size",
+# by dotted key: the most that a number may be (None: it must not be true), what would happen and what to do
+_REFUSED: dict[str, tuple[int | None, str]] = {
+    "curriculum_learning.enabled": (None, _SAMPLER),
+    "data_efficiency.enabled": (None, f"{_SAMPLER} (random-LTD drops tokens by a rank's own choice)"),
+    "tensor_parallel.autotp_size": (
         1,
         "AutoTP's ranks need the same tokens, and neighbouring ranks of a ring have different ones: remove"
         " the section, shard parameters with ZeRO 3 and heads with ulysses_size",
     ),
-    _Refused(
-        "expert_parallel.autoep_size",
+    "expert_parallel.autoep_size": (
         1,
         "experts are then reduced over other groups of ranks than the ring's: remove the section",
     ),
-    _Refused(
-        "hybrid_engine.enabled",
+    "hybrid_engine.enabled": (
         None,
         "its generation replaces the layers that attend on the ring: remove the section, and generate"
         " inside `with engine.ring.off():`",
     ),
-)
-_AUTO_SP = "autosp"
+}
 
 
 def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
@@ -60,18 +48,24 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
         config: the DeepSpeed JSON without the section.
         model: before DeepSpeed has it.
     """
-    for refused in _REFUSED:
-        section, key = refused.key.split(".")
+    for name, (most, why) in _REFUSED.items():
+        section, _, key = name.partition(".")
         value = _section(config, section).get(key)
-        if isinstance(value, (int, float)) and value > (refused.above or 0):
-            expected = "it not to be set" if refused.above is None else f"at most {refused.above:g}"
-            raise RingConfigError(f"{refused.key}: expected {expected}, got {value}; {refused.why}")
-    if _AUTO_SP in (_section(config, "compile").get("passes") or ()):
+        if isinstance(value, (int, float)) and value > (most or 0):
+            expected = "it not to be set" if most is None else f"at most {most}"
+            raise RingConfigError(f"{name}: expected {expected}, got {value}; {why}")
+    passes = _section(config, "compile").get("passes") or ()
+    if "autosp" in passes:
         raise RingConfigError(
-            f'compile.passes: expected none of "{_AUTO_SP}", got {config["compile"]["passes"]}; it shards the'
-            ' sequence a second time: remove it, and say engine.compile(backend="ds_ring")'
+            f'compile.passes: expected none of "autosp", got {passes}; it shards the sequence a second time:'
+            ' remove it, and say engine.compile(backend="ds_ring")'
         )
-    _refuse_predivided_gradients(config)
+    factor = config.get("gradient_predivide_factor", 1.0)
+    if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
+        raise RingConfigError(
+            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
+            " gradient buckets are scaled otherwise than small ones: remove the key"
+        )
     for name, why in _model_features(model):
         raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
 
@@ -98,15 +92,6 @@ def refuse_direct_backward(engine: Any) -> dict[str, Any]:
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
-
-
-def _refuse_predivided_gradients(config: Mapping[str, Any]) -> None:
-    factor = config.get("gradient_predivide_factor", 1.0)
-    if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
-        raise RingConfigError(
-            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
-            " gradient buckets are scaled otherwise than small ones: remove the key"
-        )
 
 
 def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Compare the first training step on the ring with the same model on one process.
 
-Owns the run of the model's copy on rank 0 and the error that all ranks raise. What is recorded of the step
-is first_batch.py's, how runs are compared first_batch.py's. Reads the engine and changes nothing in it:
-parameters, gradients, buffers, optimizer and random numbers are what they would be without it.
+Owns the record of the step, the run of the model's copy on rank 0, their comparison and the error that all
+ranks raise. Reads the engine and changes nothing in it: parameters, gradients, buffers, optimizer and random
+numbers are what they would be without it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.layout import make_layout
 
-# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
-
+log = logging.getLogger(__name__)
 ComparedKind = Literal["layer", "logits", "loss", "gradient"]
-
+_NAMED = 8  # differences in the message
+_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
+
+
+# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
 
 
 # [Note: measuring a difference]
@@ -63,10 +66,6 @@ class Tolerance:
             torch.float16: cls(2e-2, 5e-3, 5e-2),
             torch.bfloat16: cls(1e-1, 2e-2, 2e-1),
         }[dtype]
-
-    def allows(self, kind: ComparedKind) -> float:
-        """Return the largest relative error for what is compared."""
-        return {"gradient": self.gradients, "loss": self.loss}.get(kind, self.outputs)
 
 
 class Difference(NamedTuple):
@@ -113,7 +112,8 @@ def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
 
 def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
     """Return those that rounding does not explain, in the order in which they were computed."""
-    return [one for one in found if not one.error <= tolerance.allows(one.kind)]
+    allowed = {"gradient": tolerance.gradients, "loss": tolerance.loss}
+    return [one for one in found if not one.error <= allowed.get(one.kind, tolerance.outputs)]
 
 
 def largest(found: list[Difference]) -> dict[str, Difference]:
@@ -125,18 +125,18 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile."""
     outputs: dict[str, Tensor] = {}
+
+    def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+            outputs[name] = first.detach().clone()
+
     with ExitStack() as stack:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
-                part = SimpleNamespace(after_forward=partial(_record, outputs, f"{path}.{name}"))
+                part = SimpleNamespace(after_forward=partial(record, f"{path}.{name}"))
                 stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
         yield outputs
-
-
-def _record(outputs: dict[str, Tensor], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
-        outputs[name] = first.detach().clone()
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:
@@ -153,15 +153,10 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
     found = []
     for name in [*expected, *[name for name in got if name not in expected]]:
-        mine, theirs = got.get(name), expected.get(name)
-        if mine is None or theirs is None:
-            alone = mine if theirs is None else theirs
-            assert alone is not None
-            difference, norm = float(alone.norm()), 0.0 if theirs is None else float(theirs.norm())
-        else:
-            difference = float((mine.double() - theirs.double()).norm())
-            norm = float(theirs.double().norm())
-        found.append(Difference("gradient", name, _finite(difference / max(norm, floor))))
+        zero = torch.zeros((), dtype=torch.float64)
+        mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
+        error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
+        found.append(Difference("gradient", name, _finite(error)))
     return found
 
 
@@ -173,21 +168,13 @@ def _finite(error: float) -> float:
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
 
 
-class Attended(NamedTuple):
-    """Describe a batch's attention, wherever its tokens lie."""
-
-    tokens: int
-    patterns: LayerPatterns
-    groups: tuple[RowGroup, ...]
-
-
 @dataclass
 class Forward:
     """Record a forward pass of the step: inputs and outputs, of this rank's tokens or of all."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    attended: Attended
+    attended: tuple[int, LayerPatterns, tuple[RowGroup, ...]]  # tokens, and who attends to whom
     logits: Tensor
     loss: Tensor | None
     layers: dict[str, Tensor]
@@ -216,13 +203,6 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def gathered(piece: Forward | None) -> list[Forward]:
-    """Return the pieces of all ranks that hold one, on rank 0. Collective."""
-    pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(piece, pieces, dst=0)
-    return [one for one in pieces or () if one is not None]
-
-
 def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     """Return logits (or hidden states) and loss of a model's output."""
     if isinstance(output, Tensor):
@@ -235,29 +215,14 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
                 return logits.tensor(), loss
         if isinstance(logits, Tensor):
             return logits, loss
-    tensors = (
-        [item for item in output if isinstance(item, Tensor)] if isinstance(output, (tuple, list)) else []
-    )
+    items = output if isinstance(output, (tuple, list)) else ()
+    tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         raise RingVerifyError(
             f"verify_first_batch: expected logits or a tensor as the model's output, got"
             f" {type(output).__name__}; set verify_first_batch to false"
         )
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
-
-
-def hooked(one: Forward, session: RingSession) -> Forward:
-    """Record in the backward pass what the training loop made of the results."""
-    results = {"loss": one.loss, "logits": None if one.logits is one.loss else one.logits}
-    for name, result in results.items():
-        if result is not None and result.requires_grad:
-            note = SimpleNamespace(in_backward=partial(_note, one.gradients, name))
-            DEEPSPEED.apply({"first_batch.gradients": note}, session, tensor=result)
-    return one
-
-
-def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    gradients[name] = gradient.detach()
 
 
 # Copy a model for one rank ([Note: one process]).
@@ -366,12 +331,6 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
         alone.set_attn_implementation("eager")  # type: ignore[operator]
 
 
-log = logging.getLogger(__name__)
-
-_NAMED = 8  # differences in the message
-_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
-
-
 # [Note: one process]
 # Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for a
 # short first batch. The copy has the model's own attention, made before the ring's was given to it; where the
@@ -409,10 +368,15 @@ class FirstBatch:
         sharding = self.session.batches.current
         with recording(self.engine.module) as layers:
             output = forward(*args, **kwargs)
-        attended = Attended(sharding.layout.tokens, sharding.patterns, sharding.groups)
+        attended = sharding.layout.tokens, sharding.patterns, sharding.groups
         logits, loss = results_of(output)
         seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
-        self._forwards.append(hooked(seen, self.session))
+        # What the training loop makes of the results shows in the backward pass.
+        for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
+            if result is not None and result.requires_grad:
+                note = SimpleNamespace(in_backward=partial(seen.gradients.__setitem__, name))
+                DEEPSPEED.apply({"first_batch.gradients": note}, self.session, tensor=result)
+        self._forwards.append(seen)
         return output
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -430,7 +394,7 @@ class FirstBatch:
         if not used:
             return
         means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
-        pieces = [gathered(self._piece(one)) for one in used]
+        pieces = [self._pieces(one) for one in used]
         gradients = whole_gradients(engine.module)
         weights = whole_weights(engine.module)
         verdict: list[Any] = [None]
@@ -491,7 +455,7 @@ class FirstBatch:
                 torch.enable_grad(),
                 torch.random.fork_rng(devices),
                 recording(alone) as layers,
-                self._one_rank(part.attended) as single,
+                self._one_rank(part) as single,
             ):
                 given = arguments_for(alone, part.kwargs, single, divisor)
                 args, given = on_device((part.args, given), self.session.device)
@@ -510,47 +474,36 @@ class FirstBatch:
         return found
 
     @contextmanager
-    def _one_rank(self, attended: Attended) -> Iterator[BatchSharding]:
+    def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
         """Make `session.attention()` attend to all tokens on this rank meanwhile."""
-        book = self.session.batches
-        single = BatchSharding(
-            self.session.config,
-            make_layout("contiguous", tokens=attended.tokens, ring_size=1),
-            RingMesh.single(),
-            attended.patterns,
-            attended.groups,
-        )
+        tokens, patterns, groups = part.attended
+        layout, book = make_layout("contiguous", tokens=tokens, ring_size=1), self.session.batches
+        single = BatchSharding(self.session.config, layout, RingMesh.single(), patterns, groups)
         before, book._current = book._current, single
         try:
             yield single
         finally:
             book._current = before
 
-    def _piece(self, one: Forward) -> Forward | None:
-        """Return the whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
+    def _pieces(self, one: Forward) -> list[Forward]:
+        """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
         sharding = one.sharding
         assert sharding is not None
         mesh = sharding.mesh
         whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
 
         def take(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: take(item) for name, item in value.items()}
             if not isinstance(value, Tensor):
                 return value
-            sharded = value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole
             value = value.detach()
-            return (
-                (gather_sequence(value, sharding.layout, mesh=mesh, dim=1) if sharded else value)
-                .cpu()
-                .contiguous()
-            )
+            if value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole:
+                value = gather_sequence(value, sharding.layout, mesh=mesh, dim=1)
+            return value.cpu().contiguous()
 
-        taken = Forward(
-            tuple(take(value) for value in one.args),
-            {name: take(value) for name, value in one.kwargs.items()},
-            one.attended,
-            take(one.logits),
-            take(one.loss),
-            {name: take(value) for name, value in one.layers.items()},
-            {name: take(value) for name, value in one.gradients.items()},
-        )
-        return taken if whole or mesh.sequence_rank == 0 else None
+        args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
+        taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
+        pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(taken if whole or mesh.sequence_rank == 0 else None, pieces, dst=0)
+        return [piece for piece in pieces or () if piece is not None]

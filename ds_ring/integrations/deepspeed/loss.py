@@ -69,11 +69,11 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     return world_sum(loss.detach().float().clone(), mesh) / gradient_divisor
 
 
-def world_sum(total: Tensor, mesh: RingMesh) -> Tensor:
+def world_sum(total: Tensor, mesh: RingMesh, timeout_s: float = BATCH_TIMEOUT_S) -> Tensor:
     """Add up every rank's tensor, in place; return it. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
-        Exchange(mesh, BATCH_TIMEOUT_S).all_reduce(total, dist.group.WORLD)
+        Exchange(mesh, timeout_s).all_reduce(total, dist.group.WORLD)
     return total
 
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.trace import Span, Trace
 
 EVENTS = (
@@ -89,8 +89,13 @@ class RingMonitor:
             get_accelerator().synchronize()
             now_s = time.monotonic()
             seconds = 0.0 if self._started_s is None else now_s - self._started_s
-            values = _of_all_ranks([*figures(self._trace.spans), seconds, self._tokens], self._session)
-            values[-1] /= max(values[-2], 1e-9)
+            mine = torch.tensor([*figures(self._trace.spans), seconds, self._tokens], dtype=torch.float64)
+            size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            all_ranks = torch.zeros(size, len(mine), dtype=torch.float64, device=self._session.device)
+            all_ranks[rank] = mine
+            world_sum(all_ranks, self._session.mesh, self._session.config.hop_timeout_seconds)
+            values = all_ranks.max(0).values.tolist()
+            values[-1] = float(all_ranks[:, -1].sum()) / max(values[-2], 1e-9)
             self._trace.spans.clear()
             self._started_s, self._tokens = time.monotonic(), 0.0
             events = zip(EVENTS, values, strict=True)
@@ -125,14 +130,3 @@ def figures(spans: Sequence[Span]) -> list[float]:
 
 def _seconds(spans: Any) -> float:
     return float(sum(one.end_ns - one.start_ns for one in spans)) / 1e9
-
-
-def _of_all_ranks(values: list[float], session: RingSession) -> list[float]:
-    """Return the largest of each over all ranks, and the sum of the last. Collective over the world."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    everyones = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=session.device)
-    everyones[dist.get_rank()] = torch.tensor(values, dtype=torch.float64)
-    assert dist.group.WORLD is not None
-    Exchange(session.mesh, session.config.hop_timeout_seconds).all_reduce(everyones, dist.group.WORLD)
-    return [*everyones[:, :-1].max(0).values.tolist(), float(everyones[:, -1].sum())]

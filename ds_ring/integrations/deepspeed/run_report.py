@@ -1,9 +1,9 @@
 """Report how far this rank is to the folder of its run: step, loss, time, memory and links.
 
-Owns `rank-N.metrics.json` and the one variable that says where it goes, DS_RING_RUN_FOLDER, which
-`ds-ring launch` sets where the cluster YAML names a `run_folder`; rank 0 writes the course of the run beside
-it (run_report.py). The status page reads the files, and who starts a job again asks in which step a rank
-failed. Local to the rank: no collective. Without the variable nothing is written.
+Owns `rank-N.metrics.json`, `history.jsonl` (the course of the run, by rank 0) and the one variable that says
+where they go, DS_RING_RUN_FOLDER, which `ds-ring launch` sets where the cluster YAML names a `run_folder`.
+The status page reads the files, and who starts a job again asks in which step a rank failed. Local to the
+rank: no collective. Without the variable nothing is written.
 
 [Note: whose loss]
 A script asks for the mean loss of step k before `engine.step()` or after it; in the second case it is not
@@ -21,26 +21,36 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.dynamic_ring import link_times
 from ds_ring.integrations.deepspeed.monitor import tokens_of
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.replaced_file import replace_text
-from ds_ring.runtime.trace import Trace
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import Span, Trace
 
-# The course of a run: `history.jsonl`, which rank 0 writes and the status page draws.
-
+FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
+# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 FILE = "history.jsonl"
 MOST_LINES = 4000  # some 500 KB
+_LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
+_LINK_SECONDS = 10.0  # between two steps whose hops are timed
+_IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
+_reports: weakref.WeakSet[_Report] = weakref.WeakSet()
 
 
 class RunHistory:
@@ -64,30 +74,15 @@ class RunHistory:
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        line = json.dumps(figures) + "\n"
-        self._lines.append(line)
-        try:
+        self._lines.append(json.dumps(figures) + "\n")
+        with suppress(OSError):
             if len(self._lines) > self._most_lines:
-                self._thin_out()
+                self._lines = self._lines[::2]
+                self._every *= 2
+                replace_text(self._path, "".join(self._lines))
             else:
                 with open(self._path, "a", encoding="utf-8") as file:
-                    file.write(line)
-        except OSError:
-            pass
-
-    def _thin_out(self) -> None:
-        self._lines = self._lines[::2]
-        self._every *= 2
-        replace_text(self._path, "".join(self._lines))
-
-
-FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
-_LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
-_LINK_SECONDS = 10.0  # between two steps whose hops are timed
-_IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
-
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
-_reports: weakref.WeakSet[_Report] = weakref.WeakSet()
+                    file.write(self._lines[-1])
 
 
 def attempt_folder() -> Path | None:
@@ -125,13 +120,11 @@ def report_steps(engine: Any, session: RingSession) -> dict[str, Any]:
 def _finish_reports() -> None:
     """Write the last step of a script that ends, whenever the one before was written."""
     for report in list(_reports):
-        try:
+        with suppress(RuntimeError):  # of a device that has failed
             report.finish()
-        except RuntimeError:  # of a device that has failed
-            pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class _EndedStep:
     """Hold what is known of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
 
@@ -139,7 +132,7 @@ class _EndedStep:
     at: float
     seconds: float
     tokens: float | None
-    loss: Tensor | None
+    loss: Tensor | None = None
 
 
 class _Report:
@@ -167,9 +160,14 @@ class _Report:
         if not engine.module.training:  # engine.eval() leaves engine.training
             self._started_s = None
         elif not self._began:
-            self._began, self._started_s = True, self._started_s or time.monotonic()
+            now_s, mesh = time.monotonic(), self._session.mesh
+            self._began, self._started_s = True, self._started_s or now_s
             self._loss_before = self._session.latest.get("loss")
-            self._begin_timing()
+            # Hops are timed once in a while: that costs microseconds a hop. On a GPU the stream waits and not
+            # the host, whose spans would tell nothing of links.
+            self._times = self._session.device.type == "cpu" and now_s - self._timed_s >= _LINK_SECONDS
+            if self._times and mesh.trace is None:
+                mesh.traces.append(self._own_trace)
 
     def after_forward(self, engine: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if engine.module.training and self._tokens is not None:
@@ -190,9 +188,13 @@ class _Report:
 
     def _after_step(self, number: int) -> None:
         now_s = time.monotonic()
-        self._end_timing(now_s)
+        if self._times:
+            self._times, self._timed_s = False, now_s
+            self._own_trace.spans.clear()
+            traces = self._session.mesh.traces
+            traces[:] = [trace for trace in traces if trace is not self._own_trace]
         seconds = 0.0 if self._started_s is None else now_s - self._started_s
-        self._last = _EndedStep(number, time.time(), seconds, self._tokens, None)
+        self._last = _EndedStep(number, time.time(), seconds, self._tokens)
         self._take_loss()
         self._began, self._started_s, self._tokens, self._awaits_loss = False, now_s, 0.0, False
         if now_s - self._written_s >= _LEAST_SECONDS:
@@ -209,42 +211,21 @@ class _Report:
         """Give the last step its loss: see [Note: whose loss]."""
         loss = self._session.latest.get("loss")
         if self._last is not None and self._last.loss is None and loss is not self._loss_before:
-            self._last = replace(self._last, loss=loss)
-
-    def _begin_timing(self) -> None:
-        """Let the step that begins be traced, once in a while: that costs microseconds a hop."""
-        mesh = self._session.mesh
-        # On a GPU the stream waits and not the host, whose spans would tell nothing of links.
-        self._times = self._session.device.type == "cpu" and time.monotonic() - self._timed_s >= _LINK_SECONDS
-        if self._times and mesh.trace is None:
-            mesh.traces.append(self._own_trace)
-
-    def _end_timing(self, now_s: float) -> None:
-        if self._times:
-            self._times, self._timed_s = False, now_s
-            self._own_trace.spans.clear()
-            traces = self._session.mesh.traces
-            traces[:] = [trace for trace in traces if trace is not self._own_trace]
+            self._last.loss = loss
 
     def _write(self, whole: bool) -> None:
-        """Write the last step; `whole` if nothing is to be added to it."""
-        if self._last is None:
+        """Write what `launcher/run/run_folder.py` documents; `whole` if nothing is to be added to it."""
+        step = self._last
+        if step is None:
             return
-        figures = self._figures(self._last)
-        _write(self._path, figures)
-        if whole:
-            self._last, self._awaits_loss = None, False
-            if self._history is not None:
-                self._history.add({name: figures[name] for name in _IN_HISTORY})
-
-    def _figures(self, step: _EndedStep) -> dict[str, Any]:
-        """Return what `launcher/run/run_folder.py` documents."""
+        loss = None if step.loss is None else float(step.loss)
         rate = None if step.tokens is None or step.seconds <= 0 else step.tokens / step.seconds
-        return {
+        figures: dict[str, Any] = {
             "rank": self._rank,
             "at": step.at,
             "step": step.number,
-            "loss": None if step.loss is None else _finite(float(step.loss)),
+            # "nan" and "inf" are words in JSON
+            "loss": loss if loss is None or math.isfinite(loss) else repr(loss),
             "step_seconds": step.seconds,
             # Ranks have equal parts of a batch, but for a dynamic ring's.
             "tokens_per_second": None if rate is None else rate * self._world_size,
@@ -253,24 +234,45 @@ class _Report:
             "world_size": self._world_size,
             "links": self._links,
         }
+        with suppress(OSError):  # a full disk ends no training
+            replace_text(self._path, json.dumps(figures))
+        if whole:
+            self._last, self._awaits_loss = None, False
+            if self._history is not None:
+                self._history.add({name: figures[name] for name in _IN_HISTORY})
 
 
-def _finite(value: float) -> float | str:
-    """Return a number as JSON has it: "nan" and "inf" are words there."""
-    return value if math.isfinite(value) else repr(value)
+def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
+    """Return the means over hops of each link that brought something to this rank, by the sender.
 
+    A link that is slower than computing shows in the whole hop and in the wait.
 
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    """Replace the file at once; a full disk ends no training."""
-    try:
-        replace_text(path, json.dumps(figures))
-    except OSError:
-        pass
+    Args:
+        spans: of this rank's passes, in order.
+        mesh: who is who.
 
-
-# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
-
-LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    Returns:
+        For each sender {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end
+        of the wait for it, "wait_seconds", "bytes": payload of a hop}.
+    """
+    # by sender: hops, their nanoseconds, those of the waits, payload bytes
+    links: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+    posted_ns = 0
+    for span in spans:
+        if span.what == "send":
+            posted_ns = span.start_ns
+        elif span.what == "wait":
+            arrived: Counter[int] = Counter()
+            for message in span.batch.receives:
+                arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
+            for rank, payload_bytes in arrived.items():
+                links[rank] += (1, span.end_ns - posted_ns, span.end_ns - span.start_ns, payload_bytes)
+    found = []
+    for rank in sorted(links):
+        hops, hop_ns, wait_ns, payload_bytes = links[rank].tolist()
+        seconds = {"hop_seconds": hop_ns / hops / 1e9, "wait_seconds": wait_ns / hops / 1e9}
+        found.append({"from": rank, "hops": hops, **seconds, "bytes": payload_bytes // hops})
+    return found
 
 
 def ranks_per_node() -> int | None:
