@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -142,21 +142,13 @@ def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
 
 
 class Manifest(Strict):
-    """List all files of a checkpoint.
+    """List all files of a checkpoint."""
 
-    Attributes:
-        format: 1; another number is another version's.
-        global_steps: optimizer steps done, which puts the checkpoints of a run in order.
-        saved_unix_seconds: when; tells checkpoints of one step apart.
-        files: sorted by path.
-        digest: sha256 of everything above.
-    """
-
-    format: Annotated[int, Field(ge=1, le=1)] = 1
-    global_steps: int
-    saved_unix_seconds: float
-    files: tuple[FileRecord, ...]
-    digest: str = ""
+    format: Literal[1] = 1  # another number is another version's
+    global_steps: int  # optimizer steps done, which puts the checkpoints of a run in order
+    saved_unix_seconds: float  # tells checkpoints of one step apart
+    files: tuple[FileRecord, ...]  # sorted by path
+    digest: str = ""  # sha256 of everything above
 
     def digest_of_the_rest(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()

@@ -269,11 +269,8 @@ def check_consistency(
 ) -> int:
     """Exchange the reports of all ranks; return the labelled tokens of the whole world, each counted once.
 
-    Args:
-        mine: this rank's report, `REFUSED` if it could not prepare its batch.
-        fault: why it could not.
-        mesh: the ranks that share a sequence are consecutive in the world.
-        device: where collectives of the default group live.
+    `mine` is `REFUSED` where `fault` says why this rank could not prepare its batch. The ranks that share a
+    sequence are consecutive in the world. Collectives of the default group live on `device`.
 
     Raises:
         RingPeerError: another rank failed.

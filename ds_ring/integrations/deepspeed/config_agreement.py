@@ -45,8 +45,11 @@ def agree_on_config(
     deepspeed_config: Mapping[str, Any],
     fault: RingError | None,
     watch: Watch | None,
-) -> None:
+    ranks_per_node: int | None,
+) -> int | None:
     """Compare the configurations of all ranks; raise the same error on every rank. Collective.
+
+    Returns how many ranks share a node; None where nodes have different numbers of them.
 
     Raises:
         RingPeerError: another rank failed meanwhile; names it.
@@ -59,25 +62,15 @@ def agree_on_config(
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # Nobody waits for a rank that is dead: `watch` guards the two collectives.
     with leave_on_error(watch):
-        reports = _gather((None if fault is None else str(fault), digest), watch, 0)
+        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), watch, 0)
         if fault is not None:
             raise fault
-        refusing = [rank for rank, (refused, _) in enumerate(reports) if refused is not None]
+        refusing = [rank for rank, (refused, *_) in enumerate(reports) if refused is not None]
         if refusing:
             raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
-        if len({digest for _, digest in reports}) > 1:
+        if len({digest for _, digest, _ in reports}) > 1:
             raise RingMismatchError(_describe(_gather(flat, watch, 1)))
-
-
-def agree_on_ranks_per_node(mine: int | None, watch: Watch | None) -> int | None:
-    """Return how many ranks share a node; None where nodes have different numbers of them. Collective.
-
-    Raises:
-        RingPeerError: another rank failed meanwhile; names it.
-    """
-    with leave_on_error(watch):
-        found = _gather(mine, watch, 2)
-    return mine if found.count(mine) == len(found) else None
+    return ranks_per_node if len({per_node for *_, per_node in reports}) == 1 else None
 
 
 def _describe(configs: list[Flat]) -> str:
@@ -145,12 +138,9 @@ _WHAT_TO_WRITE = {
 def resolve_auto(
     config: dict[str, Any], model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
 ) -> dict[str, Any]:
-    """Return the DeepSpeed JSON without any "auto".
+    """Return the DeepSpeed JSON without any "auto"; the model's dtype and hidden size decide some values.
 
-    Args:
-        config: the JSON without our section.
-        model: its dtype and hidden size decide some values.
-        brings_optimizer, brings_scheduler: one is passed, so that DeepSpeed does not read that section.
+    Where an optimizer or a scheduler is passed, DeepSpeed does not read that section.
     """
     if next(_autos(config), None) is None:
         return config

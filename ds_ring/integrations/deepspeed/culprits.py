@@ -62,16 +62,13 @@ def join_job(config: RingConfig | None) -> Watch | None:
 # On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
 # the receive buffers, and only the watch's thread knows. Before parameters change, and before anything is
 # saved, the host therefore waits until the watch has seen every message, and raises the fault.
-# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, and
-# about a millisecond more, and so loses its lead over the device. The device still has work then, which hides
-# a part of the optimizer's launches: the layers in front of the first attention, the reduction of gradients.
-# With gradient clipping or fp16 DeepSpeed reads the norm on the host here anyway, and waits for all of that.
-# Other micro batches do not wait. To check without waiting would cost nothing, but the optimizer could then
-# add garbage before the fault is known, and a script that catches the later error could go on with it.
-# Another rank, whose own messages arrived, may have summed a gradient of the failed pass and changed its part
-# of the parameters. It cannot save them: saving is collective, and the rank whose step was refused does not
-# take part. A save in the background copies behind the check, and writes the copies. No GPU has measured the
-# wait; `tests/dist/test_checkpoint.py` seeds the fault into real engines.
+# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, about
+# a millisecond more, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the
+# norm on the host here anyway. To check without waiting would cost nothing, but the optimizer could then add
+# garbage before the fault is known, and a script that catches the later error could go on with it.
+# Another rank, whose own messages arrived, may have changed its part of the parameters. It cannot save them:
+# saving is collective, and the rank whose step was refused does not take part. No GPU has measured the wait;
+# `tests/dist/test_checkpoint.py` seeds the fault into real engines.
 class Settled:
     """Wait for all messages before a result lasts; a step that only accumulates gradients does not wait."""
 

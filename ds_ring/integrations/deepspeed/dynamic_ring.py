@@ -1,8 +1,7 @@
 """Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
 
-Owns which samples a rank reads of each batch, how they become one batch of its ring, and the start. The
-division is `schedule/grid.py`'s, its seconds `dynamic_ring.py`'s; the path from there to the model is
-the session's.
+Owns what samples take on rings of each size, which samples a rank reads of each batch, and how they become
+one batch of its ring. The division is `schedule/grid.py`'s, the path from there to the model the session's.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from torch.utils.data import Dataset
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
-from ds_ring.integrations.deepspeed.loader import is_sliced, padded
+from ds_ring.integrations.deepspeed.loader import SampleOrder, is_sliced, padded
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
@@ -68,32 +66,20 @@ class ModelSizes(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """Hold what was measured while all ranks were busy; the slowest rank counts.
+    """Hold what was measured while all ranks were busy; the slowest rank counts."""
 
-    Attributes:
-        kernel_flops: FLOP/s of the kernel, forward and backward, of the pairs that it executes.
-        tile_s: seconds of a tile beside its pairs, forward and backward.
-        product_flops: FLOP/s of a product of large matrices.
-        link_bytes_per_s: from a rank to the next one.
-        hop_s: seconds of a hop that computes and sends next to nothing.
-    """
-
-    kernel_flops: tuple[float, float]
-    tile_s: tuple[float, float]
-    product_flops: float
-    link_bytes_per_s: float
-    hop_s: float
+    kernel_flops: tuple[float, float]  # FLOP/s, forward and backward, of the pairs that the kernel executes
+    tile_s: tuple[float, float]  # of a tile beside its pairs, forward and backward
+    product_flops: float  # FLOP/s of a product of large matrices
+    link_bytes_per_s: float  # from a rank to the next one
+    hop_s: float  # of a hop that computes and sends next to nothing
 
 
 class SampleTimes:
     """Estimate the seconds of samples: `SampleSeconds` of schedule/grid.py.
 
-    Args:
-        sizes: of the model.
-        config: the section; its patterns are taken, not those that a model names by itself.
-        kernel: what the section's kernel is for tensors of this job.
-        rates: of the machine.
-        tensors: device type and bytes of an element of q, k and v.
+    Takes the patterns of `config`, the section, not those that a model names by itself. `kernel` is what the
+    section's is for tensors of this job; `tensors` are device type and bytes of an element of q, k and v.
     """
 
     def __init__(
@@ -266,32 +252,21 @@ def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[floa
 
 
 class Assigned(NamedTuple):
-    """Hold a rank's part of a batch before it is read.
+    """Hold a rank's part of a batch before it is read."""
 
-    Attributes:
-        ring: the ranks that share it.
-        pieces: what they hold; of a ring without samples one of the others', to know names and types by.
-        longest: the greatest position in the whole batch.
-        crc: checksum of the division.
-    """
-
-    ring: SubRing
+    ring: SubRing  # the ranks that share it
+    # what they hold; of a ring without samples one of the others', to know names and types by
     pieces: tuple[DocumentPart, ...]
-    longest: int
-    crc: int
+    longest: int  # the greatest position in the whole batch
+    crc: int  # checksum of the division
 
 
 @dataclass
 class DynamicRing:
-    """Hold what divisions are made with; empty until `start`.
+    """Hold what divisions are made with; empty until `start`."""
 
-    Attributes:
-        meshes: this rank's ring of every size.
-        times: what samples take.
-    """
-
-    meshes: dict[int, RingMesh] = field(default_factory=dict)
-    times: SampleSeconds | None = None
+    meshes: dict[int, RingMesh] = field(default_factory=dict)  # this rank's ring of every size
+    times: SampleSeconds | None = None  # what samples take
 
     def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
         """Make the smaller rings and measure the machine. Collective over the world."""
@@ -419,12 +394,11 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sizes: dict[str, Any] = {
-        "layers": getattr(config, "num_hidden_layers", None),
-        "hidden": getattr(config, "hidden_size", None),
-        "heads": getattr(config, "num_attention_heads", None),
-        "vocab": getattr(config, "vocab_size", None),
-    }
+    names = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+        "vocab": "vocab_size",
+    }  # fmt: skip
+    sizes: dict[str, Any] = {size: getattr(config, name, None) for size, name in names.items()}
     missing = [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]
     if missing:
         raise RingConfigError(

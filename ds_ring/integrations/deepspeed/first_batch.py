@@ -91,6 +91,11 @@ class Numbers:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
+def difference(kind: ComparedKind, name: str, error: float) -> Difference:
+    """Return a comparison; NaN, which compares with nothing and must not pass for small, becomes infinity."""
+    return Difference(kind, name, error if error == error else float("inf"))
+
+
 def compare(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the error of everything that was compared: layers, logits, loss, gradients."""
     return compare_outputs(got, expected) + compare_gradients(got.gradients, expected.gradients)
@@ -99,14 +104,14 @@ def compare(got: Numbers, expected: Numbers) -> list[Difference]:
 def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
     found = [
-        Difference("layer", name, _by_token(got.layers[name], output))
+        difference("layer", name, _by_token(got.layers[name], output))
         for name, output in expected.layers.items()
         if name in got.layers
     ]
-    found.append(Difference("logits", "", _by_token(got.logits, expected.logits)))
+    found.append(difference("logits", "", _by_token(got.logits, expected.logits)))
     if got.loss is not None and expected.loss is not None:
         error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
-        found.append(Difference("loss", "", _finite(error)))
+        found.append(difference("loss", "", error))
     return found
 
 
@@ -144,7 +149,7 @@ def _by_token(got: Tensor, expected: Tensor) -> float:
         return float("inf")
     got, expected = got.detach().double(), expected.detach().double()
     typical = expected.norm(dim=-1).mean().clamp_min(1e-12)
-    return _finite(float((got - expected).norm(dim=-1).max() / typical))
+    return float((got - expected).norm(dim=-1).max() / typical)
 
 
 def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Difference]:
@@ -156,13 +161,8 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
         zero = torch.zeros((), dtype=torch.float64)
         mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
         error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
-        found.append(Difference("gradient", name, _finite(error)))
+        found.append(difference("gradient", name, error))
     return found
-
-
-def _finite(error: float) -> float:
-    """Replace NaN, which compares with nothing and must not pass for small, by infinity."""
-    return error if error == error else float("inf")
 
 
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
@@ -183,24 +183,17 @@ class Forward:
     sharding: BatchSharding | None = None
 
 
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters, on rank 0. Collective at ZeRO 3."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if dist.get_rank() == 0:
-                found[name] = parameter.detach().cpu().clone()
-    return found
-
-
-def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
-    found = {}
+def whole_parameters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the whole weights, and the gradients as the engine reduced them, on rank 0. Collective."""
+    weights, gradients = {}, {}
     for name, parameter in module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                weights[name] = parameter.detach().cpu().clone()
         if gradient is not None and dist.get_rank() == 0:
-            found[name] = gradient.detach().float().cpu().clone()
-    return found
+            gradients[name] = gradient.detach().float().cpu().clone()
+    return weights, gradients
 
 
 def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -347,7 +340,7 @@ class FirstBatch:
     session: RingSession
     trains: bool = True
     engine: Any = None  # DeepSpeed's, as soon as there is one
-    _alone: nn.Module | None = None
+    _alone: nn.Module = field(init=False)
     _forwards: list[Forward] = field(default_factory=list)
     _done: bool = False
 
@@ -362,7 +355,6 @@ class FirstBatch:
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the engine's forward passes."""
-        assert self.engine is not None
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         sharding = self.session.batches.current
@@ -381,7 +373,6 @@ class FirstBatch:
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compare before the first step."""
-        assert self.engine is not None
         if not self._done and self.engine.is_gradient_accumulation_boundary():
             self._verify(self.engine)
         return step(*args, **kwargs)
@@ -395,8 +386,7 @@ class FirstBatch:
             return
         means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
         pieces = [self._pieces(one) for one in used]
-        gradients = whole_gradients(engine.module)
-        weights = whole_weights(engine.module)
+        weights, gradients = whole_parameters(engine.module)
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -408,7 +398,8 @@ class FirstBatch:
         if verdict[0] == _AGAIN:
             log.info("verify_first_batch: gradients overflowed in fp16, the next step is compared")
             return
-        self._done, self._alone = True, None
+        self._done = True
+        del self._alone
         if verdict[0] is not None:
             raise RingVerifyError(
                 f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; do not train"
@@ -429,7 +420,6 @@ class FirstBatch:
             # An overflow skips the step: fp16 training lowers its loss scale and goes on, and so does this
             # check.
             return _AGAIN
-        assert self._alone is not None
         alone = filled(self._alone, module, weights, self.session.device)
         choose_attention(alone, self.session.config)
         found: list[Difference] = []
@@ -469,8 +459,7 @@ class FirstBatch:
             rows = Numbers(logits.detach().cpu(), layers={name: x.cpu() for name, x in layers.items()})
             found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
         if mean is not None and "loss" in parts[0].gradients:
-            both = (Numbers(torch.ones(1, 1), value) for value in (mean, total))
-            found += [one for one in compare_outputs(*both) if one.kind == "loss"]
+            found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
         return found
 
     @contextmanager

@@ -25,29 +25,29 @@ from torch.utils.data import Dataset
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
-from ds_ring.health.watch import Watch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
-from ds_ring.integrations.deepspeed.config_agreement import (
-    agree_on_config,
-    agree_on_ranks_per_node,
-    resolve_auto,
-)
+from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, resolve_auto
 from ds_ring.integrations.deepspeed.culprits import Settled, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
-from ds_ring.integrations.deepspeed.features import (
-    has_optimizer,
+from ds_ring.integrations.deepspeed.first_batch import FirstBatch
+from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.loss import divisor_of
+from ds_ring.integrations.deepspeed.refusals import (
+    RingUse,
     only_evaluates,
     refuse_direct_backward,
     refuse_features,
     without_optimizer,
 )
-from ds_ring.integrations.deepspeed.first_batch import FirstBatch
-from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
-from ds_ring.integrations.deepspeed.loss import divisor_of
-from ds_ring.integrations.deepspeed.monitor import RingMonitor, check_monitor
-from ds_ring.integrations.deepspeed.ring_use import RingUse
-from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, ranks_per_node, report_steps
+from ds_ring.integrations.deepspeed.run_report import (
+    RingMonitor,
+    attempt_folder,
+    attempt_of,
+    check_monitor,
+    ranks_per_node,
+    report_steps,
+)
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.mesh import RingMesh
 
@@ -101,10 +101,22 @@ def initialize(
         fault = error  # raised below, on all ranks together
     device = init_distributed(distributed_port, dist_init_required)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
-    agree_on_config(ring_config, deepspeed_config | {"optimizer=": type(optimizer).__name__}, fault, watch)
+    compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
+    per_node = agree_on_config(ring_config, compared, fault, watch, ranks_per_node())
     assert model is not None and ring_config is not None  # else there was a fault
-    trains = has_optimizer(deepspeed_config, optimizer)
-    session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
+    trains = optimizer is not None or bool((deepspeed_config.get("optimizer") or {}).get("type"))
+    with leave_on_error(watch):
+        ring_config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(
+        ring_config.ring_size,
+        ring_config.ulysses_size,
+        heartbeat_timeout_s=ring_config.heartbeat_timeout_seconds,
+        exit_after_fault_s=ring_config.hop_timeout_seconds,
+        watch=watch,
+        ranks_per_node=per_node,
+    )
+    divisor = divisor_of(deepspeed_config)
+    session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
     if "transformers" in sys.modules:
@@ -116,7 +128,7 @@ def initialize(
         args = copy.copy(args)
         args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
     engine, engine_optimizer, _, scheduler = name_culprit(
-        session.mesh, _start_engine,
+        mesh, _start_engine,
         args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
         dist_init_required=dist_init_required, collate_fn=collate_fn,
@@ -128,7 +140,7 @@ def initialize(
     DEEPSPEED.apply(features, session, engine=engine)
     if sizes is not None:
         dtype = next(engine.module.parameters()).dtype
-        name_culprit(session.mesh, session.dynamic.start, sizes, session, dtype)
+        name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
     loader = None
     if training_data is not None:
         loader = session.loader(
@@ -220,23 +232,6 @@ def _configurations(
 
         check_model(model, ring_config)
     return ring_config, deepspeed_config
-
-
-def _session(
-    config: RingConfig, watch: Watch | None, device: torch.device, gradient_divisor: float
-) -> RingSession:
-    """Build the ring of a configuration, its process groups included. Collective over the world."""
-    with leave_on_error(watch):
-        config.validate_world(dist.get_world_size())
-    mesh = RingMesh.from_world(
-        config.ring_size,
-        config.ulysses_size,
-        heartbeat_timeout_s=config.heartbeat_timeout_seconds,
-        exit_after_fault_s=config.hop_timeout_seconds,
-        watch=watch,
-        ranks_per_node=agree_on_ranks_per_node(ranks_per_node(), watch),
-    )
-    return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
 
 
 def _config_source(

@@ -103,11 +103,11 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
     return gradient_divisor / world
 
 
-def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
+def _of_all_ranks(local: Tensor, number: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
-    found = object_of(mesh, RingMesh)
-    exchange = Exchange(found, BATCH_TIMEOUT_S)
-    return torch.stack(exchange.all_gather(local, found.sequence_group, found.sequence_size))
+    mesh = object_of(number, RingMesh)
+    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
 
 @operator("ds_ring::sequence_sum")

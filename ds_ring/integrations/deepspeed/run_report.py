@@ -1,9 +1,24 @@
-"""Report how far this rank is to the folder of its run: step, loss, time, memory and links.
+"""Report each optimizer step, to DeepSpeed's monitor and to the folder of this rank's run.
 
-Owns `rank-N.metrics.json`, `history.jsonl` (the course of the run, by rank 0) and the one variable that says
-where they go, DS_RING_RUN_FOLDER, which `ds-ring launch` sets where the cluster YAML names a `run_folder`.
-The status page reads the files, and who starts a job again asks in which step a rank failed. Local to the
-rank: no collective. Without the variable nothing is written.
+To the monitor (CSV, TensorBoard, W&B, Comet) with `"monitor": true`; without it there is no collective:
+
+| event | of an optimizer step |
+|---|---|
+| `Ring/forward_hop_seconds`, `Ring/backward_hop_seconds` | mean time of a hop (send, compute, wait) |
+| `Ring/wait_share` | share of the hops' time that was spent waiting for messages |
+| `Ring/exposed_seconds` | the same in seconds: communication that computing did not hide |
+| `Ring/sent_bytes` | payload that left a rank |
+| `Ring/buffers_bytes` | most memory of messages at once |
+| `Ring/memory_bytes` | most memory of the process so far (CPU: resident; CUDA: allocated) |
+| `Ring/step_seconds` | from the end of the step before (or the first forward pass) to the end of this one |
+| `Ring/tokens_per_second` | tokens of all ranks' training batches, padding included, over that time |
+
+Each is the largest of all ranks, but tokens are added up: a ring is as fast as its slowest one.
+
+To the folder of the run, which `ds-ring launch` names in DS_RING_RUN_FOLDER where the cluster YAML has a
+`run_folder`: step, loss, time, memory and links in `rank-N.metrics.json`, and the course of the run in
+`history.jsonl`, by rank 0. The status page reads them, and who starts a job again asks in which step a rank
+failed. Local to the rank: no collective.
 
 [Note: whose loss]
 A script asks for the mean loss of step k before `engine.step()` or after it; in the second case it is not
@@ -29,17 +44,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.monitor import tokens_of
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.replaced_file import replace_text
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Span, Trace
 
+EVENTS = (
+    "forward_hop_seconds",
+    "backward_hop_seconds",
+    "wait_share",
+    "exposed_seconds",
+    "sent_bytes",
+    "buffers_bytes",
+    "memory_bytes",
+    "step_seconds",
+    "tokens_per_second",
+)
+_WRITERS = ("tensorboard", "csv_monitor", "wandb", "comet")
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
 # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
@@ -51,6 +79,92 @@ _IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
 _reports: weakref.WeakSet[_Report] = weakref.WeakSet()
+
+
+def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
+    """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
+    if wanted and not any((config.get(writer) or {}).get("enabled") for writer in _WRITERS):
+        raise RingConfigError(
+            f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none:"
+            ' there is nowhere to report to; add {"csv_monitor": {"enabled": true, "output_path": "runs",'
+            ' "job_name": "ring"}} to the DeepSpeed JSON, or set monitor to false'
+        )
+
+
+class RingMonitor:
+    """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
+
+    def __init__(self, engine: Any, session: RingSession) -> None:
+        self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
+        self._spans = 0  # before the forward pass that is under way
+        self._tokens = 0.0  # of the step's training batches, this rank's part
+        self._started_s: float | None = None  # of the monotonic clock; None until training goes on
+        session.mesh.traces.append(self._trace)
+
+    def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
+        """Begin to measure time with the first training pass of a step."""
+        self._spans = len(self._trace.spans)
+        if not self._engine.module.training:
+            self._started_s = None
+        elif self._started_s is None:
+            self._started_s = time.monotonic()
+
+    def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Count the tokens of a training pass; forget the spans of another one."""
+        if self._engine.module.training:
+            self._tokens += tokens_of((*args, *kwargs.values()), self._session)
+        else:
+            del self._trace.spans[self._spans :]
+
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Report the step if it is an optimizer's."""
+        engine, steps = self._engine, self._engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > steps:
+            get_accelerator().synchronize()
+            now_s = time.monotonic()
+            seconds = 0.0 if self._started_s is None else now_s - self._started_s
+            mine = torch.tensor([*figures(self._trace.spans), seconds, self._tokens], dtype=torch.float64)
+            size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            all_ranks = torch.zeros(size, len(mine), dtype=torch.float64, device=self._session.device)
+            all_ranks[rank] = mine
+            world_sum(all_ranks, self._session.mesh, self._session.config.hop_timeout_seconds)
+            values = all_ranks.max(0).values.tolist()
+            values[-1] = float(all_ranks[:, -1].sum()) / max(values[-2], 1e-9)
+            self._trace.spans.clear()
+            self._started_s, self._tokens = time.monotonic(), 0.0
+            events = zip(EVENTS, values, strict=True)
+            engine.monitor.write_events([(f"Ring/{name}", x, engine.global_samples) for name, x in events])
+        return result
+
+
+def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
+    """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
+    sharding = session.batches.current
+    tensors = [x for x in given if isinstance(x, torch.Tensor) and x.ndim >= 2]
+    samples = max((len(x) for x in tensors if x.shape[1] == sharding.local_tokens), default=0)
+    return samples * sharding.layout.tokens / sharding.mesh.sequence_size
+
+
+def figures(spans: Sequence[Span]) -> list[float]:
+    """Return this rank's values of the first EVENTS over the spans of a step; 0 where there were none."""
+    hop_s = []
+    for phase in ("forward", "backward"):
+        of_phase = [one for one in spans if one.phase == phase]
+        hop_s.append(_seconds(of_phase) / max(sum(one.what == "compute" for one in of_phase), 1))
+    waited = _seconds(one for one in spans if one.what == "wait")
+    return [
+        *hop_s,
+        waited / max(_seconds(spans), 1e-12),
+        waited,
+        float(sum(one.batch.bytes_sent for one in spans if one.what == "send")),
+        float(max((one.buffers_bytes for one in spans), default=0)),
+        float(get_accelerator().max_memory_allocated()),
+    ]
+
+
+def _seconds(spans: Any) -> float:
+    return float(sum(one.end_ns - one.start_ns for one in spans)) / 1e9
 
 
 class RunHistory:

@@ -31,7 +31,6 @@ from ds_ring.integrations.deepspeed.batch import (
     Batch,
     ModelNeeds,
     add_places,
-    count_of,
     prepare_batch,
     split_samples,
     split_tokens,
@@ -60,16 +59,17 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.loader import (
     RingLoader,
+    SampleOrder,
     check_dataset,
     is_sliced,
     ordered_loader,
     padded,
-    shard_slices,
+    read_slices,
+    stand_in,
     wrapped,
 )
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, RowGroup, group_rows
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import block_side
@@ -198,23 +198,24 @@ class RingSession:
             RingShapeError, RingPatternError: the batch cannot be sharded.
             RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
         """
-        prepared, report, fault = self._prepare(lambda: batch)
-        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        return self._given_out(*self._cut(prepared), labelled_tokens)
+        return self._shard(lambda: batch)
 
     def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Return this rank's part of the samples of its ring in a batch of `loader`, as `shard_batch`.
         Collective.
         """
-        documents, ring = self.config.pattern.documents, assigned.ring
-        prepared, report, fault = self._prepare(lambda: joined(assigned, samples, documents))
-        first = self.mesh.global_rank_of(ring.first)
-        report = report._replace(first_rank=first, division_crc=assigned.crc)
-        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        local, sharding = self._cut(prepared, self.dynamic.meshes[ring.ranks], assigned.longest)
-        return self._given_out(local, sharding, labelled_tokens)
+        packed = self.config.pattern.documents
+        return self._shard(lambda: joined(assigned, samples, packed), assigned)
 
-    def _given_out(self, local: Batch, sharding: BatchSharding, labelled_tokens: int) -> Batch:
+    def _shard(self, batch: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> Batch:
+        prepared, report, fault = self._prepare(batch)
+        mesh = longest = None
+        if assigned is not None:
+            mesh, longest = self.dynamic.meshes[assigned.ring.ranks], assigned.longest
+            first = self.mesh.global_rank_of(assigned.ring.first)
+            report = report._replace(first_rank=first, division_crc=assigned.crc)
+        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
+        local, sharding = self._cut(prepared, mesh, longest)
         self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
@@ -413,15 +414,13 @@ class RingSession:
     ) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns.
 
-        Args:
-            prepared: the whole batch.
-            mesh: a smaller ring that the batch is for; None: that of the session.
-            longest: the greatest position of the whole batch, where this is a part of it.
+        `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of what it is a
+        part of.
         """
         _, tokens = token_shape(prepared)
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
-        image_tokens = count_of(prepared)
+        whole_batch = prepared
         prepared, whole = whole_tensors(prepared, self.needs.images)
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
         mesh = RingMesh.single() if short else mesh or self.mesh
@@ -432,7 +431,7 @@ class RingSession:
         rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
-        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, image_tokens)
+        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, whole_batch)
         if images is not None:
             sharding = replace(sharding, images=images)
         if padded and real_tokens is not None:
@@ -469,8 +468,8 @@ class RingSession:
         return sharding
 
     def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
-        def items_of(labels_BS: Tensor) -> Tensor:
-            count = world_sum((labels_BS != IGNORE).sum().to(self.device), self.mesh)
-            return items_per_batch(int(count), self.gradient_divisor, self.device)
-
-        return shard_slices(dataset, indices, self.shard_batch, items_of)
+        local = self.shard_batch(stand_in(dataset, indices))
+        read_slices(dataset, local)
+        # Labels of the data set may be -100, which codes do not tell.
+        count = world_sum((local["labels"] != IGNORE).sum(), self.mesh)
+        return local | {"num_items_in_batch": items_per_batch(int(count), self.gradient_divisor, self.device)}

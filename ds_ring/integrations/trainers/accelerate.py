@@ -34,9 +34,8 @@ AUTO = "auto"
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    ACCELERATE.apply(
-        {"ring": SimpleNamespace(at_enable=_start), "backend": SimpleNamespace(at_enable=_with_gloo)}
-    )
+    ring, backend = SimpleNamespace(at_enable=_start), SimpleNamespace(at_enable=_with_gloo)
+    ACCELERATE.apply({"ring": ring, "backend": backend})
 
 
 def _start(start: Callable[..., None], accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -69,22 +68,6 @@ def _put_on_a_ring(accelerator: Any) -> None:
     config = plugin.deepspeed_config
     ring = RingConfig.from_deepspeed(config)
     ring.validate_world(accelerator.state.num_processes)
-    _refuse_settings(accelerator)
-    # accelerate refuses an "auto" that it does not know. Ours are the defaults.
-    config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
-    # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
-    copies = [config, getattr(getattr(plugin, "dschf", None), "config", config)]
-    for one in copies:
-        one[SP_KEY] = ring.sequence_parallel_size
-    features = {
-        "own samples": SimpleNamespace(around_init=False),
-        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
-        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
-    }
-    ACCELERATE.apply(features, accelerator=accelerator)
-
-
-def _refuse_settings(accelerator: Any) -> None:
     parallel = accelerator.parallelism_config
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
     if others:
@@ -97,6 +80,17 @@ def _refuse_settings(accelerator: Any) -> None:
             "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
             " of a ring; leave it out, every rank then reads its own"
         )
+    # accelerate refuses an "auto" that it does not know. Ours are the defaults.
+    config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
+    # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
+    for one in (config, getattr(getattr(plugin, "dschf", None), "config", config)):
+        one[SP_KEY] = ring.sequence_parallel_size
+    features = {
+        "own samples": SimpleNamespace(around_init=False),
+        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
+        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
+    }
+    ACCELERATE.apply(features, accelerator=accelerator)
 
 
 @functools.cache
@@ -142,10 +136,10 @@ class _OnARing(Accelerator):  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """Gather over the data replicas, each once."""
+        ranks = (self.num_processes, self.sequence_ranks, -1)
 
         def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
-            parts = gathered.unflatten(0, (self.num_processes, self.sequence_ranks, -1))
-            return parts[:, 0].flatten(0, 1)
+            return gathered.unflatten(0, ranks)[:, 0].flatten(0, 1)
 
         return recursively_apply(first_of_sequence, super().gather(tensor), error_on_other_type=True)
 

@@ -1,9 +1,13 @@
-"""Refuse the features of DeepSpeed that do not work beside a ring.
+"""Refuse what would train on something else beside a ring without an error.
 
-Owns the refusals that the JSON or the model show before training starts. Each of these would train on
-something else without an error: another gradient scale, other samples on the ranks of a ring, groups of ranks
-that the ring uses otherwise. What DeepSpeed 0.19.8 refuses by itself (sparse_attention, compression_training,
-progressive_layer_drop, MiCS, ...) is left to it; `tests/dist/test_deepspeed_features.py` has the whole table.
+Owns the refusals of DeepSpeed's features that the JSON or the model show before training starts: another
+gradient scale, other samples on the ranks of a ring, groups of ranks that the ring uses otherwise. What
+DeepSpeed 0.19.8 refuses by itself (sparse_attention, compression_training, progressive_layer_drop, MiCS, ...)
+is left to it; `tests/dist/test_deepspeed_features.py` has the whole table.
+
+Owns as well the check that a model uses the ring, in its first forward pass: that a ring pass ran, and that
+plain attention over exactly this rank's tokens was not called. Every rank of a sequence runs the same model
+on the same sharding, so all of them raise. What a transformers model may ask for is checks.py's.
 """
 
 from __future__ import annotations
@@ -11,13 +15,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from deepspeed.pipe import PipelineModule
+from torch.overrides import TorchFunctionMode
 
 from ds_ring.errors import RingCheckpointError, RingConfigError
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.catalog import Causal
+from ds_ring.runtime.context import forward_passes
+
+log = logging.getLogger(__name__)
 
 _SAMPLER = "DeepSpeed's sampler then gives every rank of a ring other samples: order the data set yourself"
 # by dotted key: the most that a number may be (None: it must not be true), what would happen and what to do
@@ -39,15 +51,22 @@ _REFUSED: dict[str, tuple[int | None, str]] = {
         " inside `with engine.ring.off():`",
     ),
 }
+_WHAT_TO_DO = (
+    'say engine.compile(backend="ds_ring") before the first batch (it rewrites scaled_dot_product_attention),'
+    " call engine.ring.attention()(q, k, v) or ds_ring.RingAttention in the module, or use a transformers"
+    ' model, which gets the ring\'s attention by itself unless the section says "attention": "as_is"'
+)
+_TRAINS_OFF = (
+    "engine.ring.off(): expected a forward pass that evaluates, got one in training mode with gradients: each"
+    " rank would train on its own tokens only; leave the block first, or call engine.eval()"
+)
+_PLAIN = "scaled_dot_product_attention", "flex_attention"
+_SOFTMAX = "softmax", "_softmax"
+_MULTIHEAD = "multi_head_attention_forward"  # of nn.MultiheadAttention; what it calls is not seen
 
 
 def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Refuse what DeepSpeed would do otherwise than the ring takes it to do.
-
-    Args:
-        config: the DeepSpeed JSON without the section.
-        model: before DeepSpeed has it.
-    """
+    """Refuse what DeepSpeed would do otherwise than the ring takes it to do, before it has the model."""
     for name, (most, why) in _REFUSED.items():
         section, _, key = name.partition(".")
         value = _section(config, section).get(key)
@@ -139,14 +158,7 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 # An engine without an optimizer: DeepSpeed 0.19.8 does not start at ZeRO 1 and 2, has no checkpoints at ZeRO
 # 3, and fails an assertion in a backward pass.
 
-log = logging.getLogger(__name__)
-
 _ADD_ONE = 'pass optimizer=..., or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}} to the JSON'
-
-
-def has_optimizer(config: dict[str, Any], optimizer: object) -> bool:
-    """Return whether DeepSpeed will have an optimizer: one that is passed, or the JSON's."""
-    return optimizer is not None or bool((config.get("optimizer") or {}).get("type"))
 
 
 def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
@@ -175,3 +187,72 @@ def only_evaluates(engine: Any) -> dict[str, Any]:
     if engine.checkpoint_engine is None:  # ZeRO 3
         found["no_checkpoints"] = SimpleNamespace(around_save=refuse_files, around_load=refuse_files)
     return found
+
+
+class RingUse:
+    """Check the first forward pass of an engine's model in each mode (training, evaluation).
+
+    The graph of a compiled model is not examined: the backend has read it.
+    """
+
+    def __init__(self, session: RingSession, engine: Any) -> None:
+        self._session, self._engine, self._seen = session, engine, set[bool]()
+
+    def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Check the first calls that need a ring."""
+        training = bool(self._engine.module.training)
+        if self._session.batches.is_off:
+            if training and torch.is_grad_enabled():
+                raise RingConfigError(_TRAINS_OFF)
+            return forward(*args, **kwargs)
+        if training in self._seen:
+            return forward(*args, **kwargs)
+        sharding = self._session.batches.current
+        is_alone = sharding.mesh.sequence_size == 1
+        if is_alone and sharding.patterns.pattern == Causal() and not sharding.groups:
+            return forward(*args, **kwargs)  # the model's own attention would be right
+        before = forward_passes()
+        with nullcontext() if is_alone or self._engine.is_compiled else _PlainAttention(sharding):
+            output = forward(*args, **kwargs)
+        if forward_passes() == before:
+            documents = " with documents" if sharding.groups else ""
+            fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
+            if sharding.mesh.sequence_size > 1:
+                tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
+                fault = f"attention saw {tokens}"
+            raise RingConfigError(
+                "expected the model to use ring attention, but no ring pass ran in its forward pass:"
+                f" {fault}; {_WHAT_TO_DO}"
+            )
+        self._seen.add(training)
+        return output
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Refuse attention outside the ring over exactly the tokens of this rank."""
+
+    # Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
+
+    def __init__(self, sharding: BatchSharding) -> None:
+        super().__init__()
+        self._tokens = sharding.local_tokens
+        self._all_tokens = sharding.layout.tokens
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        tokens_dim = -2 if name in _PLAIN else 0 if name == _MULTIHEAD else None
+        local = tokens_dim is not None and all(
+            x.ndim >= 2 and x.shape[tokens_dim] == self._tokens
+            for x in given[:2]  # queries and keys
+        )
+        # Scores of attention written out: [(batch, heads,) ..., tokens, tokens].
+        scores = name in _SOFTMAX and given and given[0].ndim >= 3
+        if local or (scores and given[0].shape[-2:] == (self._tokens, self._tokens)):
+            raise RingConfigError(
+                f"expected ring attention, got {name} over the {self._tokens} tokens of this rank, of"
+                f" {self._all_tokens}: that part of the model would see no other rank's; {_WHAT_TO_DO}"
+            )
+        return func(*args, **(kwargs or {}))
