@@ -84,7 +84,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Return a small regular file's bytes."""
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

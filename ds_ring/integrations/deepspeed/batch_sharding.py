@@ -253,7 +253,6 @@ _COMPARED = {
 
 
 def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
-    """Return the report of a prepared batch."""
     crcs = {"inputs": 0, "labels": 0}
     for key in sorted(tensors):
         kind = "labels" if key in LABEL_KEYS else "inputs"

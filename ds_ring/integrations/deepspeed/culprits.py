@@ -76,13 +76,11 @@ class Settled:
         self._engine, self._mesh = engine, mesh
 
     def around_step(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Wait at a boundary of gradient accumulation."""
         if self._engine.is_gradient_accumulation_boundary():
             self._mesh.settle()
         return step(*args, **kwargs)
 
     def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Wait before anything is saved."""
         self._mesh.settle()
         return save(*args, **kwargs)
 

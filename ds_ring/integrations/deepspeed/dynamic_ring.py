@@ -278,7 +278,6 @@ class DynamicRing:
     def assign(
         self, pieces: Sequence[DocumentPart], most_tokens: int, packed: bool, mesh: RingMesh
     ) -> Assigned:
-        """Return this rank's part of a batch."""
         lengths = tuple(piece.stop - piece.start for piece in pieces)
         if self.times is None or mesh.ring_size == 1:
             rings: tuple[SubRing, ...] = (SubRing(0, 1, tuple(range(len(pieces)))),)

@@ -175,7 +175,6 @@ class WholeBatches:
         return whole(output)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name."""
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [name for name, one in self._parameters.items() if one.kind in by_place]
         if len(args) > len(names):

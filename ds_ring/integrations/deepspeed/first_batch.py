@@ -354,7 +354,6 @@ class FirstBatch:
         self._alone = skeleton(self.model)
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the engine's forward passes."""
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         sharding = self.session.batches.current
@@ -372,7 +371,6 @@ class FirstBatch:
         return output
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compare before the first step."""
         if not self._done and self.engine.is_gradient_accumulation_boundary():
             self._verify(self.engine)
         return step(*args, **kwargs)

@@ -199,7 +199,6 @@ class RingUse:
         self._session, self._engine, self._seen = session, engine, set[bool]()
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Check the first calls that need a ring."""
         training = bool(self._engine.module.training)
         if self._session.batches.is_off:
             if training and torch.is_grad_enabled():

@@ -117,7 +117,6 @@ class RingMonitor:
             del self._trace.spans[self._spans :]
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Report the step if it is an optimizer's."""
         engine, steps = self._engine, self._engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > steps:
@@ -317,7 +316,6 @@ class _Report:
             self._write(whole=not self._awaits_loss)
 
     def finish(self) -> None:
-        """Write what is not written yet."""
         self._take_loss()
         self._write(whole=True)
 

@@ -38,25 +38,8 @@ def enable_accelerate() -> None:
     ACCELERATE.apply({"ring": ring, "backend": backend})
 
 
-def _start(start: Callable[..., None], accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     start(accelerator, *args, **kwargs)
-    _put_on_a_ring(accelerator)
-    if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
-        enable_trainer()
-
-
-def _with_gloo(
-    choose: Callable[..., tuple[str | None, Any]], state: PartialState, *args: Any, **kwargs: Any
-) -> tuple[str | None, Any]:
-    # accelerate 1.15 knows DeepSpeed on accelerators only: its ranks on CPUs would each be the only one.
-    backend, kind = choose(state, *args, **kwargs)
-    on_cpu = get_accelerator().device_name() == "cpu" and get_world_size_from_launcher() > 1
-    if backend is None and on_cpu:
-        backend = get_accelerator().communication_backend_name()
-    return backend, kind
-
-
-def _put_on_a_ring(accelerator: Any) -> None:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
         raise RingConfigError(
@@ -91,6 +74,19 @@ def _put_on_a_ring(accelerator: Any) -> None:
         "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
     }
     ACCELERATE.apply(features, accelerator=accelerator)
+    if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
+        enable_trainer()
+
+
+def _with_gloo(
+    choose: Callable[..., tuple[str | None, Any]], state: PartialState, *args: Any, **kwargs: Any
+) -> tuple[str | None, Any]:
+    # accelerate 1.15 knows DeepSpeed on accelerators only: its ranks on CPUs would each be the only one.
+    backend, kind = choose(state, *args, **kwargs)
+    on_cpu = get_accelerator().device_name() == "cpu" and get_world_size_from_launcher() > 1
+    if backend is None and on_cpu:
+        backend = get_accelerator().communication_backend_name()
+    return backend, kind
 
 
 @functools.cache
