@@ -92,10 +92,8 @@ class BatchSharding:
     ) -> RowsAttention:
         """Return the attention of this batch, documents included.
 
-        Args:
-            scale: of the scores, None for 1 / sqrt(head_dim).
-            pattern: of the layer (`pattern_of`); None for the JSON's.
-            score_mod: changes the scores; see `ring_attention`.
+        `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
+        JSON's.
         """
         asked = self.patterns.pattern if pattern is None else pattern
         key = (scale, asked, score_mod)

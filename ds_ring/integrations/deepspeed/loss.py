@@ -114,9 +114,7 @@ def _of_all_ranks(local: Tensor, number: int) -> Tensor:
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
     """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
-    Args:
-        local: any shape, the same on every rank.
-        mesh: the number that `number_of` returns.
+    `local` has the same shape on every rank, `mesh` is the number that `number_of` returns.
     """
     return _of_all_ranks(local, mesh).sum(dim=0)
 

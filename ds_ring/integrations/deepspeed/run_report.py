@@ -170,11 +170,7 @@ class RunHistory:
     """Append lines to a file of at most `most_lines`: where they are more, every other one is left out.
 
     From then on only every second step adds a line, then every fourth, and so on: the file is rewritten
-    log2(steps / most_lines) times in all, and its lines stay evenly spaced.
-
-    Args:
-        path: of the file.
-        most_lines: at least 2.
+    log2(steps / most_lines) times in all, and its lines stay evenly spaced. `most_lines` is at least 2.
     """
 
     def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
@@ -357,15 +353,9 @@ class _Report:
 def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
     """Return the means over hops of each link that brought something to this rank, by the sender.
 
-    A link that is slower than computing shows in the whole hop and in the wait.
-
-    Args:
-        spans: of this rank's passes, in order.
-        mesh: who is who.
-
-    Returns:
-        For each sender {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end
-        of the wait for it, "wait_seconds", "bytes": payload of a hop}.
+    Each is {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end of the wait
+    for it, "wait_seconds", "bytes": payload of a hop}. A link that is slower than computing shows in the
+    whole hop and in the wait.
     """
     # by sender: hops, their nanoseconds, those of the waits, payload bytes
     links: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))

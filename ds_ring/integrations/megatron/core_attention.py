@@ -199,9 +199,7 @@ class RingCoreAttention(nn.Module):
 def _packing(lengths: tuple[int, ...], padded: tuple[int, ...], ring_size: int) -> tuple[Layout, Documents]:
     """Cut every sequence into 2P chunks, as Megatron does; padding after a sequence belongs to no document.
 
-    Args:
-        lengths, padded: where sequences begin, without and with their padding; and the end.
-        ring_size: P.
+    `lengths` and `padded` say where sequences begin, without and with their padding, and the end.
     """
     parts = 2 * ring_size if ring_size > 1 else 1
     spans = np.diff(padded)
@@ -238,10 +236,8 @@ _meshes: weakref.WeakKeyDictionary[Any, RingMesh] = weakref.WeakKeyDictionary()
 
 
 def mesh_of(cp_group: Any) -> RingMesh:
-    """Return the mesh whose rings are the context parallel groups. Collective over the world at first.
-
-    Args:
-        cp_group: this rank's context parallel process group.
+    """Return the mesh whose rings are the context parallel groups, `cp_group` this rank's. Collective over
+    the world at first.
     """
     if cp_group.size() == 1:
         return RingMesh.single()
