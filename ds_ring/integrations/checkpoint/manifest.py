@@ -46,7 +46,7 @@ _FAULTS_NAMED = 20
 def not_regular(path: Path, mode: int, expected: str = "a regular file") -> str:
     """Return an error's text about a file that should be something else."""
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return f"{path}: expected {expected}, got {kind}; put that itself there, or remove it"
+    return f"{path}: expected {expected}, got {kind}; put {expected} there, or remove it"
 
 
 def require_plain_tag(tag: str, whence: str) -> str:
