@@ -55,9 +55,7 @@ IMPORTERS = {
     "integrations.deepspeed.batch_sharding": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
-    "integrations.deepspeed.monitor": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.deepspeed.dynamic_ring": {"runtime.exchange"},  # measures it
-    "integrations.deepspeed.session": {"runtime.exchange"},  # so that its collective is watched, too
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"runtime.exchange", "runtime.kernels"},  # the tokens of what stays at home
