@@ -13,6 +13,7 @@ import math
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -75,12 +76,7 @@ def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
 
 
 class Block:
-    """Hold uninitialised memory, and the tensors that lie there.
-
-    Args:
-        nbytes, device: how much, and where.
-        stream: the number of the stream that uses it, and that was present when it was made.
-    """
+    """Hold uninitialised memory for the stream that was present when it was made, and the tensors there."""
 
     __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
 
@@ -339,6 +335,7 @@ class PreparedBatch(NamedTuple):
     posted: PostedBatch
 
 
+@dataclass
 class PreparedPass:
     """What is cached for one schedule and tensors of one shape.
 
@@ -347,9 +344,8 @@ class PreparedPass:
         kinds: buffer kinds by the first K/V head of a chunk; `RingBuffers` adds those that are missing.
     """
 
-    def __init__(self) -> None:
-        self.batches: dict[int, PreparedBatch] = {}
-        self.kinds: defaultdict[int, Kinds] = defaultdict(dict)
+    batches: dict[int, PreparedBatch] = field(default_factory=dict)
+    kinds: defaultdict[int, Kinds] = field(default_factory=lambda: defaultdict(dict))
 
 
 class PreparedPasses:

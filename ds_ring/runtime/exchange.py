@@ -81,12 +81,9 @@ class Exchange:
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._header_routes: list[Route] | None = None
-        self._device_watch = DeviceWatch.of(mesh)
-
-    @property
-    def deadline_s(self) -> float:
-        """Return the seconds that a wait may take now; see [Note: compile skew] in `context.py`."""
-        return max(self.hop_timeout_s, self.mesh.use.patience_s)
+        if mesh.use.device_watch is None:
+            mesh.use.device_watch = DeviceWatch()
+        self._device_watch = mesh.use.device_watch
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop, without waiting for them.
@@ -116,7 +113,10 @@ class Exchange:
     ) -> Route:  # fmt: skip
         """Return the route of messages from and to ranks of the world, of tensors like this one."""
         peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
-        of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
+        of, to = (
+            tuple(rank if group is None else dist.get_group_rank(group, rank) for rank in side)
+            for side in (receives, sends)
+        )
         streams = self._streams_that_wait(like, group)
         return Route(of, to, peers, [tuple(sorted({*receives, *sends}))], sizes, group, streams)
 
@@ -145,10 +145,10 @@ class Exchange:
                 mesh.watch.accuse(peers[0], cause)
             raise blame(mesh, hop, peers[0], cause) from error
         peers = route.peers if len(works) == len(route.peers) else route.all_peers
-        deadline_s = max(self.hop_timeout_s, mesh.use.patience_s)
         watch = None if route.streams is None else self._device_watch
+        deadline_s, streams = max(self.hop_timeout_s, mesh.use.patience_s), route.streams
         self._latest = Pending(
-            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, route.streams
+            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, streams
         )
         return self._latest
 
@@ -191,7 +191,12 @@ class Exchange:
             int64 [2, n]: least and greatest.
         """
         if self._header_routes is None:
-            self._header_routes = self._routes_of_headers(header)
+            mesh, self._header_routes = self.mesh, []
+            for step in range((mesh.sequence_size - 1).bit_length()):
+                rank, apart = mesh.sequence_rank, 1 << step
+                ahead, behind = (mesh.global_rank_in_sequence(one) for one in (rank + apart, rank - apart))
+                # Headers are CPU tensors: NCCL could not send them.
+                self._header_routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
         for route in self._header_routes:
             known = torch.tensor([least, greatest], dtype=torch.int64)
@@ -201,18 +206,6 @@ class Exchange:
             low, high = heard.tolist()
             least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
         return torch.tensor([least, greatest], dtype=torch.int64)
-
-    def _routes_of_headers(self, header: Tensor) -> list[Route]:
-        """Return the routes of the rounds of `spread`: to the rank 2^i ahead, from the rank 2^i behind."""
-        mesh, routes = self.mesh, []
-        for step in range((mesh.sequence_size - 1).bit_length()):
-            ahead, behind = (
-                mesh.global_rank_in_sequence((mesh.sequence_rank + way) % mesh.sequence_size)
-                for way in (1 << step, -(1 << step))
-            )
-            # Headers are CPU tensors: NCCL could not send them.
-            routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
-        return routes
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -262,11 +255,8 @@ class Exchange:
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
         watch = None if streams is None else self._device_watch
-        Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
-
-
-def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
-    return world_rank if group is None else dist.get_group_rank(group, world_rank)
+        deadline_s = max(self.hop_timeout_s, self.mesh.use.patience_s)  # [Note: compile skew] in `context.py`
+        Pending([work], peers, self.mesh, place, deadline_s, sent, got, group, watch, streams).wait()
 
 
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:

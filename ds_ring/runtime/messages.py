@@ -6,7 +6,6 @@ Owns what real and virtual ranks have in common; `rank.py` sends, `simulation/ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -38,9 +37,8 @@ class Label(NamedTuple):
     Attributes:
         peer: ring rank that receives or sends it.
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
-        slots: planned number of slots; None outside a pass.
-        dtype: dtype that the ranks agreed on; None outside a pass.
-        tokens: which tokens; None outside a pass.
+        slots, dtype, tokens: planned number of slots, the dtype that ranks agreed on, and which tokens; None
+            outside a pass.
     """
 
     peer: int
@@ -117,10 +115,7 @@ class Counters:
 
 
 class BatchSizes(NamedTuple):
-    """What a batch adds to the counters.
-
-    One batch unless it is empty, and the messages and bytes it sends.
-    """
+    """What a batch adds to the counters: one batch unless it is empty, and what it sends."""
 
     is_one: bool
     sends: int
@@ -149,11 +144,7 @@ class Transport(Protocol):
     counters: Counters
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Return what `start` needs to know about all batches with these messages; see [Note: routes].
-
-        Raises:
-            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
-        """
+        """Return what `start` needs to know about all batches with these messages; see [Note: routes]."""
         ...
 
     def start(
@@ -164,8 +155,4 @@ class Transport(Protocol):
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return the object that orders the streams of a tensor's device."""
-        ...
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Return the context in which a pass runs."""
         ...

@@ -134,18 +134,13 @@ def _my_group(
     for ranks in groups:
         options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
-            options["pg_options"] = _urgent_options(timeout)
+            # Streams of high priority. torch changes the options, so each group has its own.
+            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options["pg_options"]._timeout = timeout  # new_group warns of any other
         group = dist.new_group(ranks, timeout=timeout, backend=backend, **options)
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _urgent_options(timeout: datetime.timedelta) -> Any:
-    """Return NCCL's options for streams of high priority; torch changes them, so each group has its own."""
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group warns of any other
-    return options
 
 
 # [Note: before the first deadline]

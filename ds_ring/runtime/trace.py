@@ -163,8 +163,7 @@ class MemoryPeak:
     """Hold what was measured; filled when the measured block ends.
 
     Attributes:
-        peak_bytes: highest total of live tensor bytes above what lived at the start of the block.
-        end_bytes: total still alive at its end.
+        peak_bytes, end_bytes: highest and last total of live bytes above what lived at its start.
         levels: after every allocation and release, by time.
         spans: start and end of the spans of a trace, by their number in it, ns of the same clock.
     """

@@ -54,9 +54,6 @@ class Place(NamedTuple):
 class Task:
     """A function that runs in one of the waiting threads.
 
-    Args:
-        act: the function.
-
     Attributes:
         wake: set at the end.
         error: what the function raised.
@@ -138,13 +135,17 @@ class _WaitTask(Task):
         else:
             look(lambda: self.wake.is_set() or self.ask(), seconds, self.hurried)
 
+    def waits_for(self, peers: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Return those of each work's ranks on which the first unfinished work depends."""
+        return peers[min(self.done, len(peers) - 1)]
+
 
 class _Waiters:
     """A pool of threads that wait: a free thread is reused, a blocked one is replaced."""
 
     def __init__(self) -> None:
         self._free: list[SimpleQueue[Task | None]] = []
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self, job: Task) -> None:
@@ -155,7 +156,7 @@ class _Waiters:
                 # A daemon thread, because a blocked one must not delay the end of the process.
                 name = "ds_ring waiter"
                 thread = threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
-                self._threads.append(thread)
+                self.threads.append(thread)
                 thread.start()
         queue.put(job)
 
@@ -166,14 +167,10 @@ class _Waiters:
             with self._lock:
                 self._free.append(queue)
 
-    def is_current(self) -> bool:
-        """Return whether the current thread is from this pool: the caller never sees its errors."""
-        return threading.current_thread() in self._threads
-
     def end(self) -> None:
         """End the threads that are free or will be soon; see [Note: threads at exit]."""
         deadline = time.monotonic() + PATIENCE_S
-        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+        while any(thread.is_alive() for thread in self.threads) and time.monotonic() < deadline:
             with self._lock:
                 free, self._free = self._free, []
             for queue in free:
@@ -242,15 +239,13 @@ def wait_for(
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
         raise own_fault(mesh, place, of_device(job.error)) from job.error
-    raise blame(mesh, place.hop, _of(peers, job), _cause(job.error, place)) from job.error
+    raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
 
 
 def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: RuntimeError) -> RingPeerError:
     """Return the error for an exception in the wait for a device's work, after asking the monitor.
 
-    Args:
-        peers: world ranks that the work depends on.
-        error: torch's exception; it says that something failed, but not which rank.
+    It says that something failed, but not which of the ranks that the work depends on, the `peers`.
     """
     if isinstance(error, DEVICE_ERROR):
         return own_fault(mesh, place, of_device(error))
@@ -261,11 +256,6 @@ def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: Runti
     return blame(mesh, place.hop, peers, cause)
 
 
-def _of(peers: Sequence[Sequence[int]], job: _WaitTask) -> Sequence[int]:
-    """Return the ranks on which the first unfinished work depends."""
-    return peers[min(job.done, len(peers) - 1)]
-
-
 def _wait_watched(
     job: _WaitTask, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
 ) -> None:
@@ -273,8 +263,8 @@ def _wait_watched(
     told: Sequence[int] | None = None
     while not job.over and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
-        if told is not _of(peers, job):
-            told = _of(peers, job)
+        if told is not job.waits_for(peers):
+            told = job.waits_for(peers)
             watch.waits(told, place.key, str(place))
         # Wait at most one second at a time: no event is set when one of several works is done.
         job.pause(min(left_s, 1.0))
@@ -283,8 +273,8 @@ def _wait_watched(
         look(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.hurried)
     # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
-        watch.waits(_of(peers, job), place.key, str(place))
-        watch.accuse(_of(peers, job), _cause(job.error, place))
+        watch.waits(job.waits_for(peers), place.key, str(place))
+        watch.accuse(job.waits_for(peers), _cause(job.error, place))
     if told is not None and job.over and job.error is None:
         watch.goes_on()
 
@@ -350,7 +340,8 @@ def of_device(error: BaseException) -> str:
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as an error of this rank."""
-    if mesh.watch is not None and not _waiters.is_current():
+    # The caller never sees what is raised in a waiting thread.
+    if mesh.watch is not None and threading.current_thread() not in _waiters.threads:
         mesh.watch.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)
 
@@ -374,7 +365,7 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
         made = (mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group)
         if group is not None and any(group is one for one in made) and id(group) not in mesh.use.aborted:
             mesh.use.aborted.add(id(group))
-            tasks.append(Task(partial(_abort, group)).start())
+            tasks.append(Task(group.abort).start())
     deadline = time.monotonic() + ABORT_S
     late = [task for task in tasks if not task.wake.wait(max(0.0, deadline - time.monotonic()))]
     if late:
@@ -382,13 +373,9 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
         _log.error(
             "ds_ring: %d of %d process groups were not aborted in %g s", len(late), len(tasks), ABORT_S
         )
-
-
-def _abort(group: ProcessGroup) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        _log.error("ds_ring: a process group could not be aborted: %s", error)
+    for task in tasks:
+        if isinstance(task.error, RuntimeError):
+            _log.error("ds_ring: a process group could not be aborted: %s", task.error)
 
 
 # [Note: no host in the loop]
@@ -411,10 +398,6 @@ def _abort(group: ProcessGroup) -> None:
 SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
 IDLE_SWEEPS = 10  # without anything: the thread ends
 BUSY_TIMEOUT_S = 1800.0  # for what a device does before it comes to a batch: a step of the optimizer, say
-
-
-def _at_once() -> bool:
-    return True
 
 
 @dataclass(slots=True, eq=False)
@@ -445,8 +428,8 @@ class Pending:
     group: ProcessGroup | None = None
     watch: DeviceWatch | None = None
     streams: Streams | None = None
-    came: Callable[[], bool] = field(init=False, default=_at_once)
-    arrived: Callable[[], bool] = field(init=False, default=_at_once)
+    came: Callable[[], bool] = field(init=False, default=lambda: True)
+    arrived: Callable[[], bool] = field(init=False, default=lambda: True)
     deadline: float = field(init=False)
     _versions: list[int] = field(init=False)
     _over: bool = field(init=False, default=False)
@@ -535,14 +518,6 @@ class DeviceWatch:
         self._hurried = threading.Event()
         self._running = False
 
-    @classmethod
-    def of(cls, mesh: RingMesh) -> DeviceWatch:
-        """Return the watch of a mesh; made when first asked for."""
-        if mesh.use.device_watch is None:
-            mesh.use.device_watch = cls()
-        assert isinstance(mesh.use.device_watch, cls)
-        return mesh.use.device_watch
-
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
         # A deque may be appended to while another thread takes from it.
@@ -573,7 +548,12 @@ class DeviceWatch:
     # batches are over by then, which takes one query. While somebody waits in `settle` it looks every LOOK_S.
     def _run(self) -> None:
         idle, streams = 0, None
-        while idle < IDLE_SWEEPS or not self._may_end():
+        while True:
+            if idle >= IDLE_SWEEPS:
+                with self._lock:
+                    self._running = bool(self._queue)
+                    if not self._running:
+                        return
             idle = 0 if self._queue else idle + 1
             while self._queue:
                 one = self._queue.popleft()
@@ -592,11 +572,6 @@ class DeviceWatch:
                 del one  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
             self._hurried.clear()
-
-    def _may_end(self) -> bool:
-        with self._lock:
-            self._running = bool(self._queue)
-            return not self._running
 
     def _see_through(self, one: Pending) -> None:
         """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
@@ -617,8 +592,7 @@ class DeviceWatch:
     def _wait_for_begin(self, one: Pending) -> None:
         """Wait until the device comes to the wait: before, it is busy with something else.
 
-        Raises:
-            RingPeerError: it failed, or did not come within BUSY_TIMEOUT_S: names this rank.
+        A RingPeerError that names this rank says that it failed, or did not come within BUSY_TIMEOUT_S.
         """
         mesh = one.mesh
 

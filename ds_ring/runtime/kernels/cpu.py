@@ -59,7 +59,13 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     # Drop the positions, which only score functions read, so that equal tiles fold into one call.
     placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
-    return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
+
+    def scattered_last(call: Tile) -> tuple[bool, int]:
+        rows, of_all_heads = call.q_rows, call.head_in_group < 0
+        dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
+        return not (dense and of_all_heads), -rows.repeats * rows.length
+
+    return tuple(sorted(_fold(pieces, sizes.block), key=scattered_last))
 
 
 class PreparedCall(NamedTuple):
@@ -95,12 +101,6 @@ def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...
             PreparedCall(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias)
         )
     return tuple(found)
-
-
-def _scattered_last(call: Tile) -> tuple[bool, int]:
-    rows = call.q_rows
-    scattered = rows.step > 1 or (rows.repeats > 1 and rows.stride != rows.length) or call.head_in_group >= 0
-    return scattered, -rows.repeats * rows.length
 
 
 # [Note: small triangles]
@@ -376,13 +376,6 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
 
 
-def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Set rows whose keys are all masked to out 0, lse -inf."""
-    # If all keys are masked, the lse is about HIDDEN, far below that of any row with a real key.
-    empty = lse < HIDDEN / 10
-    return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
-
-
 class CpuKernel:
     """Call aten flash attention for CPU over strided views.
 
@@ -429,8 +422,9 @@ class CpuKernel:
             # The same number added to every score of a call changes its lse and not its out.
             if log_weight:
                 lse = lse + log_weight
-            if masked:  # only here can a row have no key
-                out, lse = _empty_rows(out, lse)
+            if masked:  # only here can a row have no key: its lse is about HIDDEN, far below any other
+                empty = lse < HIDDEN / 10
+                out, lse = out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
             if padded:
                 out = out[..., :width]
             if rows.repeats > 1:
