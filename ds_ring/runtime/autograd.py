@@ -428,12 +428,9 @@ BatchRows = tuple[int, ...]
 
 @dataclass(eq=False)
 class Placed:
-    """Hold the attention of a batch.
+    """Hold the attention of a batch, under a number in a graph: contexts, and the rows that each is for.
 
-    Attributes:
-        parts: a context, and the rows of the batch that it is for; every rank has them in the same order.
-            One part without rows is for all of them.
-        handle: the number of this placement in a graph.
+    Every rank has the parts in the same order. One part without rows is for all of them.
     """
 
     parts: tuple[tuple[RingContext, BatchRows], ...]

@@ -33,12 +33,9 @@ FEW_RUNS = 32  # for a side of at most this many runs, positions are computed on
 
 @dataclass(frozen=True)
 class Side:
-    """The runs (arithmetic progressions of tokens) of one side of a hop.
+    """The runs of one side of a hop, in `length` slots from `first` on, which is a multiple of the block.
 
-    Attributes:
-        first: first slot, a multiple of the block.
-        length: number of slots from there on.
-        runs: the distinct runs, int64 [n, 5] of (slot, slot step, position, position step, length).
+    The distinct runs are int64 [n, 5] of (slot, slot step, position, position step, length).
     """
 
     first: int
@@ -81,13 +78,9 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class HopGeometry:
-    """The data from which the tables of a hop are made.
+    """The data from which the tables of a hop are made; equal for hops of equal keys.
 
-    Attributes:
-        key: hashable; equal for hops whose tables are equal.
-        q, k: the two sides.
-        rule: the pattern.
-        all_full: True if every covered query attends to every covered key once; then positions do not matter.
+    If `all_full`, every covered query attends to every covered key once; then positions do not matter.
     """
 
     key: tuple[Any, ...]
@@ -210,9 +203,7 @@ class BlockTable(NamedTuple):
 class Tokens(NamedTuple):
     """Hold the queries or the keys of a hop, from the first block a tile touches to the last slot of one.
 
-    Attributes:
-        position: int32 [n]; 0 where no tile covers the slot.
-        labels: int32 [heads, n] for each branch; -1 for no label.
+    The position of a slot that no tile covers is 0, int32 [n]; no label, int32 [heads, n] a branch, is -1.
     """
 
     position: Tensor
@@ -220,12 +211,7 @@ class Tokens(NamedTuple):
 
 
 class BandTensors(NamedTuple):
-    """Hold what limits a branch beside its labels.
-
-    Attributes:
-        least, most: of query position - key position; int32, 0-d.
-        functions: masks of single pairs; Python, the same objects for every hop.
-    """
+    """Hold the bounds of query position - key position of a branch, int32 0-d, and its masks of pairs."""
 
     least: Tensor
     most: Tensor
@@ -263,13 +249,7 @@ class HopTensors(NamedTuple):
 
 
 class HopMask(NamedTuple):
-    """Hold one hop: where in the local tensors its tokens lie, and its tensors.
-
-    Attributes:
-        q_rows, k_rows: first slot, a multiple of the block, and number of slots.
-        tensors: the rest.
-        block: side of a block in slots.
-    """
+    """Hold one hop: first slots and numbers of slots in the local tensors, its tensors, a block's side."""
 
     q_rows: tuple[int, int]
     k_rows: tuple[int, int]
@@ -324,12 +304,6 @@ def hop_mask(
     return found
 
 
-def known_side(tiles: Tiles, asked: TableOptions) -> int | None:
-    """Return the side of the blocks of a hop's tables; None if they were never made."""
-    known = _known.get(tiles, {}).get(asked)
-    return None if known is None else known.side
-
-
 _kept: Kept[HopMask] = Kept(KEPT_TABLE_BYTES)
 # By tiles, which plans keep: what is found without looking at a single row of them.
 _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.WeakKeyDictionary()
@@ -379,13 +353,16 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
 
 
-def side_is_fixed(heads: int, queries: int, keys: int, block: int) -> bool:
-    """Return whether hops of so many slots at most keep their blocks, whatever is attended.
-
-    `heads` is the number of query heads that have tables of their own.
-    """
-    rows, columns = (max(-(-slots // block), 2) for slots in (queries, keys))
-    return 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES
+def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
+    """Return the side of a hop's blocks; None if nobody knows before its tables are made. `keys`: slots."""
+    assert tiles.rule is not None
+    # Hops of so many slots at most keep their blocks, whatever is attended.
+    rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
+    heads = len(tiles.rule.branches_by_head)
+    if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
+        return asked.block
+    known = _known.get(tiles, {}).get(asked)
+    return None if known is None else known.side
 
 
 def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
@@ -408,10 +385,7 @@ def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ..
 class _TablePlan(NamedTuple):
     """Hold the intervals of all heads' rows, and how large their table is; [Note: tables of blocks].
 
-    Attributes:
-        heads, rows, width: shape of the table.
-        intervals: rows counted over all heads.
-        counts: blocks of each row, int64 [heads * rows].
+    Rows are counted over all heads; `counts` has the blocks of each, int64 [heads * rows].
     """
 
     heads: int

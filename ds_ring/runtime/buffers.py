@@ -46,7 +46,6 @@ class BufferKind(NamedTuple):
 
     Attributes:
         first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
-        first_strides, second_strides: strides of contiguous tensors of these shapes.
         dtype, device: of both.
         second_at: bytes from the beginning of the first to that of the second.
         nbytes: from the beginning of the first to the end of the second, a multiple of ALIGNMENT.
@@ -55,8 +54,6 @@ class BufferKind(NamedTuple):
 
     first: tuple[int, ...]
     second: tuple[int, ...]
-    first_strides: tuple[int, ...]
-    second_strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     second_at: int
@@ -67,12 +64,9 @@ class BufferKind(NamedTuple):
 def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
-    first_strides, second_strides = (
-        tuple(math.prod(shape[dim + 1 :]) for dim in range(4)) for shape in (first, second)
-    )
     at, more = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in (first, second))
     device, fake = like.first.device, is_fake(like.first)
-    return BufferKind(first, second, first_strides, second_strides, dtype, device, at, at + more, fake)
+    return BufferKind(first, second, dtype, device, at, at + more, fake)
 
 
 class Block:
@@ -97,9 +91,10 @@ class Block:
                 # Not views: these share their count of writes, by which a write to a tensor in flight is
                 # found.
                 empty = partial(torch.empty, 0, dtype=kind.dtype, device=self.device)
-                first = empty().set_(self._storage, 0, kind.first, kind.first_strides)
-                at = kind.second_at // kind.dtype.itemsize
-                second = empty().set_(self._storage, at, kind.second, kind.second_strides)
+                first, second = (
+                    empty().set_(self._storage, at, shape, [math.prod(shape[dim + 1 :]) for dim in range(4)])
+                    for at, shape in ((0, kind.first), (kind.second_at // kind.dtype.itemsize, kind.second))
+                )
                 found = self._kept[kind] = Pair(first, second)
         return found
 
@@ -118,17 +113,13 @@ class Buffers:
     def __init__(self) -> None:
         self._free: OrderedDict[Size, list[Block]] = OrderedDict()
         self._lock = threading.Lock()
-        self._used_bytes = self._most_bytes = self._free_bytes = 0
-
-    @property
-    def free_bytes(self) -> int:
-        """Return the bytes that are kept, and not in use."""
-        return self._free_bytes
+        self._used_bytes = self._most_bytes = 0
+        self.free_bytes = 0  # that are kept, and not in use
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes that are in use, or kept for the next use."""
-        return self._used_bytes + self._free_bytes
+        return self._used_bytes + self.free_bytes
 
     def take(self, nbytes: int, device: torch.device) -> Block:
         """Return a block of this size for the present stream."""
@@ -138,8 +129,8 @@ class Buffers:
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_excess()
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
         return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
@@ -150,29 +141,24 @@ class Buffers:
             # Sizes given back longest ago stand first, and go first.
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
-            self._free_bytes += block.nbytes
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_excess()
+            self.free_bytes += block.nbytes
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
 
     def release(self) -> None:
         """Free everything that is not in use."""
         with self._lock:
             self._free.clear()
-            self._free_bytes = 0
+            self.free_bytes = 0
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
-
-    def _drop_excess(self) -> None:
-        """Free unused blocks above the bound, the size given back longest ago first."""
-        while self._free_bytes > self._most_bytes - self._used_bytes:
-            self._pop(next(iter(self._free)))
 
     def _pop(self, size: Size) -> Block:
         free = self._free[size]
         block = free.pop()
         if not free:
             del self._free[size]
-        self._free_bytes -= block.nbytes
+        self.free_bytes -= block.nbytes
         return block
 
 

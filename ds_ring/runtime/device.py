@@ -136,11 +136,7 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes.
-
-    Args:
-        most_bytes: that are kept; the latest one is kept however large it is.
-    """
+    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, never the latest."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0

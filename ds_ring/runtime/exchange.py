@@ -25,7 +25,7 @@ from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.device import Streams, streams_of
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messages, sizes_of
-from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive
+from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive, first_line
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -140,7 +140,7 @@ class Exchange:
         except RuntimeError as error:
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
-            peers, cause = route.peers, f"could not start {place}: {str(error).splitlines()[0]}"
+            peers, cause = route.peers, f"could not start {place}: {first_line(error)}"
             if mesh.watch is not None:
                 mesh.watch.accuse(peers[0], cause)
             raise blame(mesh, hop, peers[0], cause) from error
@@ -288,12 +288,9 @@ AgreementFields = dict[str, str]
 
 
 class Agreement(NamedTuple):
-    """What all ranks of a sequence must agree on, and a digest of it, which is computed once.
+    """What all ranks of a sequence must agree on, as texts by name, and its digest, which is computed once.
 
-    Attributes:
-        report: the operation and what must be equal, as texts by the name for messages; or why this rank
-            refuses.
-        digest: of the report, 64 bits.
+    The report of a rank that refuses says why.
     """
 
     report: AgreementFields
@@ -321,10 +318,8 @@ def agree(
 ) -> None:
     """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
 
-    From then on the mesh has the longest patience that a rank asked for.
-
     Args:
-        exchange: of the mesh concerned.
+        exchange: of the mesh concerned, which from then on has the longest patience that a rank asked for.
         operation: what is about to happen, "attention forward" say.
         fields: what must be equal on all ranks, by the name for messages; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].

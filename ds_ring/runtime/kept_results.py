@@ -63,9 +63,8 @@ class Ticket:
 class HostMemory:
     """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
 
-    Attributes:
-        enabled: whether what can be kept here should be; whoever keeps something asks.
-        ahead: how many tensors are brought back before they are asked for: those of one layer.
+    Whoever could keep something asks whether it is `enabled`. `ahead` tensors are brought back before they
+    are asked for: those of one layer.
     """
 
     def __init__(self) -> None:
@@ -163,12 +162,7 @@ _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Say which rows of (out, lse) are kept, and how to compute the others.
-
-    Attributes:
-        slots: local slots whose results are kept, int64 [rows].
-        run_others: the pass for all other queries; its rows of `slots` are replaced.
-    """
+    """Say which local slots' (out, lse) are kept, int64 [rows], and how to compute those of the others."""
 
     slots: Tensor
     run_others: Callable[[], Results]
@@ -219,7 +213,6 @@ def kept_or_run(
 
     Args:
         call: equal for equal calls. Every rank decides alike, since all run the same region.
-        run: the pass.
         memory: where results are kept; None leaves them where they are.
         rows: which rows to keep; None for all.
     """
@@ -319,11 +312,7 @@ def _say_that_graphs_keep_tensors() -> None:
 class HeadStream:
     """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
 
-    Args:
-        saved: q, k, v, out, lse; [B, H, S, ...], K and V [B, G, S, ...].
-        chunks: in the order in which they are asked for.
-        device: where they are computed.
-        memory: whose streams copy.
+    `saved` are q, k, v, out and lse, [B, H, S, ...] and [B, G, S, ...].
     """
 
     def __init__(

@@ -18,12 +18,9 @@ from ds_ring.runtime.device import Streams
 
 
 class TokenRange(NamedTuple):
-    """The tokens of a message. Real ranks do not read this; virtual ranks find the message's data by it.
+    """The tokens of a message, by which virtual ranks find its data; real ranks do not read this.
 
-    Attributes:
-        origin: ring rank in whose shard they lie.
-        slots: their slots there, in the order in which the message has them.
-        heads: the K/V heads, a slice of all that a rank has.
+    They are slots of the shard of ring rank `origin`, in the order of the message, of K/V heads of that rank.
     """
 
     origin: int
@@ -49,12 +46,7 @@ class Label(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A contiguous tensor and its label.
-
-    Attributes:
-        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
-        peer, what, slots, dtype, tokens: see `Label`.
-    """
+    """A contiguous tensor, [batch, K/V heads, slots, head_dim] in a pass, and its label (see `Label`)."""
 
     tensor: Tensor
     peer: int

@@ -83,12 +83,9 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
 def sequences_of(
     device_mesh: DeviceMesh, ring_dim: str, ulysses_dim: str | None
 ) -> tuple[list[list[int]], int]:
-    """Return the ranks of every sequence of a device mesh, and its Ulysses size.
+    """Return the ranks of every sequence, and the Ulysses size, of `RingMesh.from_device_mesh`'s arguments.
 
-    Arguments as of `RingMesh.from_device_mesh`.
-
-    Raises:
-        RingMeshError: it is no DeviceMesh, or has no such dimensions.
+    Raises RingMeshError where it is no DeviceMesh, or has no such dimensions.
     """
     inner = [ring_dim] if ulysses_dim is None else [ring_dim, ulysses_dim]
     names = list(device_mesh.mesh_dim_names or ()) if isinstance(device_mesh, DeviceMesh) else []

@@ -109,13 +109,8 @@ class Accumulators:
 class ForwardChunk:
     """The forward pass of a head chunk: merges the partial result of each hop into out and lse.
 
-    Args:
-        ring: the pass.
-        kernel, buffers: of these heads.
-        q: queries of these heads.
-        out, lse: the results, [B, H, S, E] and [B, H, S]; uninitialised.
-        sinks: [H], logits of these heads. They enter first, as a partial result over no key with out 0 and
-            the logit as its lse; None for none.
+    These are the results, [B, H, S, E] and [B, H, S], uninitialised. The sinks, [H] logits of these heads,
+    enter first, as a partial result over no key with out 0 and the logit as its lse; None for none.
     """
 
     def __init__(

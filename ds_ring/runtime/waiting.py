@@ -87,7 +87,6 @@ class _WaitTask(Task):
     """Works that a thread waits for, one after the other.
 
     Attributes:
-        works: works of torch.
         arrived: for a device's works, returns whether the device has passed them; None if the host waits.
         hurried: set while a caller waits for the result, so that the thread queries more often.
         done: number of the works that are complete.
@@ -206,12 +205,9 @@ def wait_for(
     Args:
         works: works, in approximately the order in which they complete.
         peers: for each work the world ranks that it depends on.
-        mesh: the ranks and process groups.
-        place: the call and the hop of the wait.
+        mesh, place: the ranks and process groups, and the call and the hop of the wait.
         deadline: on the monotonic clock, seconds.
-        arrived: for NCCL's works, whose wait does not block: returns whether the device has passed them;
-            called repeatedly.
-        hurried: set while a caller waits, so that `arrived` is called more often.
+        arrived, hurried: see `_WaitTask`: NCCL's works, whose wait does not block.
 
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
@@ -238,7 +234,7 @@ def wait_for(
         # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
-        raise own_fault(mesh, place, of_device(job.error)) from job.error
+        raise own_fault(mesh, place, job.error) from job.error
     raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
 
 
@@ -248,7 +244,7 @@ def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: Runti
     It says that something failed, but not which of the ranks that the work depends on, the `peers`.
     """
     if isinstance(error, DEVICE_ERROR):
-        return own_fault(mesh, place, of_device(error))
+        return own_fault(mesh, place, error)
     cause = _cause(error, place)
     if mesh.watch is not None:
         mesh.watch.waits(peers, place.key, str(place))
@@ -296,8 +292,7 @@ def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> 
 
 def _cause(error: BaseException | None, place: Place) -> str:
     if error is not None:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"the connection to it failed at {place}: {text}"
+        return f"the connection to it failed at {place}: {first_line(error)}"
     deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
     return f"it did not come to {place} before the deadline ({deadline})"
 
@@ -312,11 +307,7 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 
 def check_alive(mesh: RingMesh, hop: int | None) -> None:
-    """Raise if a rank has failed before: the mesh cannot be used any more, and every call says why.
-
-    Raises:
-        RingPeerError: a rank has failed, or a message between GPUs has.
-    """
+    """Raise RingPeerError if a rank, or a message between GPUs, has failed: the mesh cannot be used again."""
     if mesh.watch is not None and mesh.watch.fault is not None:
         raise error_of(mesh, hop, mesh.watch.fault)
     # The same error object is raised by all calls: without this each raise would lengthen its traceback.
@@ -324,8 +315,13 @@ def check_alive(mesh: RingMesh, hop: int | None) -> None:
         raise mesh.use.broken.with_traceback(None)
 
 
-def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
-    """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault."""
+def own_fault(mesh: RingMesh, place: Place, cause: str | BaseException) -> RingPeerError:
+    """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault.
+
+    A cause that is an exception is one of its device.
+    """
+    if isinstance(cause, BaseException):
+        cause = f"its device failed: {first_line(cause)}"
     if mesh.watch is None:
         return RingPeerError(mesh.ring_rank, place.hop, mesh.ring_rank, cause)
     if mesh.watch.fault is None:
@@ -333,9 +329,9 @@ def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
     return error_of(mesh, place.hop, mesh.watch.fault or Fault(mesh.global_rank, cause))
 
 
-def of_device(error: BaseException) -> str:
-    """Return the cause for a failed device, as text."""
-    return f"its device failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+def first_line(error: BaseException) -> str:
+    """Return what an error says first; its type if it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
@@ -405,17 +401,12 @@ class Pending:
     """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
 
     Attributes:
-        works: of torch.
-        peers: of each the world ranks it depends on.
-        mesh: who is who.
-        place: where this is.
+        works, peers: of torch, and of each the world ranks it depends on.
         timeout_s: seconds that it may take.
-        sent, received: the tensors concerned.
-        group: what they travel through.
-        watch: takes over the deadline, on a device; None where the host waits.
-        streams: of that device.
-        came: returns whether the device has come to the wait.
-        arrived: returns whether it has passed the wait, so that the works are done or have failed.
+        sent, received, group: the tensors concerned, and what they travel through.
+        watch, streams: takes over the deadline, on a device, and its streams; None where the host waits.
+        came, arrived: return whether the device has come to the wait, and has passed it, so that the works
+            are done or have failed.
     """
 
     works: list[dist.Work]
@@ -567,7 +558,7 @@ class DeviceWatch:
                     if not _is_over(one):
                         self._see_through(one)
                 except Exception as error:  # the device is lost, say; the batches behind it are looked at
-                    one.mesh.use.broken = own_fault(one.mesh, one.place, of_device(error))
+                    one.mesh.use.broken = own_fault(one.mesh, one.place, error)
                 one.works = []
                 del one  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
@@ -603,7 +594,7 @@ class DeviceWatch:
             if look(came, BUSY_TIMEOUT_S, self._hurried):
                 return
         except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, one.place, of_device(error)) from error
+            raise own_fault(mesh, one.place, error) from error
         cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
         raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
 

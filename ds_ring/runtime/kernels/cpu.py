@@ -40,9 +40,8 @@ class Sizes:
     """Describe how tiles are cut.
 
     Attributes:
-        block: maximum number of queries of a call, and of keys if the call returns dK and dV.
+        block: maximum number of queries of a call, and, `backward`, where it returns dK and dV, of keys.
         triangle: side of the smallest triangle; see [Note: small triangles].
-        backward: calls that return gradients: keys are bounded and bands cut along the keys.
     """
 
     block: int = BLOCK
@@ -71,12 +70,7 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
 class PreparedCall(NamedTuple):
     """A call of the kernel, with what every pass would compute from its tile again.
 
-    Attributes:
-        tile: what is computed.
-        heads: the query heads.
-        q_rows, k_rows, is_causal, is_masked: of the tile.
-        log_weight: added to every score.
-        has_bias: some pairs are masked, or their weights differ, so `_bias` returns a tensor.
+    log_weight is added to every score. With has_bias some pairs are masked, or their weights differ.
     """
 
     tile: Tile
@@ -332,8 +326,7 @@ def drop_kept() -> None:
 def _computable(*tensors: Tensor) -> list[Tensor]:
     """Return float64 and float32 unchanged, lower dtypes in float32, all with a dense last dimension.
 
-    The aten operators accept any stride except in the last dimension: there they read neighbours in memory
-    whatever the stride says (it is 0 in the gradient of a sum).
+    There the operators read neighbours in memory, whatever the stride (it is 0 in the gradient of a sum).
     """
     found = []
     for x in tensors:

@@ -268,14 +268,7 @@ class PartialGrads(NamedTuple):
 
 
 class KernelNeeds(NamedTuple):
-    """What a kernel must support in a call, known before any tiles are computed.
-
-    Attributes:
-        device_type: device of the tensors, "cpu" or "cuda".
-        dtype: dtype of queries, keys and values.
-        head_dim: D of queries and keys.
-        pattern: which query attends to which key.
-    """
+    """What a kernel must support in a call, known before any tiles are computed."""
 
     device_type: str
     dtype: torch.dtype
