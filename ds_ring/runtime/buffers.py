@@ -46,6 +46,7 @@ class BufferKind(NamedTuple):
 
     Attributes:
         first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
+        first_strides, second_strides: strides of contiguous tensors of these shapes.
         dtype, device: of both.
         second_at: bytes from the beginning of the first to that of the second.
         nbytes: from the beginning of the first to the end of the second, a multiple of ALIGNMENT.
@@ -54,6 +55,8 @@ class BufferKind(NamedTuple):
 
     first: tuple[int, ...]
     second: tuple[int, ...]
+    first_strides: tuple[int, ...]
+    second_strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     second_at: int
@@ -64,9 +67,12 @@ class BufferKind(NamedTuple):
 def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
+    first_strides, second_strides = (
+        tuple(math.prod(shape[dim + 1 :]) for dim in range(4)) for shape in (first, second)
+    )
     at, more = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in (first, second))
     device, fake = like.first.device, is_fake(like.first)
-    return BufferKind(first, second, dtype, device, at, at + more, fake)
+    return BufferKind(first, second, first_strides, second_strides, dtype, device, at, at + more, fake)
 
 
 class Block:
@@ -91,10 +97,9 @@ class Block:
                 # Not views: these share their count of writes, by which a write to a tensor in flight is
                 # found.
                 empty = partial(torch.empty, 0, dtype=kind.dtype, device=self.device)
-                first, second = (
-                    empty().set_(self._storage, at, shape, [math.prod(shape[dim + 1 :]) for dim in range(4)])
-                    for at, shape in ((0, kind.first), (kind.second_at // kind.dtype.itemsize, kind.second))
-                )
+                first = empty().set_(self._storage, 0, kind.first, kind.first_strides)
+                at = kind.second_at // kind.dtype.itemsize
+                second = empty().set_(self._storage, at, kind.second, kind.second_strides)
                 found = self._kept[kind] = Pair(first, second)
         return found
 

@@ -136,7 +136,7 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, never the latest."""
+    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, not the latest."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
