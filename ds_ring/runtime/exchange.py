@@ -81,9 +81,7 @@ class Exchange:
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._header_routes: list[Route] | None = None
-        if mesh.use.device_watch is None:
-            mesh.use.device_watch = DeviceWatch()
-        self._device_watch = mesh.use.device_watch
+        self._device_watch = DeviceWatch.of(mesh)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop, without waiting for them.

@@ -509,6 +509,13 @@ class DeviceWatch:
         self._hurried = threading.Event()
         self._running = False
 
+    @classmethod
+    def of(cls, mesh: RingMesh) -> DeviceWatch:
+        """Return the watch of a mesh; made when first asked for."""
+        if mesh.use.device_watch is None:
+            mesh.use.device_watch = cls()
+        return mesh.use.device_watch
+
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
         # A deque may be appended to while another thread takes from it.
