@@ -132,8 +132,9 @@ def _my_group(
         options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
             # Streams of high priority. torch changes the options, so each group has its own.
-            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options["pg_options"]._timeout = timeout  # new_group warns of any other
+            of_nccl: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            of_nccl._timeout = timeout  # new_group warns of any other
+            options["pg_options"] = of_nccl
         group = dist.new_group(ranks, timeout=timeout, backend=backend, **options)
         if dist.get_rank() in ranks:
             mine = group
