@@ -79,8 +79,7 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
     if queries == "sharded" and placed:
         return (
             "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
-            " leave it out, or set"
-            ' queries="replicated"'
+            ' leave it out, or set queries="replicated"'
         )
     if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
         return (
@@ -91,8 +90,7 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
     if queries == "replicated" and transport != "ring":
         return (
             f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
-            " cannot"
-            " be honoured; leave it out"
+            " cannot be honoured; leave it out"
         )
     return None
 
@@ -214,9 +212,8 @@ def check_tokens(q_tokens: int, k_tokens: int, local_tokens: int, parts: int) ->
     if q_tokens != slots or k_tokens != slots:
         raise RingShapeError(
             f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
-            f" {k_tokens} local"
-            " tokens; shard with ds_ring.shard_sequence and the layout that is passed here (queries"
-            ' that every rank has whole take queries="replicated")'
+            f" {k_tokens} local tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
+            ' (queries that every rank has whole take queries="replicated")'
         )
 
 
@@ -225,9 +222,8 @@ def check_keys(k_tokens: int, local_tokens: int) -> None:
     if k_tokens != local_tokens:
         raise RingShapeError(
             f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
-            " tokens; with"
-            ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
-            " layout that is passed here"
+            ' tokens; with queries="replicated" k and v are still shards: shard them with'
+            " ds_ring.shard_sequence and the layout that is passed here"
         )
 
 

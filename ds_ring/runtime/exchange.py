@@ -83,6 +83,11 @@ class Exchange:
         self._header_routes: list[Route] | None = None
         self._device_watch = DeviceWatch.of(mesh)
 
+    @property
+    def deadline_s(self) -> float:
+        """Return the seconds that a wait may take now; see [Note: compile skew] in `context.py`."""
+        return max(self.hop_timeout_s, self.mesh.use.patience_s)
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop, without waiting for them.
 
@@ -253,8 +258,7 @@ class Exchange:
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
         watch = None if streams is None else self._device_watch
-        deadline_s = max(self.hop_timeout_s, self.mesh.use.patience_s)  # [Note: compile skew] in `context.py`
-        Pending([work], peers, self.mesh, place, deadline_s, sent, got, group, watch, streams).wait()
+        Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
 
 
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:

@@ -129,13 +129,13 @@ def _my_group(
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
+        more: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
             # Streams of high priority. torch changes the options, so each group has its own.
-            of_nccl: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            of_nccl._timeout = timeout  # new_group warns of any other
-            options["pg_options"] = of_nccl
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, **options)
+            options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout  # new_group warns of any other
+            more["pg_options"] = options
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, **more)
         if dist.get_rank() in ranks:
             mine = group
     return mine

@@ -103,8 +103,7 @@ def _entries(x: Tensor, dim: int) -> int:
 def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
     return RingLayoutError(
         f"{function}: expected a layout for {mesh.ring_size} ranks (the mesh's ring), got one for"
-        f" {layout.ring_size} ranks;"
-        f" build it with make_layout(..., ring_size={mesh.ring_size})"
+        f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
     )
 
 

@@ -238,20 +238,6 @@ def wait_for(
     raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
 
 
-def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: RuntimeError) -> RingPeerError:
-    """Return the error for an exception in the wait for a device's work, after asking the monitor.
-
-    It says that something failed, but not which of the ranks that the work depends on, the `peers`.
-    """
-    if isinstance(error, DEVICE_ERROR):
-        return own_fault(mesh, place, error)
-    cause = _cause(error, place)
-    if mesh.watch is not None:
-        mesh.watch.waits(peers, place.key, str(place))
-        mesh.watch.accuse(peers, cause)
-    return blame(mesh, place.hop, peers, cause)
-
-
 def _wait_watched(
     job: _WaitTask, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
 ) -> None:
@@ -480,9 +466,17 @@ class Pending:
                 work.wait()
                 done += 1
         except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
-            self.mesh.use.broken = failed_wait(self.mesh, self.place, self.peers[done], error)
+            mesh, place, peers = self.mesh, self.place, self.peers[done]
+            if isinstance(error, DEVICE_ERROR):
+                mesh.use.broken = own_fault(mesh, place, error)
+            else:  # it says that something failed, but not which rank: ask the monitor
+                cause = _cause(error, place)
+                if mesh.watch is not None:
+                    mesh.watch.waits(peers, place.key, str(place))
+                    mesh.watch.accuse(peers, cause)
+                mesh.use.broken = blame(mesh, place.hop, peers, cause)
             self.hand_over()  # the watch aborts what is stuck
-            raise self.mesh.use.broken from error
+            raise mesh.use.broken from error
         self.arrived = partial(streams.reached, streams.mark())
 
 
